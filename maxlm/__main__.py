@@ -1,0 +1,5 @@
+"""`python -m maxlm` is `maxlm`."""
+
+from maxlm.cli import main
+
+main()

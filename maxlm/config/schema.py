@@ -1,0 +1,270 @@
+"""Every setting maxlm has: frozen, typed, nested. No jax here, so a config error is instant.
+
+Sizes are counted in the unit their name says: `*_steps` in optimizer updates, `*_tokens` in tokens, `global_batch` in
+sequences. `None` means "not used" unless the comment says what it is derived from. Rules that join several fields are
+in `rules.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
+
+Int = Annotated[int, Strict()]
+Positive = Annotated[int, Strict(), Field(gt=0)]
+Count = Annotated[int, Strict(), Field(ge=0)]
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
+Bool = Annotated[bool, Strict()]
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, and a key it does not have is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Llama3Scaling(Section):
+    """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
+
+    kind: Literal["llama3"]
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_seq_len: Positive
+
+
+class LinearScaling(Section):
+    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
+
+    kind: Literal["linear"]
+    factor: PositiveFloat
+
+
+class YarnScaling(Section):
+    """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
+
+    kind: Literal["yarn"]
+    factor: PositiveFloat
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    original_seq_len: Positive
+
+
+class RopeConfig(Section):
+    """Rotary position embedding (arXiv 2104.09864)."""
+
+    theta: PositiveFloat = 10000.0
+    scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer."""
+
+    vocab_size: Positive
+    d_model: Positive
+    n_layers: Positive
+    n_heads: Positive
+    n_kv_heads: Positive = 0  # derived: n_heads
+    head_dim: Positive = 0  # derived: d_model / n_heads
+    d_ff: Positive
+    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-5
+    norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
+    qk_norm: Bool = False
+    bias: Literal["none", "qkv", "all"] = "none"
+    positions: Literal["rope", "learned"] = "rope"
+    max_seq_len: Positive | None = None  # rows of the table when positions are learned
+    rope: RopeConfig = RopeConfig()
+    rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)  # repeated over depth
+    window: Positive | None = None  # tokens a local layer sees, itself included
+    attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
+    attention_softcap: PositiveFloat | None = None
+    logits_softcap: PositiveFloat | None = None
+    tie_embeddings: Bool = False
+    scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
+    init_std: PositiveFloat = 0.02
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        heads, width = values.get("n_heads"), values.get("d_model")
+        derived = {"n_kv_heads": heads}
+        if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+            derived["head_dim"] = width // heads
+        return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer `data prepare` uses: an existing file, or a byte-level BPE trained on the sources."""
+
+    path: Text | None = None  # a tokenizer.json
+    vocab_size: Positive = 4096  # words of the trained BPE
+    train_bytes: Positive = 100_000_000  # at most this much text is used to train it
+    end_of_document: Text = "<|endoftext|>"
+
+
+class PrepareConfig(Section):
+    """Where the text of `data.store` comes from."""
+
+    sources: Annotated[tuple[Text, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
+    text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
+    eval_fraction: Fraction = 0.02  # of documents, held out by a hash of their text
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    workers: Count = 0  # processes; 0: one a core
+
+
+class MixtureEntry(Section):
+    """A token store and its share of the samples."""
+
+    store: Text
+    weight: PositiveFloat
+
+
+class DataConfig(Section):
+    """Token stores to train on, and how they become batches."""
+
+    store: Text | None = None  # a folder or gs:// made by `maxlm data prepare`
+    mixture: tuple[MixtureEntry, ...] = ()  # instead of `store`
+    seq_len: Positive
+    shuffle: Bool = True
+    mask_documents: Bool = True  # a token attends only inside its document
+    read_threads: Positive = 4
+    prefetch: Positive = 2  # batches held ready on the device
+    prepare: PrepareConfig | None = None
+
+
+class TrainConfig(Section):
+    """How long to train, on how much a step."""
+
+    steps: Positive | None = None  # or `tokens`
+    tokens: Positive | None = None
+    global_batch: Positive  # sequences an update
+    microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another
+    seed: Count = 0
+    z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
+    loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
+    eval_every: Positive | None = None  # steps; None: only at the end
+    eval_batches: Count = 8  # 0: no evaluation
+
+
+class OptimizerConfig(Section):
+    """The update rule and its learning rate over time."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    peak_lr: PositiveFloat = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
+    warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
+    warmup_tokens: Count | None = None
+    decay_steps: Count | None = None  # wsd: length of the decay; None: a tenth of the run
+    decay_tokens: Count | None = None
+    end_lr_fraction: Fraction = 0.1  # of peak_lr
+    weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    muon_momentum: Fraction = 0.95
+    clip_norm: PositiveFloat | None = 1.0  # of the global gradient
+
+
+AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
+
+
+class MeshConfig(Section):
+    """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
+
+    data: Int = 1
+    stage: Int = 1
+    fsdp: Int = -1
+    context: Int = 1
+    tensor: Int = 1
+    expert: Int = 1
+    slices: Positive = 1  # pods joined by the data-centre network
+    across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> configured size (one may be -1), outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+REMAT_NAMES = ("layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out")
+
+
+class MemoryConfig(Section):
+    """What is kept for the backward pass. `remat`: a policy, or the names of the tensors to keep; the rest is recomputed."""
+
+    remat: Literal["none", "full", "dots"] | tuple[Literal[REMAT_NAMES], ...] = "full"
+    offload: tuple[Literal[REMAT_NAMES], ...] = ()  # kept, but in host memory
+
+
+class PrecisionConfig(Section):
+    """dtypes. Master weights, optimizer state, norms, softmax and loss are float32 whatever is said here."""
+
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+
+
+class CheckpointConfig(Section):
+    """When state is saved and how much of it is kept."""
+
+    every_steps: Positive = 1000
+    keep: Positive = 3  # newest ones kept
+    keep_every: Positive | None = None  # steps whose checkpoints are kept for ever
+
+
+class RunConfig(Section):
+    """Where the run writes: `dir`/`name`/."""
+
+    name: Text = "run"  # derived: the config's file name
+    dir: Text = "runs"
+    log_every: Positive = 1
+    tensorboard: Bool = True
+    sample_prompts: tuple[Text, ...] = ()  # continued and printed at the end
+    sample_tokens: Positive = 64
+
+
+class ClusterConfig(Section):
+    """The machine a run is meant for; planning compiles for it, training checks that it is there."""
+
+    topology: Text  # as the compiler names it: v5p:4x4x4
+    accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
+
+
+class Config(Section):
+    """A whole experiment."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    memory: MemoryConfig = MemoryConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an update consumes, padding included."""
+        return self.train.global_batch * self.data.seq_len
+
+    @property
+    def total_steps(self) -> int:
+        """Updates in the whole run; `train.tokens` is rounded up to whole steps."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.tokens is not None, "rules.py demands one of the two"
+        return -(-self.train.tokens // self.tokens_per_step)
+
+    def steps_of(self, steps: int | None, tokens: int | None, default: int) -> int:
+        """A duration given as steps or as tokens, in whole steps."""
+        if steps is not None:
+            return steps
+        return default if tokens is None else -(-tokens // self.tokens_per_step)
