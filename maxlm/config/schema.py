@@ -96,7 +96,7 @@ class ModelConfig(Section):
             return values
         heads, width = values.get("n_heads"), values.get("d_model")
         derived = {"n_kv_heads": heads}
-        if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        if isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
         return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}
 

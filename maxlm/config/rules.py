@@ -1,0 +1,239 @@
+"""Rules that join several settings. Each problem says field, value, rule and fix."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from maxlm.config.errors import ConfigError
+from maxlm.config.schema import AXES, Config, MeshConfig, ModelConfig
+
+Problem = tuple[str, Any, str, str]  # field, value, rule, fix
+
+
+def check(config: Config, sources: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for the first rule that `config` breaks. Needs no device."""
+    for problems in (_model, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run, _cluster):
+        for field, value, rule, fix in problems(config):
+            raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
+
+
+def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
+    """Axis name -> size with -1 filled in. Raises ConfigError unless the product is `n_devices`."""
+    sizes = mesh.sizes()
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free and n_devices % fixed == 0:
+        sizes[free[0]] = n_devices // fixed
+    if math.prod(sizes.values()) != n_devices:
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
+        rule = f"the product of the axes must be the number of devices, {n_devices}"
+        raise ConfigError("mesh", shown, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
+    crossing = sizes[mesh.across_slices]
+    if crossing % mesh.slices:
+        raise ConfigError(
+            "mesh.slices",
+            mesh.slices,
+            f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices",
+            "change one of them",
+        )
+    return sizes
+
+
+def check_devices(config: Config, n_devices: int) -> dict[str, int]:
+    """The mesh for `n_devices`, once everything that it splits is known to divide. Raises ConfigError."""
+    sizes = resolve_mesh(config.mesh, n_devices)
+    for field, value, rule, fix in _divides(config, sizes):
+        raise ConfigError(field, value, rule, fix)
+    return sizes
+
+
+def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    model, train = config.model, config.train
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    part = train.global_batch // train.microbatches
+    if part % shards:
+        good = math.ceil(part / shards) * shards * train.microbatches
+        rule = f"each of the {train.microbatches} microbatches must split over the {shards} shards of mesh data x fsdp x expert"
+        yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
+    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
+    heads_rule = "(each tensor shard needs whole key/value heads)"
+    if model.n_kv_heads % tensor:
+        yield (
+            "mesh.tensor",
+            tensor,
+            f"does not divide model.n_kv_heads = {model.n_kv_heads} {heads_rule}",
+            f"use {_divisors(model.n_kv_heads)}",
+        )
+    for name in ("n_heads", "d_ff", "vocab_size"):
+        size = getattr(model, name)
+        if size % tensor:
+            yield "mesh.tensor", tensor, f"does not divide model.{name} = {size}", f"use {_divisors(size)}"
+    if config.data.seq_len % tensor:
+        yield (
+            "mesh.tensor",
+            tensor,
+            f"does not divide data.seq_len = {config.data.seq_len}, split between tensor-parallel regions",
+            f"use {_divisors(config.data.seq_len)}",
+        )
+    if model.d_model % fsdp:
+        yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {_divisors(model.d_model)}"
+
+
+def _divisors(number: int, most: int = 6) -> str:
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0][:most]
+    return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else str(found[0])
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.head_dim == 0:
+        yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
+    if model.n_heads % model.n_kv_heads:
+        yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {_divisors(model.n_heads)}"
+    if model.positions == "rope" and model.head_dim % 2:
+        yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
+    if model.positions == "learned" and model.max_seq_len is None:
+        yield "model.max_seq_len", None, "learned positions need a table of this many rows", "set it, at least data.seq_len"
+    if model.positions == "rope" and model.max_seq_len is not None:
+        yield "model.max_seq_len", model.max_seq_len, "is the table of learned positions, and positions are rope", "remove it"
+    yield from _windows(model)
+    if len(model.layer_pattern) > model.n_layers:
+        yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
+
+
+def _windows(model: ModelConfig) -> Iterator[Problem]:
+    local = "local" in model.layer_pattern
+    if local and model.window is None:
+        yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
+    if not local and model.window is not None:
+        yield (
+            "model.window",
+            model.window,
+            "no layer in model.layer_pattern is local, so no layer would use it",
+            "add `local` layers or remove it",
+        )
+    if not local and model.rope_local is not None:
+        yield (
+            "model.rope_local",
+            "set",
+            "no layer in model.layer_pattern is local, so no layer would use it",
+            "add `local` layers or remove it",
+        )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if (data.store is None) == (not data.mixture):
+        yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", "set one of them"
+    if data.prepare is not None and data.store is None:
+        yield "data.prepare", "set", "prepares data.store, which is not set", "set data.store"
+    stores = [entry.store for entry in data.mixture]
+    if len(set(stores)) != len(stores):
+        yield "data.mixture", stores, "names a store twice", "add up its weights in one entry"
+    limit = config.model.max_seq_len
+    if limit is not None and data.seq_len > limit:
+        yield "data.seq_len", data.seq_len, f"is above model.max_seq_len = {limit}", "shorten it or lengthen the table"
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    train, seq_len = config.train, config.data.seq_len
+    if (train.steps is None) == (train.tokens is None):
+        yield "train.steps", train.steps, "exactly one of train.steps and train.tokens must be set", "set one of them"
+    if train.global_batch % train.microbatches:
+        yield (
+            "train.global_batch",
+            train.global_batch,
+            f"is not a multiple of train.microbatches = {train.microbatches}",
+            "change one of them",
+        )
+    if seq_len % train.loss_chunks:
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {_divisors(seq_len)}"
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    for name in ("warmup", "decay"):
+        steps, tokens = getattr(optimizer, f"{name}_steps"), getattr(optimizer, f"{name}_tokens")
+        if steps is not None and tokens is not None:
+            yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", "set only one of them"
+        if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
+            yield (
+                f"optimizer.decay_{'steps' if steps else 'tokens'}",
+                steps or tokens,
+                f"the {optimizer.schedule} schedule has no decay of its own",
+                "use schedule: wsd or remove it",
+            )
+    for field in ("beta1", "beta2", "muon_momentum"):
+        if getattr(optimizer, field) == 1:
+            yield f"optimizer.{field}", 1, "must be below 1, or the average never moves", "use 0.9 to 0.999"
+    total = config.total_steps
+    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, 0)
+    if warmup and warmup >= total:
+        field = "warmup_steps" if optimizer.warmup_steps is not None else "warmup_tokens"
+        yield f"optimizer.{field}", getattr(optimizer, field), f"warm-up must end before the run does, at step {total}", "shorten it"
+    if warmup + decay > total:
+        yield (
+            "optimizer.decay_steps",
+            decay,
+            f"warm-up ({warmup}) and decay do not fit in the {total} steps of the run",
+            "shorten one of them",
+        )
+
+
+def _mesh(config: Config) -> Iterator[Problem]:
+    sizes = config.mesh.sizes()
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
+        if size != 1 and axis in ("stage", "context", "expert"):
+            yield f"mesh.{axis}", size, "this axis carries no parallelism yet", "use 1"
+    free = [axis for axis in AXES if sizes[axis] == -1]
+    if len(free) > 1:
+        yield f"mesh.{free[1]}", -1, f"only one axis may be -1, and mesh.{free[0]} is", "give one of them a size"
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
+        yield (
+            "memory.offload",
+            list(memory.offload),
+            f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device",
+            "use remat: full or a list of names",
+        )
+    both = set(memory.offload) & set(() if isinstance(memory.remat, str) else memory.remat)
+    if both:
+        yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    saved = config.checkpoint
+    if saved.keep_every is not None and saved.keep_every % saved.every_steps:
+        yield (
+            "checkpoint.keep_every",
+            saved.keep_every,
+            f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing",
+            "use a multiple",
+        )
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    name = config.run.name
+    if name in (".", "..") or any(char in name for char in "/\\\0\n") or name.startswith((".", "-")) or len(name.encode()) > 200:
+        yield (
+            "run.name",
+            repr(name)[1:-1],
+            "must be one plain folder name",
+            "use letters, digits, `-`, `_` and `.`, no `/`, `..` or leading dot",
+        )
+    if "\0" in config.run.dir:
+        yield "run.dir", repr(config.run.dir)[1:-1], "must not hold a NUL character", "remove it"
+
+
+def _cluster(config: Config) -> Iterator[Problem]:
+    if config.cluster is None:
+        return
+    chip, colon, shape = config.cluster.topology.partition(":")
+    if not (chip and colon and all(part.isdigit() and int(part) > 0 for part in shape.split("x"))):
+        yield "cluster.topology", config.cluster.topology, "must be CHIP:AxB or CHIP:AxBxC", "write it as in v5p:4x4x4"
