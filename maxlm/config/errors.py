@@ -21,6 +21,8 @@ class ConfigError(UserError):
 
 def show(value: Any) -> str:
     """`value` as it would be typed in YAML, shortened to fit in a line."""
-    text = {None: "null", True: "true", False: "false"}.get(value, None) if value is None or isinstance(value, bool) else None
-    text = text if text is not None else str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    else:
+        text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

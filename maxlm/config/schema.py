@@ -193,14 +193,14 @@ class MeshConfig(Section):
         return {axis: getattr(self, axis) for axis in AXES}
 
 
-REMAT_NAMES = ("layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out")
+RematName = Literal["layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
 
 
 class MemoryConfig(Section):
     """What is kept for the backward pass. `remat`: a policy, or the names of the tensors to keep; the rest is recomputed."""
 
-    remat: Literal["none", "full", "dots"] | tuple[Literal[REMAT_NAMES], ...] = "full"
-    offload: tuple[Literal[REMAT_NAMES], ...] = ()  # kept, but in host memory
+    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
+    offload: tuple[RematName, ...] = ()  # kept, but in host memory
 
 
 class PrecisionConfig(Section):

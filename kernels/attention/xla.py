@@ -1,0 +1,63 @@
+"""Attention in plain XLA operations: the portable form. Long sequences go in blocks of queries, so scores never fill memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, N query blocks
+
+QUERY_BLOCK = 1024  # scores of at most this many queries exist at a time
+At = tuple[Int[Array, "B S"], Int[Array, "B S"]]  # segment ids, positions
+
+
+def attention_xla(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BTGK: Float[Array, "B T G K"],
+    v_BTGK: Float[Array, "B T G K"],
+    query_at: At,
+    key_at: At,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Float[Array, "B S H K"]:
+    """See `maxlm.kernels.attention`."""
+    attend = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGK=v_BTGK, key_at=key_at, scale=scale, window=window, softcap=softcap)
+    queries = q_BSHK.shape[1]
+    if queries <= QUERY_BLOCK or queries % QUERY_BLOCK:
+        return attend(q_BSHK, query_at)
+    blocks = (_split(q_BSHK), (_split(query_at[0]), _split(query_at[1])))
+    out_NBSHK = jax.lax.map(lambda block: jax.checkpoint(attend)(*block), blocks)
+    return jnp.moveaxis(out_NBSHK, 0, 1).reshape(q_BSHK.shape)
+
+
+def _split(x: jax.Array) -> jax.Array:
+    blocked = x.reshape(x.shape[0], x.shape[1] // QUERY_BLOCK, QUERY_BLOCK, *x.shape[2:])
+    return jnp.moveaxis(blocked, 1, 0)
+
+
+def _attend(
+    q_BSHK: jax.Array, query_at: At, *, k_BTGK: jax.Array, v_BTGK: jax.Array, key_at: At, scale: float, window: int | None, softcap: float | None
+) -> jax.Array:
+    batch, queries, heads, head_dim = q_BSHK.shape
+    groups = k_BTGK.shape[2]
+    q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)
+    scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
+    seen_B11ST = _visible(query_at, key_at, window)[:, None, None]
+    lowest = jnp.finfo(jnp.float32).min
+    weights_BGRST = jax.nn.softmax(jnp.where(seen_B11ST, scores_BGRST, lowest), axis=-1)
+    out_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
+    # A query that sees nothing (padding) has uniform weights here; it must give 0.
+    out_BSGRK = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRK, 0)
+    return out_BSGRK.reshape(q_BSHK.shape)
+
+
+def _visible(query_at: At, key_at: At, window: int | None) -> jax.Array:
+    same_BST = (query_at[0][:, :, None] == key_at[0][:, None, :]) & (query_at[0] != 0)[:, :, None]
+    distance_BST = query_at[1][:, :, None] - key_at[1][:, None, :]
+    near_BST = distance_BST >= 0
+    return same_BST & (near_BST if window is None else near_BST & (distance_BST < window))

@@ -1,0 +1,110 @@
+"""The page that says what a checkpoint holds: `STEP/manifest/manifest.json`, written in the same atomic save as the arrays.
+
+It is small, readable, and carries its own checksum, so it can be trusted to judge the arrays.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from maxlm.checkpoint.errors import CheckpointError, DamagedError
+
+NAME = "manifest"
+_FILE = "manifest.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array: dtype by name, global shape, and the two sums of `digest`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without reading an array."""
+
+    step: int
+    identity: dict[str, str]
+    data_position: dict[str, Any]
+    leaves: dict[str, Leaf]
+
+    def to_text(self) -> str:
+        """As JSON with a checksum. A `data_position` that is not JSON raises TypeError."""
+        body = {"format": _FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({**body, "sha256": _checksum(body)}, indent=1)
+
+
+def parse(text: str) -> Manifest:
+    """The manifest in `text`. Raises DamagedError if it is not what was written, CheckpointError if a newer maxlm wrote it."""
+    try:
+        body = json.loads(text)
+        checksum, version = body.pop("sha256"), body.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedError("its manifest is unreadable") from error
+    if checksum != _checksum({"format": version, **body}):
+        raise DamagedError("its manifest does not match its checksum")
+    if version != _FORMAT:
+        raise CheckpointError(f"the checkpoint is of format {version} and this maxlm reads format {_FORMAT}: use the maxlm that wrote it")
+    leaves = {name: Leaf(leaf["dtype"], tuple(leaf["shape"]), tuple(leaf["digest"])) for name, leaf in body.pop("leaves").items()}
+    return Manifest(leaves=leaves, **body)
+
+
+def read(checkpoint: ocp.path.Path) -> Manifest:
+    """The manifest of the checkpoint in this folder. Raises as `parse` does, and DamagedError if there is none."""
+    try:
+        text = (checkpoint / NAME / _FILE).read_text()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
+        raise DamagedError("its manifest is missing or not text") from error
+    return parse(text)
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class LateText:
+    """A text that is asked for in the background, when the devices have finished the sums it holds."""
+
+    text: Callable[[], str]
+
+
+class LateTextHandler:
+    """Writes a `LateText` within an Orbax save (the protocol `ocp.handlers.CheckpointableHandler`). `read` does the reading."""
+
+    async def save(self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateText) -> Awaitable[None]:
+        """Blocks for nothing; the awaitable it returns runs in Orbax's background thread."""
+        return self._write(directory, checkpointable)
+
+    async def _write(self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateText) -> None:
+        folder = await directory.await_creation()
+        if jax.process_index() == 0:
+            (folder / _FILE).write_text(checkpointable.text())
+
+    async def load(self, directory: ocp.path.Path, abstract_checkpointable: None = None) -> Awaitable[str]:
+        """The text again."""
+
+        async def text() -> str:
+            return (directory / _FILE).read_text()
+
+        return text()
+
+    async def metadata(self, directory: ocp.path.Path) -> None:
+        """Nothing is known of a text without reading it."""
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Only a `LateText` is written here."""
+        return isinstance(checkpointable, LateText)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        """Left to the name of the item."""
+        return None

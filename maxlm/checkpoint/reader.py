@@ -1,0 +1,69 @@
+"""Reading one checkpoint and judging it."""
+
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from maxlm.checkpoint import cluster, manifest
+from maxlm.checkpoint.digest import digest
+from maxlm.checkpoint.errors import CheckpointError, DamagedError, Verdict, first_line, verdict_of
+from maxlm.checkpoint.refusal import check_identity, check_leaves
+from maxlm.config.errors import UserError
+
+STATE = "state"  # the item of a checkpoint that holds the arrays
+
+
+def read_checkpoint(
+    folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct], identity: dict[str, str] | None
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """The arrays named in `wanted`, on their shardings, and the data position.
+
+    With an `identity` the checkpoint must be of that experiment and hold exactly `wanted`; without, it may hold more. All
+    processes call this and all get the same outcome. Raises DamagedError if the bytes are bad, CheckpointError if the checkpoint
+    is refused or cannot be reached.
+    """
+    arrays: dict[str, jax.Array] = {}
+    page = None
+    problem: Exception | None = None
+    try:
+        page = manifest.read(folder)
+        if identity is not None:
+            check_identity(page.identity, identity, str(folder))
+        check_leaves(page.leaves, wanted, str(folder), whole=identity is not None)
+        arrays = _load(folder, wanted)
+    except Exception as error:  # any: a damaged file shows itself in many ways, and the other processes must hear of it
+        problem = error
+    _agree(folder, problem)
+    assert page is not None, "no problem, so it was read"
+    found = digest(arrays)
+    changed = [name for name in wanted if found[name] != page.leaves[name].digest]
+    if changed:
+        raise DamagedError(
+            f"the bytes of {', '.join(changed[:3])} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
+        )
+    return arrays, page.data_position
+
+
+def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    # Orbax would wait at a barrier for a process whose files are bad until it times out; we agree ourselves, at once.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    with context:
+        return ocp.load(folder, wanted, checkpointable_name=STATE)
+
+
+def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
+    """Raises the same kind of error in every process if any of them met a problem."""
+    verdict = Verdict.GOOD if problem is None else verdict_of(problem)
+    common = cluster.worst(verdict)
+    if common == Verdict.GOOD:
+        return
+    reason = first_line(problem) if problem is not None and verdict == common else "another process could not read it"
+    if common == Verdict.DAMAGED:
+        raise DamagedError(str(problem) if isinstance(problem, DamagedError) else reason) from problem
+    if isinstance(problem, UserError):
+        raise problem
+    raise CheckpointError(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem

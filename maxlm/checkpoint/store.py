@@ -1,0 +1,222 @@
+"""The checkpoints of a run: `directory/STEP/`, written in the background, verified when read.
+
+Each holds two items, committed together: `state`, the arrays, and `manifest`, which says what they are (digest of every
+leaf, identity of the experiment, data position). With several processes all of them call every method, in the same
+order; each writes its own shards.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from maxlm.checkpoint import cluster, digest, manifest
+from maxlm.checkpoint.errors import CheckpointError, DamagedError, explain_failed_save
+from maxlm.checkpoint.leaves import PARAMS, abstract_leaf, bytes_here, named_leaves
+from maxlm.checkpoint.reader import STATE, read_checkpoint
+from maxlm.config.schema import CheckpointConfig
+
+_log = logging.getLogger(__name__)
+_ASIDE = "aside"  # where checkpoints go that a resumed run has left behind
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What came back: `state` (or the parameters alone), and why newer checkpoints were passed over, newest first."""
+
+    step: int
+    state: Any
+    data_position: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    step: int
+    response: ocp.AsyncResponse[bool]
+    needed_bytes: int
+
+
+class Checkpoints:
+    """Saves and restores states under one directory (a folder or `gs://...`).
+
+    `identity` is what a checkpoint must share with this run to be continued (field -> value). Reading never writes:
+    the directory is created, cleaned of unfinished saves and tidied by the first `save`.
+    """
+
+    def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
+        absolute = str(directory) if "://" in str(directory) else Path(directory).absolute()
+        self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
+        self._config = config
+        self._identity = dict(identity)
+        self._writer: ocp.training.Checkpointer | None = None
+        self._pending: _Pending | None = None
+        self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
+        self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints this process sees, oldest first."""
+        return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(self.directory))
+
+    def latest(self) -> int | None:
+        """Step of the newest committed checkpoint, or None."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
+        """Begins to save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
+
+        Waits for the save before, if that is still running; should it have failed, this one is tried all the same, and the failure
+        is logged and kept in `last_failure`. `state` is a pytree of jax.Arrays with an entry `params`; `data_position` is JSON.
+        """
+        self._settle()
+        json.dumps(data_position)  # what is not JSON must fail here, not in the background
+        self._set_newer_aside()
+        if step in cluster.as_first(self.steps()):
+            return False
+        leaves = named_leaves(state)
+        needed = bytes_here(leaves)
+        items = {STATE: leaves, manifest.NAME: self._late_manifest(step, leaves, data_position)}
+        try:
+            self._writer = self._writer or self._open_writer()
+            response = self._writer.save_checkpointables_async(step, items, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._reopen_writer()
+            raise CheckpointError(explain_failed_save(error, step, str(self.directory), needed)) from error
+        assert response is not None, "forced, so no policy can have declined"
+        self._pending = _Pending(step, response, needed)
+        return True
+
+    def wait(self) -> None:
+        """Waits for the running save. Raises CheckpointError if it failed, or if the last one did and nobody was told."""
+        self._settle()
+        failure, self.last_failure = self.last_failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits as `wait` does and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+        """The newest checkpoint that is whole, or exactly `step`, on the shardings of `abstract_state` (any mesh).
+
+        Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`. The first save
+        afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if none is good (naming each), if
+        the identity differs, or if a leaf is missing, too many, or of another shape or dtype.
+        """
+        self._settle()
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
+        found, arrays, position, skipped = self._newest_good(wanted, step, self._identity)
+        self._resumed_at = found
+        return Restored(found, _like(abstract_state, wanted, arrays), position, skipped)
+
+    def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored:
+        """As `restore`, but reads and verifies only the entry `params` of the state, and does not ask whose checkpoint it is."""
+        self._settle()
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_params, PARAMS).items()}
+        found, arrays, position, skipped = self._newest_good(wanted, step, None)
+        return Restored(found, _like(abstract_params, wanted, arrays), position, skipped)
+
+    def _newest_good(
+        self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None
+    ) -> tuple[int, dict[str, jax.Array], dict[str, Any], tuple[str, ...]]:
+        present = cluster.as_first(self.steps())
+        candidates = present[::-1] if step is None else [number for number in present if number == step]
+        if not candidates:
+            asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
+            raise CheckpointError(f"{self.directory} has no checkpoint{asked}.")
+        skipped: list[str] = []
+        for candidate in candidates:
+            try:
+                arrays, position = read_checkpoint(self.directory / str(candidate), wanted, identity)
+            except DamagedError as error:
+                skipped.append(f"checkpoint {candidate} is damaged: {error}")
+                _log.warning("%s/%s passed over: %s", self.directory, candidate, error)
+                continue
+            return candidate, arrays, position, tuple(skipped)
+        raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. Nothing was changed.")
+
+    def _late_manifest(self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any]) -> manifest.LateText:
+        sums = digest.start(leaves)
+        kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}  # the arrays may be donated by then
+
+        def text() -> str:
+            done = digest.fetch(sums)
+            described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
+            return manifest.Manifest(step, self._identity, data_position, described).to_text()
+
+        return manifest.LateText(text)
+
+    def _settle(self) -> None:
+        """Waits for the running save, if any. After a failure the writer is made anew: Orbax's would raise the same error for ever."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error: Exception | None = None
+        try:
+            pending.response.result()
+        except Exception as failure:  # any: it comes from a background thread, and the other processes must hear of it
+            error = failure
+        if not cluster.worst(int(error is not None)):
+            self.last_failure = None
+            return
+        error = error or RuntimeError("another process could not write its part")
+        self.last_failure = CheckpointError(explain_failed_save(error, pending.step, str(self.directory), pending.needed_bytes))
+        self.last_failure.__cause__ = error
+        _log.error("%s", self.last_failure)
+        self._reopen_writer()
+
+    def _open_writer(self) -> ocp.training.Checkpointer:
+        policies = ocp.training.preservation_policies
+        keep = [policies.LatestN(self._config.keep)]
+        if self._config.keep_every is not None:
+            keep.append(policies.EveryNSteps(self._config.keep_every))
+        context = ocp.Context()
+        context.checkpointables.registry = ocp.handlers.local_registry().add(manifest.LateTextHandler, checkpointable_name=manifest.NAME)
+        return ocp.training.Checkpointer(
+            self.directory,
+            context=context,
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def _reopen_writer(self) -> None:
+        """A fresh writer, without what a failed save left on the disk."""
+        if self._writer is not None:
+            with contextlib.suppress(Exception):  # it repeats the failure that is already reported
+                self._writer.close()
+        self._writer = None
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # then the next save tries again, and reports
+            self._writer = self._open_writer()
+
+    def _set_newer_aside(self) -> None:
+        """Moves checkpoints newer than the restored one out of the way: damaged, or of a future this run has turned back from."""
+        resumed_at, self._resumed_at = self._resumed_at, None
+        newer = [] if resumed_at is None else [step for step in cluster.as_first(self.steps()) if step > resumed_at]
+        if not newer:
+            return
+        if jax.process_index() == 0:
+            aside = self.directory / _ASIDE
+            aside.mkdir(parents=True, exist_ok=True)
+            for step in newer:
+                taken = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
+                target = aside / (f"{step}-{taken + 1}" if taken else str(step))
+                (self.directory / str(step)).rename(target)
+                _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
+        cluster.barrier("maxlm: newer checkpoints set aside")
+        if self._writer is not None:
+            self._writer.reload()
+
+
+def _like(tree: Any, names: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in names])

@@ -1,0 +1,138 @@
+"""Byte-level BPE: train, load, encode, decode. Every document is closed by one end-of-document token."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as Bpe
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.data import storage
+
+FIELD = "data.prepare.tokenizer"
+BYTES = 256
+PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs some 100 bytes a token while it is made
+
+
+class Tokenizer:
+    """Text to ids and back. Special tokens written in a text are text: only we put ids with a meaning."""
+
+    def __init__(self, text: str, end_of_document: str, source: str) -> None:
+        """`text` is a tokenizer.json; `source` names it in errors.
+
+        Raises:
+            UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
+        """
+        try:
+            self._bpe = Bpe.from_str(text)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
+            raise UserError(f"{source} is not a tokenizer.json that the tokenizers library reads: {error}") from error
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
+        self._bpe.encode_special_tokens = True
+        self.text = text
+        self.vocab_size = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
+        special = {added.content for added in self._bpe.get_added_tokens_decoder().values() if added.special}
+        if end_of_document not in special:
+            rule = f"is not a special token of {source}"
+            raise ConfigError(f"{FIELD}.end_of_document", end_of_document, rule, f"use one of {sorted(special)[:8]}")
+        self.end_of_document = end_of_document
+        self.end_of_document_id: int = self._bpe.token_to_id(end_of_document)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """sha256, in hex, of the tokenizer.json as canonical JSON."""
+        return hash_of_json(self.text)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`, uint32, without an end-of-document token."""
+        return self.encode_documents([text])[0][:-1]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, uint32, closed by the end-of-document token.
+
+        Raises:
+            UserError: the end-of-document token came out of a text, so documents could not be told apart.
+        """
+        pieces = [list(_pieces(text)) for text in texts]
+        encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
+        documents = []
+        for parts in pieces:
+            ids = np.array([token for _ in parts for token in next(encodings).ids] + [self.end_of_document_id], np.uint32)
+            if (ids[:-1] == self.end_of_document_id).any():
+                raise ConfigError(f"{FIELD}.end_of_document", self.end_of_document, "is made from ordinary text", "use a special token")
+            documents.append(ids)
+        return documents
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; special tokens are left out."""
+        return self._bpe.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` in pieces of at most about PIECE_CHARS characters, cut after a line where there is one."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        cut = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def hash_of_json(text: str | bytes) -> str:
+    """sha256, in hex, of JSON whatever its spacing and key order."""
+    return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_tokenizer_json(path: str) -> str:
+    """The text of the tokenizer.json at `path`, local or gs://."""
+    folder, _, name = path.rpartition("/") if storage.is_remote(path) else (str(Path(path).parent), "", Path(path).name)
+    content = storage.read_bytes(folder, name)
+    if content is None:
+        raise UserError(f"{path}: there is no such tokenizer.json.")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8.") from error
+
+
+def tokenizer_hash(path: str) -> str:
+    """sha256, in hex, of the tokenizer.json at `path` as canonical JSON.
+
+    Raises:
+        UserError: the file is missing or no JSON.
+    """
+    text = read_tokenizer_json(path)
+    try:
+        return hash_of_json(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from error
+
+
+def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
+    """The tokenizer.json at `path`, local or gs://; `end_of_document` must be one of its special tokens."""
+    return Tokenizer(read_tokenizer_json(path), end_of_document, path)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
+    """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` words; fewer where the text yields no more.
+
+    The same texts give the same tokenizer, whatever the number of threads.
+    """
+    if vocab_size < BYTES + 1:
+        rule = f"is below {BYTES + 1}, the {BYTES} bytes and the end-of-document token"
+        raise ConfigError(f"{FIELD}.vocab_size", vocab_size, rule, f"use at least {BYTES + 1}")
+    bpe = Bpe(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_document], initial_alphabet=alphabet, show_progress=False)
+    # Whatever looks like the special token in a text would be learned as one word otherwise.
+    guard = re.compile(re.escape(end_of_document))
+    bpe.train_from_iterator((part for text in texts for part in guard.split(text)), trainer=trainer)
+    return Tokenizer(bpe.to_str(), end_of_document, "the trained tokenizer")

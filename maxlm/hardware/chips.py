@@ -1,0 +1,165 @@
+"""What each accelerator can do at best: arithmetic, memory and links, with the source of every figure. No jax here."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+_BOOK = "jax-ml.github.io/scaling-book (parts 2 and 12, read August 2026)"
+_CLOUD = "docs.cloud.google.com/tpu/docs"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip. A jax device is a chip, except where `devices_per_chip` says otherwise: use the `*_per_device` figures.
+
+    `hbm_bytes` is what the maker states (TPU: GiB; GPU: 10^9 bytes); the runtime keeps some of it for itself. Links are stated one way:
+    `ici` is the network inside a slice or node (TPU: inter-chip interconnect; GPU: NVLink), `dcn` the one between them (GPU: of DGX).
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]  # what jax.Device.device_kind says, to the letter
+    peak_bf16_flops: float  # FLOP/s, dense
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    ici_bytes_per_s_per_link: float  # one way
+    ici_links: int
+    dcn_bytes_per_s: float  # out of a chip
+    source: str
+    devices_per_chip: int = 1
+
+    @property
+    def peak_bf16_flops_per_device(self) -> float:
+        """FLOP/s of what jax calls a device: the denominator of MFU."""
+        return self.peak_bf16_flops / self.devices_per_chip
+
+    @property
+    def hbm_bytes_per_device(self) -> int:
+        """Bytes of memory of what jax calls a device."""
+        return self.hbm_bytes // self.devices_per_chip
+
+
+# Link speeds of TPUs are the book's, which is what collectives reach: 0.9 of Google's nominal figure
+# (v5p: 1,200 GB/s a chip, over 6 links and both ways).
+CHIPS: tuple[Chip, ...] = (
+    Chip(
+        name="v4",
+        device_kinds=("TPU v4",),
+        peak_bf16_flops=275e12,
+        hbm_bytes=32 * GIB,
+        hbm_bytes_per_s=1.2e12,
+        ici_bytes_per_s_per_link=4.5e10,
+        ici_links=6,
+        dcn_bytes_per_s=6.25e9,
+        source=f"{_CLOUD}/v4; links and DCN: {_BOOK}",
+    ),
+    Chip(
+        name="v5e",
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        peak_bf16_flops=197e12,
+        hbm_bytes=16 * GIB,
+        hbm_bytes_per_s=8.19e11,
+        ici_bytes_per_s_per_link=4.5e10,
+        ici_links=4,
+        dcn_bytes_per_s=3.125e9,
+        source=f"{_CLOUD}/v5e (6.4 Tbit/s of DCN for 256 chips); links: {_BOOK}",
+    ),
+    Chip(
+        name="v5p",
+        device_kinds=("TPU v5", "TPU v5p"),
+        peak_bf16_flops=459e12,
+        hbm_bytes=95 * GIB,
+        hbm_bytes_per_s=2.765e12,
+        ici_bytes_per_s_per_link=9e10,
+        ici_links=6,
+        dcn_bytes_per_s=6.25e9,
+        source=f"{_CLOUD}/v5p (50 Gbit/s of DCN a chip); links: {_BOOK}",
+    ),
+    Chip(
+        name="v6e",
+        device_kinds=("TPU v6 lite", "TPU v6e"),
+        peak_bf16_flops=918e12,
+        hbm_bytes=32 * GIB,
+        hbm_bytes_per_s=1.638e12,
+        ici_bytes_per_s_per_link=9e10,
+        ici_links=4,
+        dcn_bytes_per_s=1.25e10,
+        source=f"{_CLOUD}/v6e (100 Gbit/s of DCN a chip); links: {_BOOK}",
+    ),
+    Chip(
+        name="tpu7x",
+        device_kinds=("TPU7x",),
+        peak_bf16_flops=2307e12,
+        hbm_bytes=192 * GIB,
+        hbm_bytes_per_s=7.38e12,
+        ici_bytes_per_s_per_link=9e10,
+        ici_links=6,
+        dcn_bytes_per_s=1.25e10,
+        source=f"{_CLOUD}/tpu7x (100 Gbit/s of DCN a chip; two devices a chip); links: {_BOOK}",
+        devices_per_chip=2,
+    ),
+    Chip(
+        name="A100-40GB",
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+        peak_bf16_flops=312e12,
+        hbm_bytes=40_000_000_000,
+        hbm_bytes_per_s=1.555e12,
+        ici_bytes_per_s_per_link=2.5e10,
+        ici_links=12,
+        dcn_bytes_per_s=2.5e10,
+        source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
+    ),
+    Chip(
+        name="A100-80GB",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        peak_bf16_flops=312e12,
+        hbm_bytes=80_000_000_000,
+        hbm_bytes_per_s=2.039e12,
+        ici_bytes_per_s_per_link=2.5e10,
+        ici_links=12,
+        dcn_bytes_per_s=2.5e10,
+        source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
+    ),
+    Chip(
+        name="H100",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        peak_bf16_flops=989e12,
+        hbm_bytes=80_000_000_000,
+        hbm_bytes_per_s=3.35e12,
+        ici_bytes_per_s_per_link=2.5e10,
+        ici_links=18,
+        dcn_bytes_per_s=5e10,
+        source="NVIDIA H100 data sheet (SXM5, without sparsity); DGX H100 (400 Gbit/s a GPU)",
+    ),
+    Chip(
+        name="H200",
+        device_kinds=("NVIDIA H200",),
+        peak_bf16_flops=989e12,
+        hbm_bytes=141_000_000_000,
+        hbm_bytes_per_s=4.8e12,
+        ici_bytes_per_s_per_link=2.5e10,
+        ici_links=18,
+        dcn_bytes_per_s=5e10,
+        source="NVIDIA H200 data sheet (SXM5, without sparsity); DGX H200 (400 Gbit/s a GPU)",
+    ),
+    Chip(
+        name="B200",
+        device_kinds=("NVIDIA B200",),
+        peak_bf16_flops=2250e12,
+        hbm_bytes=180_000_000_000,
+        hbm_bytes_per_s=8e12,
+        ici_bytes_per_s_per_link=5e10,
+        ici_links=18,
+        dcn_bytes_per_s=5e10,
+        source="NVIDIA DGX B200 data sheet (1,000 W, without sparsity; 1,440 GB and 64 TB/s for 8 GPUs; 400 Gbit/s a GPU)",
+    ),
+)
+
+_BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip behind jax's `device.device_kind`; None when unknown, and then nobody guesses.
+
+    Only exact names count: "NVIDIA H100 PCIe", "NVIDIA H200 NVL" and a MIG slice start like a chip we know and are slower.
+    """
+    return _BY_KIND.get(device_kind)

@@ -1,0 +1,117 @@
+"""Grouped-query attention with rotary or learned positions, QK-norm, windows and document masks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlm import kernels
+from maxlm.config.schema import ModelConfig
+from maxlm.models.flops import attended_pairs
+from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, weight
+from maxlm.parallel import constrain
+
+# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions generated so far, and how many there are."""
+
+    k_BTGK: Float[Array, "B T G K"]
+    v_BTGK: Float[Array, "B T G K"]
+    length: Int[Array, ""]
+
+
+class Attention(nnx.Module):
+    """softmax(scale * q k^T) v over what causality, window and document leave (arXiv 1706.03762; GQA: 2305.13245)."""
+
+    def __init__(self, config: ModelConfig, *, local: bool, rngs: nnx.Rngs) -> None:
+        width, heads, groups, dim = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
+        self.local = local
+        self.window = config.window if local else None
+        self.scale = config.attention_scale or dim**-0.5
+        self.softcap = config.attention_softcap
+        out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
+        self.query_DHK = weight(rngs, (width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
+        self.key_DGK = weight(rngs, (width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.value_DGK = weight(rngs, (width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.out_HKD = weight(rngs, (heads, dim, width), ("heads", "head_dim", "embed"), out_std)
+        biased = config.bias != "none"
+        self.query_bias_HK = constant(0.0, (heads, dim), ("heads", "head_dim")) if biased else None
+        self.key_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.value_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
+        self.query_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
+        self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
+
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None = None
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding."""
+        q_BSHK = _project(x_BSD, self.query_DHK, self.query_bias_HK)
+        k_BSGK = _project(x_BSD, self.key_DGK, self.key_bias_GK)
+        v_BSGK = _project(x_BSD, self.value_DGK, self.value_bias_GK)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
+        if angles is not None:
+            q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
+        q_BSHK = checkpoint_name(constrain(q_BSHK, "batch", "seq", "heads", None), "query")
+        k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "seq", "kv_heads", None), "key")
+        v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "seq", "kv_heads", None), "value")
+        if cache is None:
+            mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)
+        else:
+            mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
+        mixed_BSHK = checkpoint_name(constrain(mixed_BSHK, "batch", "seq", "heads", None), "attention")
+        out_BSD = jnp.einsum("BSHK,HKD->BSD", mixed_BSHK, self.out_HKD[...])
+        if self.out_bias_D is not None:
+            out_BSD += self.out_bias_D[...].astype(out_BSD.dtype)
+        return checkpoint_name(constrain(out_BSD, "batch", "seq_between", "embed_act"), "attention_out"), cache
+
+    def _attend(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
+        return kernels.attention(
+            q_BSHK,
+            k_BSGK,
+            v_BSGK,
+            query_segments_BS=segment_ids_BS,
+            key_segments_BT=segment_ids_BS,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
+    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Attend to the cached positions and these; all are one document."""
+        start = (0, cache.length, 0, 0)
+        k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
+        v_BTGK = jax.lax.dynamic_update_slice(cache.v_BTGK, v_BSGK.astype(cache.v_BTGK.dtype), start)
+        batch, new, *_ = q_BSHK.shape
+        places_BT = jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2])
+        mixed_BSHK = kernels.attention(
+            q_BSHK,
+            k_BTGK,
+            v_BTGK,
+            query_segments_BS=jnp.ones((batch, new), jnp.int32),
+            key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
+            query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
+            key_positions_BT=places_BT,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+        return mixed_BSHK, Cache(k_BTGK, v_BTGK, cache.length + new)
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
+        matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
+        _, heads, dim = self.query_DHK.shape[-3:]
+        pairs = attended_pairs(seq_len, self.window) if masked else seq_len**2
+        return 6 * matrices + 12 * heads * dim * pairs / seq_len
+
+
+def _project(x_BSD: jax.Array, w_DHK: nnx.Param, bias_HK: nnx.Param | None) -> jax.Array:
+    y_BSHK = jnp.einsum("BSD,DHK->BSHK", x_BSD, w_DHK[...])
+    return y_BSHK if bias_HK is None else y_BSHK + bias_HK[...].astype(y_BSHK.dtype)

@@ -1,0 +1,153 @@
+"""The decoder: embedding, blocks scanned by the period of their pattern, final norm, unembedding."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxlm.config.schema import MemoryConfig, ModelConfig
+from maxlm.models.attention import Attention, Cache
+from maxlm.models.layers import Angles, Norm, rope_angles, weight
+from maxlm.models.mlp import Mlp
+from maxlm.models.remat import rematerialise
+from maxlm.parallel import constrain
+
+# B batch, S sequence, T cached positions, D width, V vocabulary, G key/value heads, K head dim
+
+Caches = tuple[tuple[Cache, ...], tuple[Cache, ...]]  # as `layers` and `tail`
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms what each sublayer adds."""
+
+    def __init__(self, config: ModelConfig, *, local: bool, rngs: nnx.Rngs) -> None:
+        sandwich = config.norm_position == "sandwich"
+        self.attention_norm = Norm(config.d_model, config)
+        self.attention = Attention(config, local=local, rngs=rngs)
+        self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
+        self.mlp_norm = Norm(config.d_model, config)
+        self.mlp = Mlp(config, rngs=rngs)
+        self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
+
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        x_BSD = checkpoint_name(constrain(x_BSD, "batch", "seq_between", "embed_act"), "layer_input")
+        mixed_BSD, cache = self.attention(_region(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache)
+        x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
+        fed_BSD = self.mlp(_region(self.mlp_norm(x_BSD)))
+        x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
+        return constrain(x_BSD, "batch", "seq_between", "embed_act"), cache
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward."""
+        return self.attention.flops_per_token(seq_len, masked=masked) + self.mlp.flops_per_token()
+
+
+def _region(x_BSD: jax.Array) -> jax.Array:
+    """Enter a tensor-parallel region: the sequence is whole, width too; heads or hidden units will be split."""
+    return constrain(x_BSD, "batch", "seq", "embed_act")
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer. `layers[i]` holds, stacked, the i-th block of every period; `tail` the blocks left over."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        pattern = [kind == "local" for kind in config.layer_pattern]
+        periods, rest = divmod(config.n_layers, len(pattern))
+        self.embedding_VD = weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
+        learned = config.positions == "learned"
+        position_shape = (config.max_seq_len or 0, config.d_model)
+        self.position_PD = weight(rngs, position_shape, ("position", "embed_act"), config.init_std) if learned else None
+        self.layers = nnx.List([_stacked(config, local, periods, rngs) for local in pattern])
+        self.tail = nnx.List([Block(config, local=local, rngs=rngs) for local in pattern[:rest]])
+        self.final_norm = Norm(config.d_model, config)
+        tied = config.tie_embeddings
+        self.output_VD = None if tied else weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
+
+    def __call__(
+        self,
+        tokens_BS: Int[Array, "B S"],
+        positions_BS: Int[Array, "B S"],
+        segment_ids_BS: Int[Array, "B S"],
+        *,
+        memory: MemoryConfig | None = None,
+        caches: Caches | None = None,
+    ) -> tuple[Float[Array, "B S D"], Caches | None]:
+        """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given."""
+        x_BSD = self._embed(tokens_BS, positions_BS)
+        angles = self._angles(positions_BS)
+        apply = rematerialise(_apply, memory or MemoryConfig(remat="none"))
+        period_caches, tail_caches = caches or (None, (None,) * len(self.tail))
+
+        def period(x_BSD: jax.Array, blocks: tuple[tuple[Block, ...], tuple | None]) -> tuple[jax.Array, tuple]:
+            new = []
+            for i, block in enumerate(blocks[0]):
+                x_BSD, cache = apply(block, x_BSD, angles[block.attention.local], segment_ids_BS, blocks[1][i] if blocks[1] else None)
+                new.append(cache)
+            return x_BSD, tuple(new)
+
+        x_BSD, new_periods = jax.lax.scan(period, x_BSD, (tuple(self.layers), period_caches))
+        new_tail = []
+        for block, cache in zip(self.tail, tail_caches, strict=True):
+            x_BSD, cache = apply(block, x_BSD, angles[block.attention.local], segment_ids_BS, cache)
+            new_tail.append(cache)
+        return self.final_norm(x_BSD), (new_periods, tuple(new_tail)) if caches else None
+
+    @property
+    def unembedding_VD(self) -> jax.Array:
+        """What turns hidden states into logits."""
+        return (self.embedding_VD if self.output_VD is None else self.output_VD)[...]
+
+    def empty_caches(self, batch: int, length: int) -> Caches:
+        """Caches for `length` positions of generation."""
+        config = self.config
+        shape = (batch, length, config.n_kv_heads, config.head_dim)
+        dtype = self.embedding_VD.dtype
+        periods = config.n_layers // len(config.layer_pattern)
+
+        def empty(*lead: int) -> Cache:
+            return Cache(jnp.zeros((*lead, *shape), dtype), jnp.zeros((*lead, *shape), dtype), jnp.zeros(lead, jnp.int32))
+
+        return tuple(empty(periods) for _ in self.layers), tuple(empty() for _ in self.tail)
+
+    def _embed(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
+        table_VD = constrain(self.embedding_VD[...], "vocab", "embed_act")
+        x_BSD = table_VD[tokens_BS]
+        if self.config.scale_embeddings:
+            x_BSD *= jnp.asarray(self.config.d_model**0.5, x_BSD.dtype)
+        if self.position_PD is not None:
+            x_BSD += self.position_PD[...][positions_BS].astype(x_BSD.dtype)
+        return constrain(x_BSD, "batch", "seq_between", "embed_act")
+
+    def _angles(self, positions_BS: jax.Array) -> dict[bool, Angles | None]:
+        """Rotary angles by whether the layer is local; None with learned positions."""
+        config = self.config
+        if config.positions == "learned":
+            return {True: None, False: None}
+        angles: Callable[..., Angles] = partial(rope_angles, head_dim=config.head_dim, positions_BS=positions_BS)
+        everywhere = angles(config.rope)
+        return {False: everywhere, True: angles(config.rope_local) if config.rope_local else everywhere}
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward: 6 a weight of every matmul, plus attention's pairs."""
+        blocks = [self.layers[i % len(self.layers)] for i in range(self.config.n_layers)]
+        unembedding = 6 * self.config.vocab_size * self.config.d_model
+        return unembedding + sum(block.flops_per_token(seq_len, masked=masked) for block in blocks)
+
+
+def _stacked(config: ModelConfig, local: bool, periods: int, rngs: nnx.Rngs) -> Block:
+    """`periods` blocks in one, their parameters stacked along a leading `layers` dim."""
+    keys = jax.random.split(rngs.params(), periods)
+    return jax.vmap(lambda key: Block(config, local=local, rngs=nnx.Rngs(key)))(keys)
+
+
+def _apply(
+    block: Block, x_BSD: jax.Array, angles: Angles | None, segment_ids_BS: jax.Array, cache: Cache | None
+) -> tuple[jax.Array, Cache | None]:
+    return block(x_BSD, angles, segment_ids_BS, cache)

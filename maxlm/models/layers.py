@@ -1,0 +1,100 @@
+"""What every block is made of: parameter declarations, norms and rotary positions."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxlm.config.schema import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+
+# B batch, S sequence, D width, K head dim, F = K / 2 frequencies
+
+
+def weight(rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
+    """A float32 matrix, normal with deviation `std`; `axes` name the logical axis of each dim."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), axes=tuple(axes))
+
+
+def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param:
+    """A float32 scale or bias, filled with `value`."""
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=tuple(axes))
+
+
+def matrix_size(*parameters: nnx.Param | None) -> int:
+    """Numbers in these matrices of one layer, however many layers are stacked."""
+    return sum(math.prod(p.shape[-len(p.axes) :]) for p in parameters if p is not None)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (Zhang 2019, arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, in float32."""
+
+    def __init__(self, size: int, config: ModelConfig, axis: str = "embed_act") -> None:
+        self.eps = config.norm_eps
+        self.centred = config.norm == "layernorm"
+        self.scale_D = constant(1.0, (size,), (axis,))
+        self.bias_D = constant(0.0, (size,), (axis,)) if self.centred else None
+
+    def __call__(self, x_D: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        y_D = x_D.astype(jnp.float32)
+        if self.centred:
+            y_D -= jnp.mean(y_D, axis=-1, keepdims=True)
+        y_D *= jax.lax.rsqrt(jnp.mean(jnp.square(y_D), axis=-1, keepdims=True) + self.eps)
+        y_D *= self.scale_D[...]
+        if self.bias_D is not None:
+            y_D += self.bias_D[...]
+        return y_D.astype(x_D.dtype)
+
+
+Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
+
+
+def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says."""
+    frequency_F = jnp.asarray([_frequency(config, head_dim, i) for i in range(head_dim // 2)], jnp.float32)
+    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequency_F
+    gain = 1.0
+    if isinstance(config.scaling, YarnScaling):  # the paper's attention temperature, eq. 22
+        gain = 0.1 * math.log(config.scaling.factor) + 1.0
+    return gain * jnp.cos(angle_BSF), gain * jnp.sin(angle_BSF)
+
+
+def _frequency(config: RopeConfig, head_dim: int, index: int) -> float:
+    """Radians a token of pair `index`."""
+    plain = config.theta ** (-2 * index / head_dim)
+    scaling = config.scaling
+    if scaling is None:
+        return plain
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_seq_len * plain / (2 * math.pi)  # full turns over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    elif isinstance(scaling, YarnScaling):
+        low, high = (_yarn_index(config.theta, head_dim, scaling.original_seq_len, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        keep = 1 - (index - low) / max(high - low, 1e-3)
+    else:
+        keep = 0.0
+    keep = min(max(keep, 0.0), 1.0)
+    return keep * plain + (1 - keep) * plain / scaling.factor
+
+
+def _yarn_index(theta: float, head_dim: int, seq_len: int, turns: float) -> float:
+    """The pair that makes `turns` full turns over `seq_len` tokens."""
+    return head_dim * math.log(seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
+    """Turn pairs (i, i + K/2) of every head by their angle; float32 inside."""
+    cos_BS1F, sin_BS1F = (a[:, :, None, :] for a in angles)
+    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos_BS1F - second * sin_BS1F, second * cos_BS1F + first * sin_BS1F], axis=-1)
+    return turned.astype(x_BSHK.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+}

@@ -1,0 +1,51 @@
+"""Feed-forward layers: gated (SwiGLU, GeGLU) and plain (GELU)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from maxlm.config.schema import ModelConfig
+from maxlm.models.layers import ACTIVATIONS, constant, matrix_size, weight
+from maxlm.parallel import constrain
+
+# B batch, S sequence, D width, F feed-forward width
+
+
+class Mlp(nnx.Module):
+    """W_down(act(x W_gate) * (x W_up)) (Shazeer 2020, arXiv 2002.05202), or W_down(act(x W_up)) without a gate."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        width, hidden, std = config.d_model, config.d_ff, config.init_std
+        self.activation = config.activation
+        gated = config.activation in ("swiglu", "geglu")
+        self.gate_DF = weight(rngs, (width, hidden), ("embed", "mlp"), std) if gated else None
+        self.up_DF = weight(rngs, (width, hidden), ("embed", "mlp"), std)
+        self.down_FD = weight(rngs, (hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
+        biased = config.bias == "all"
+        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and gated else None
+        self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None
+        self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        act = ACTIVATIONS[self.activation]
+        up_BSF = checkpoint_name(self._into(x_BSD, self.up_DF, self.up_bias_F), "up")
+        if self.gate_DF is not None:
+            gate_BSF = checkpoint_name(self._into(x_BSD, self.gate_DF, self.gate_bias_F), "gate")
+            hidden_BSF = act(gate_BSF) * up_BSF
+        else:
+            hidden_BSF = act(up_BSF)
+        out_BSD = jnp.einsum("BSF,FD->BSD", hidden_BSF, self.down_FD[...])
+        if self.down_bias_D is not None:
+            out_BSD += self.down_bias_D[...].astype(out_BSD.dtype)
+        return checkpoint_name(constrain(out_BSD, "batch", "seq_between", "embed_act"), "mlp_out")
+
+    @staticmethod
+    def _into(x_BSD: Array, w_DF: nnx.Param, bias_F: nnx.Param | None) -> Array:
+        y_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, w_DF[...])
+        y_BSF = y_BSF if bias_F is None else y_BSF + bias_F[...].astype(y_BSF.dtype)
+        return constrain(y_BSF, "batch", "seq", "mlp")
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a training token, forward and backward."""
+        return 6 * matrix_size(self.gate_DF, self.up_DF, self.down_FD)

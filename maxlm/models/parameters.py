@@ -1,0 +1,97 @@
+"""Parameters as a plain nested dict, and everything derived from their one declaration: shapes, axes, shardings, count."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from maxlm.config.schema import ModelConfig
+from maxlm.models.decoder import Decoder
+from maxlm.parallel import partition_spec
+
+Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
+
+
+def init_parameters(config: ModelConfig, key: jax.Array) -> Parameters:
+    """Fresh float32 parameters. The same values on any mesh: jit it with `out_shardings` and nothing is ever whole."""
+    return _nested(Decoder(config, rngs=nnx.Rngs(key)))
+
+
+def abstract_parameters(config: ModelConfig) -> Parameters:
+    """Shapes and dtypes of `init_parameters`, with no memory used."""
+    return jax.eval_shape(lambda: init_parameters(config, jax.random.key(0)))
+
+
+def bind(config: ModelConfig, parameters: Parameters) -> Decoder:
+    """The model that computes with `parameters`."""
+    leaves, treedef = jax.tree.flatten(abstract_decoder(config))
+    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_decoder(config))[0]]
+    assert len(names) == len(leaves)
+    return jax.tree.unflatten(treedef, [functools.reduce(lambda tree, part: tree[part], name, parameters) for name in names])
+
+
+def parameter_axes(config: ModelConfig) -> Parameters:
+    """The logical axes of every parameter, a tuple of names one a dim; stacked blocks lead with `layers`."""
+    variables = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    axes: Parameters = {}
+    for path, variable in variables:
+        declared = variable.axes
+        _put(axes, _name(path), ("layers",) * (len(variable.shape) - len(declared)) + declared)
+    return axes
+
+
+def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameters:
+    """How every parameter is split over `mesh`. Raises ConfigError for a dim that does not divide."""
+    axes, shapes = parameter_axes(config), abstract_parameters(config)
+    paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    specs: Parameters = {}
+    for path, shape in paths:
+        name = tuple(entry.key for entry in path)
+        declared = functools.reduce(lambda tree, part: tree[part], name, axes)
+        _put(specs, name, partition_spec(declared, shape.shape, mesh, "/".join(name)))
+    return specs
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Trained numbers in the model."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_parameters(config)))
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_decoder(config: ModelConfig) -> Decoder:
+    """The model with shapes for arrays."""
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) -> Parameters:
+    """The parameters as the forward pass reads them: matrices in `dtype`, scales and biases as they are."""
+    matrix = jax.tree.map(is_matrix, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return jax.tree.map(lambda leaf, cast: leaf.astype(dtype) if cast else leaf, parameters, matrix)
+
+
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes."""
+    return "embed" in axes or "position" in axes
+
+
+def _nested(model: Decoder) -> Parameters:
+    nested: Parameters = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
+        _put(nested, _name(path), leaf)
+    return nested
+
+
+def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A pytree path as the parts of a name; the entry for a Variable's value is no part of it."""
+    parts = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
+    return tuple(parts[:-1] if parts[-1] == "value" else parts)
+
+
+def _put(tree: Parameters, name: tuple[str, ...], leaf: Any) -> None:
+    for part in name[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[name[-1]] = leaf

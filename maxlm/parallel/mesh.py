@@ -1,0 +1,31 @@
+"""Builds the device mesh: every axis by name, the outermost first, slices joined along one of them."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from maxlm.config import rules
+from maxlm.config.schema import AXES, Config
+
+
+def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `config` over `devices` (default: all of them), laid along the physical links.
+
+    Raises ConfigError when the axes do not multiply to the number of devices, or split something that does not divide.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = rules.check_devices(config, len(devices))
+    shape = tuple(sizes[axis] for axis in AXES)
+    mesh = config.mesh
+    if mesh.slices > 1:
+        across = tuple(mesh.slices if axis == mesh.across_slices else 1 for axis in AXES)
+        within = tuple(size // crossing for size, crossing in zip(shape, across, strict=True))
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    elif devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

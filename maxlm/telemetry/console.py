@@ -1,0 +1,131 @@
+"""What an operator sees: one live line on a terminal, a plain line every ten seconds in a log, and events as sentences."""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.words import count, duration, percent, sentence
+
+PLAIN_EVERY_S = 10.0
+REFRESH_PER_S = 2  # a redraw costs milliseconds that the loop may want
+BAR_MIN, BAR_MAX = 12, 40  # columns
+
+
+class ConsoleObserver:
+    """Prints on the primary process only. `clock` gives seconds."""
+
+    def __init__(
+        self, total_steps: int, *, primary: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total_steps
+        self._primary = primary
+        self._console = console or Console()
+        self._clock = clock
+        self._pace = Pace(total_steps, clock)
+        self._live: Live | None = None
+        self._record: StepRecord | None = None
+        self._printed_step = -1
+        self._printed_at = float("-inf")
+
+    def on_step(self, record: StepRecord) -> None:
+        if not self._primary:
+            return
+        self._record = record
+        self._pace.saw(record)
+        if self._console.is_terminal:
+            self._live = self._live or self._start_live()
+        elif record.step >= self._total or self._clock() - self._printed_at >= PLAIN_EVERY_S:
+            self._print_plain(record)
+
+    def on_event(self, event: Event) -> None:
+        if self._primary:
+            self._say(sentence(event))
+
+    def close(self) -> None:
+        """Leaves the last state on the screen, and gives the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._record is not None and self._record.step != self._printed_step:
+            self._print_plain(self._record)
+        self._record = None
+
+    def _start_live(self) -> Live:
+        live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S)
+        live.start()
+        return live
+
+    def _render(self) -> RenderableType:
+        if self._record is None:
+            return Text("")
+        pieces = describe(self._record, self._total, self._pace.seconds_left())
+        width = self._console.width - 1
+        while len(pieces) > 1 and len("  ".join(pieces)) > width:
+            pieces.pop(_least_important(pieces))
+        text = "  ".join(pieces)
+        room = width - len(text) - 2
+        grid = Table.grid(padding=(0, 2))
+        if room < BAR_MIN:
+            grid.add_row(Text(text, no_wrap=True, overflow="ellipsis"))
+        else:
+            grid.add_row(ProgressBar(total=self._total, completed=self._record.step, width=min(room, BAR_MAX)), Text(text, no_wrap=True))
+        return grid
+
+    def _print_plain(self, record: StepRecord) -> None:
+        self._say("  ".join(describe(record, self._total, self._pace.seconds_left())))
+        self._printed_step, self._printed_at = record.step, self._clock()
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Pace:
+    """How long the rest takes, judged by the clock on the wall, so that saves and evaluations count."""
+
+    def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
+        self._total = total_steps
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and time
+        self._last: tuple[int, float] = (0, 0.0)
+        self._step_time_s = 0.0
+
+    def saw(self, record: StepRecord) -> None:
+        now = self._clock()
+        if self._first is None or record.step <= self._first[0]:  # the first, or rolled back behind it
+            self._first = (record.step, now)
+        self._last, self._step_time_s = (record.step, now), record.step_time_s
+
+    def seconds_left(self) -> float:
+        """Seconds until the last step at the pace since the first record."""
+        if self._first is None:
+            return 0.0
+        steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        pace = seconds / steps if steps > 0 else self._step_time_s
+        return max(0.0, pace * (self._total - self._last[0]) - (self._clock() - self._last[1]))
+
+
+def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[str]:
+    """The record in pieces, from left to right. MFU is there only where it is known."""
+    pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
+    if record.mfu is not None:
+        pieces.append(f"MFU {percent(record.mfu)}")
+    waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
+    pieces.append(f"data wait {percent(waiting)}")
+    if record.step < total_steps:
+        pieces.append(f"{duration(max(1.0, round(seconds_left)))} left")
+    return pieces
+
+
+def _least_important(pieces: list[str]) -> int:
+    """Which piece a narrow terminal loses next: data wait, then MFU, then whatever is last."""
+    for start in ("data wait", "MFU"):
+        for index, piece in enumerate(pieces):
+            if piece.startswith(start):
+                return index
+    return len(pieces) - 1

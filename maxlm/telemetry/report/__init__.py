@@ -1,0 +1,27 @@
+"""`report.html`: what a run did, in one file that anyone can open and nobody needs this tool to read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxlm.config.errors import UserError
+from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.page import render
+
+__all__ = ["write_report"]
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Writes one self-contained HTML page about the runs, overlaid when there are several, and returns `out`.
+
+    Missing, empty or torn files make a shorter report that says so. Raises UserError for a folder that is no run directory, for none
+    at all, and when `out` cannot be written.
+    """
+    if not run_dirs:
+        raise UserError("a report needs at least one run directory; give the folder that `maxlm train` wrote, such as runs/quickstart")
+    page = render([load_run(Path(path)) for path in run_dirs])
+    try:
+        write_text(Path(out), page)
+    except OSError as error:
+        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another place") from error
+    return Path(out)

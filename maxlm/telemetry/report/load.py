@@ -1,0 +1,158 @@
+"""Reads a run directory as it is found: finished, running, killed or damaged."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from maxlm.config.errors import UserError
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import read_objects
+
+
+class Series(NamedTuple):
+    """One figure over the steps: steps rise; a figure that was null is left out."""
+
+    steps_N: NDArray[np.float64]
+    values_N: NDArray[np.float64]
+
+
+EMPTY = Series(np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory in memory."""
+
+    name: str
+    path: Path
+    series: dict[str, Series]
+    events: list[Event]
+    config: dict[str, Any]  # nested, as in config.yml; {} when there is none
+    config_text: str
+    notes: list[str]  # what is missing or damaged, in sentences
+    modified: float  # when something was last written, seconds since 1970
+
+    def get(self, name: str) -> Series:
+        return self.series.get(name, EMPTY)
+
+    @property
+    def last_step(self) -> int:
+        steps = [int(series.steps_N[-1]) for series in self.series.values() if len(series.steps_N)]
+        return max([*steps, *(event.step for event in self.events)], default=0)
+
+
+def load_run(path: Path) -> Run:
+    """Raises UserError when `path` is not a run directory or cannot be read."""
+    run = RunDirectory(path, primary=False)
+    files = (run.config, run.metrics, run.events)
+    try:
+        found = [file for file in files if file.is_file()]
+    except (OSError, ValueError) as error:  # a name too long, a NUL
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    if not found:
+        reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
+        raise UserError(f"{path} is not a run directory: it {reason}; give the folder that `maxlm train` wrote, such as runs/quickstart")
+    notes: list[str] = []
+    try:
+        text, config = _read_config(run.config, notes)
+        series = _read_metrics(run.metrics, notes)
+        events = _read_events(run.events, notes)
+        modified = max(file.stat().st_mtime for file in found)
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified)
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        notes.append("config.yml is missing, so the settings are not shown.")
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        config = YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        notes.append("config.yml is empty or damaged; it is shown as it was found.")
+        return text, {}
+    return text, config
+
+
+def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of the file; says in `notes` that it is missing, or how many lines were no objects."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing.")
+        return
+    bad = 0
+    for item in read_objects(path):
+        if item is None or not _is_step(item.get("step")):
+            bad += 1
+        else:
+            yield item
+    if bad:
+        notes.append(f"{path.name}: {bad} {'line' if bad == 1 else 'lines'} could not be read and {'is' if bad == 1 else 'are'} left out.")
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
+    columns: dict[str, tuple[array, array]] = {}
+    for record in _objects(path, notes):
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(record["step"])
+                values.append(value)
+    if path.is_file() and not columns:
+        notes.append("metrics.jsonl holds no records yet, so there are no charts.")
+    return {name: _rising(np.array(steps), np.array(values)) for name, (steps, values) in columns.items()}
+
+
+def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Series:
+    """Sorted by step; of several records of one step the last counts (the others are of an attempt that was killed)."""
+    finite = np.isfinite(values_N)
+    steps_N, values_N = steps_N[finite][::-1], values_N[finite][::-1]
+    unique_N, first_N = np.unique(steps_N, return_index=True)
+    return Series(unique_N, values_N[first_N])
+
+
+def _read_events(path: Path, notes: list[str]) -> list[Event]:
+    events = []
+    for item in _objects(path, notes):
+        kind, when = item.get("kind"), item.get("time")
+        if isinstance(kind, str) and isinstance(when, int | float):
+            data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
+            events.append(Event(kind, item["step"], float(when), data))  # type: ignore[arg-type]  # of a later version perhaps
+    return events
+
+
+def eval_loss(run: Run) -> Series:
+    """Held-out loss over the steps, from the records and from the events."""
+    recorded = run.get("eval_loss")
+    told = [(e.step, e.data["eval_loss"]) for e in run.events if e.kind in ("eval", "stop") and isinstance(e.data.get("eval_loss"), int | float)]
+    steps_N = np.concatenate([recorded.steps_N, np.array([step for step, _ in told], dtype=np.float64)])
+    values_N = np.concatenate([recorded.values_N, np.array([loss for _, loss in told], dtype=np.float64)])
+    order_N = np.argsort(steps_N, kind="stable")
+    return _rising(steps_N[order_N], values_N[order_N])
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat

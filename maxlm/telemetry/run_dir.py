@@ -1,0 +1,121 @@
+"""The folder a run writes: `run.dir`/`run.name`/. Every name in it is decided here."""
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxlm.config.errors import ConfigError
+from maxlm.telemetry.atomic import write_text
+
+PROBE_BYTES = 1 << 20  # written and removed again to learn whether the disk takes a write
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Only the primary process writes; the others know the names."""
+
+    path: Path
+    primary: bool
+
+    @classmethod
+    def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
+        """Checks `name` and `dir`, and on the primary process makes the folder and checks that it takes a write.
+
+        Raises ConfigError (`run.name`, `run.dir`) and leaves nothing behind. A run that exists is opened as it is.
+        """
+        _check_name(name)
+        _check_dir(str(dir))
+        run = cls(Path(dir) / name, primary)
+        if primary:
+            _make_writable(run.path, str(dir))
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_config(self, yaml_text: str) -> None:
+        """Writes the resolved config, atomically, on the primary process. Raises OSError."""
+        if self.primary:
+            write_text(self.config, yaml_text)
+
+
+def _check_name(name: str) -> None:
+    fix = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
+    if not name:
+        raise ConfigError("run.name", name, "is empty", fix)
+    if any(bad in name for bad in ("/", "\\", "..", "\0")) or name.startswith("."):
+        raise ConfigError("run.name", name, "must be one folder name, without `/`, `\\`, `..` or NUL, and not start with `.`", fix)
+    if not name.isprintable() or name != name.strip():
+        raise ConfigError("run.name", name, "holds a control character, or a space at an end", fix)
+    if len(name.encode()) > 255:
+        raise ConfigError("run.name", name, f"is {len(name.encode())} bytes long, and a file system takes 255", fix)
+
+
+def _check_dir(dir: str) -> None:
+    if not dir or "\0" in dir:
+        raise ConfigError("run.dir", dir, "must be the path of a folder", "use for example `runs`")
+    if "://" in dir:
+        raise ConfigError("run.dir", dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount")
+
+
+def _make_writable(path: Path, dir: str) -> None:
+    made = _missing(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _probe(path / f".probe-{os.getpid()}")
+    except OSError as error:
+        for folder in made:  # deepest first; what another process has filled meanwhile stays
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+        raise _explain(error, dir) from error
+
+
+def _missing(path: Path) -> list[Path]:
+    """Folders that `path` needs and that are not there, deepest first."""
+    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+
+
+def _probe(path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())  # a full disk may only say so here
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _explain(error: OSError, dir: str) -> ConfigError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConfigError("run.dir", dir, "is on a full disk (not even 1 MiB can be written)", "free space or choose another run.dir")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return ConfigError("run.dir", dir, f"{error.filename} is a file, not a folder", "choose another run.dir or run.name")
+    return ConfigError("run.dir", dir, f"cannot be written ({error.strerror or error})", "make it writable or choose another run.dir")

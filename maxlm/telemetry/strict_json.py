@@ -1,0 +1,46 @@
+"""One JSON object a line, as any language reads it: NaN and infinity become null, and a torn line is skipped, not fatal."""
+
+import json
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's own types: arrays of one element become numbers, anything unknown its text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # numpy and jax scalars
+        return plain(value.item())
+    return str(value)
+
+
+def dumps(value: Any) -> str:
+    """One line of strict JSON."""
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects of a file of JSON lines, None where a line is not one (a process killed while writing leaves such a line)."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield _object(line)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None

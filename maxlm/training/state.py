@@ -1,0 +1,49 @@
+"""Everything an update changes, as one pytree, and how it is split over the mesh."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from maxlm.config.schema import ModelConfig
+from maxlm.models import abstract_parameters, init_parameters, parameter_specs
+from maxlm.models.parameters import Parameters
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """`step` batches have been consumed; `skipped` of them changed nothing, since loss or gradients were not finite."""
+
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+    params: Parameters
+    opt_state: Any
+
+    def advance(self, params: Parameters, opt_state: Any) -> "TrainState":
+        """The state after one more update."""
+        return replace(self, step=self.step + 1, params=params, opt_state=opt_state)
+
+
+def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first update: a pure function of the seed."""
+    params = init_parameters(config, jax.random.key(seed))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, skipped=zero, params=params, opt_state=optimizer.init(params))
+
+
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A NamedSharding for every leaf of the state: optimizer moments are split as the parameter they belong to."""
+    abstract = abstract_parameters(config)
+    specs = parameter_specs(config, mesh)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    whole = NamedSharding(mesh, PartitionSpec())
+    opt_state = jax.eval_shape(optimizer.init, abstract)
+    opt_shardings = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, opt_state, shardings, transform_non_params=lambda _: whole, is_leaf=lambda leaf: leaf is None
+    )
+    return TrainState(step=whole, skipped=whole, params=shardings, opt_state=opt_shardings)

@@ -1,0 +1,101 @@
+"""The training step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, UInt32
+
+from maxlm.config.schema import Config
+from maxlm.data.batch import Batch
+from maxlm.models.parameters import Parameters
+from maxlm.training import guards
+from maxlm.training.loss import LossSums, loss_sums
+from maxlm.training.schedule import learning_rate
+from maxlm.training.state import TrainState
+
+
+class Metrics(NamedTuple):
+    """What one update reports. Means are over the tokens that counted in the whole batch, on any mesh."""
+
+    loss: Float[Array, ""]  # mean negative log-likelihood, nats a token
+    z: Float[Array, ""]  # mean logsumexp^2
+    grad_norm: Float[Array, ""]  # before clipping
+    lr: Float[Array, ""]
+    tokens: Float[Array, ""]  # that counted
+    skipped: Int[Array, ""]  # updates skipped so far
+    batch_digest: UInt32[Array, ""]  # equal for equal batches, on any mesh
+
+
+def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The update that `config` describes, ready to be jitted."""
+    rate = learning_rate(config)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer update. Pure; jitted once with the state donated."""
+        sums, grads = accumulate(config, state.params, batch)
+        grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        proposed = state.advance(optax.apply_updates(state.params, updates), opt_state)
+        loss = sums.nll / jnp.maximum(sums.tokens, 1)
+        state = guards.keep_if_finite(state, proposed, loss, grad_norm)
+        metrics = Metrics(
+            loss=loss,
+            z=sums.z / jnp.maximum(sums.tokens, 1),
+            grad_norm=grad_norm,
+            lr=jnp.asarray(rate(state.step - 1), jnp.float32),
+            tokens=sums.tokens,
+            skipped=state.skipped,
+            batch_digest=digest(batch),
+        )
+        return state, metrics
+
+    return train_step
+
+
+def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSums, Parameters]:
+    """Sums and mean gradient of the batch, one microbatch after another. The mean is over the tokens of all of them."""
+    total_tokens = jnp.maximum(jnp.sum(batch.weights_BS), 1)
+
+    def part_loss(params: Parameters, part: Batch) -> tuple[Float[Array, ""], LossSums]:
+        total, sums = loss_sums(config, params, part)
+        return total / total_tokens, sums
+
+    gradient = jax.grad(part_loss, has_aux=True)
+    microbatches = config.train.microbatches
+    if microbatches == 1:
+        grads, sums = gradient(params, batch)
+        return sums, grads
+    # Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing moves between devices.
+    parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
+
+    def body(carry: tuple[LossSums, Parameters], part: Batch) -> tuple[tuple[LossSums, Parameters], None]:
+        grads, sums = gradient(params, part)
+        return jax.tree.map(jnp.add, carry, (sums, grads)), None
+
+    zero = jax.tree.map(jnp.zeros_like, (LossSums(*[jnp.zeros((), jnp.float32)] * 3), params))
+    (sums, grads), _ = jax.lax.scan(body, zero, parts)
+    return sums, grads
+
+
+def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:
+    """(gradients scaled down to `max_norm` if they exceed it, their norm before)."""
+    norm = optax.global_norm(grads)
+    if max_norm is None:
+        return grads, norm
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+def digest(batch: Batch) -> UInt32[Array, ""]:
+    """A fingerprint of the tokens and where they stand. Integer sums are associative, so it is the same on any mesh."""
+    tokens_BS = batch.tokens_BS.astype(jnp.uint32)
+    place_BS = jnp.arange(tokens_BS.size, dtype=jnp.uint32).reshape(tokens_BS.shape)
+    return jnp.sum((tokens_BS + 1) * (place_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
+
+
+def build_eval_step(config: Config) -> Callable[[Any, Batch], LossSums]:
+    """Sums of a held-out batch under the given parameters."""
+    return lambda params, batch: loss_sums(config, params, batch)[1]
