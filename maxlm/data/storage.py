@@ -18,6 +18,7 @@ from maxlm.config.errors import UserError
 
 CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
+SHARED_CONTEXT = ts.Context()
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,3 @@ def open_array(folder: str, *, context: ts.Context | None = None, write: bool = 
     with failures_named(folder, "open it"):
         spec = array_spec(folder, fill_missing_data_reads=False, **options)
         return ts.open(spec, open=True, read=True, write=write, context=context or SHARED_CONTEXT).result()
-
-
-SHARED_CONTEXT = ts.Context()

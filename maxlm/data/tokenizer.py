@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class Tokenizer:
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
         documents = []
         for parts in pieces:
-            ids = np.array([token for _ in parts for token in next(encodings).ids] + [self.end_of_document_id], np.uint32)
+            ids = np.concatenate([np.array(next(encodings).ids, np.uint32) for _ in parts] + [np.array([self.end_of_document_id], np.uint32)])
             if (ids[:-1] == self.end_of_document_id).any():
                 raise ConfigError(f"{FIELD}.end_of_document", self.end_of_document, "is made from ordinary text", "use a special token")
             documents.append(ids)
@@ -132,7 +131,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str)
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_document], initial_alphabet=alphabet, show_progress=False)
-    # Whatever looks like the special token in a text would be learned as one word otherwise.
-    guard = re.compile(re.escape(end_of_document))
-    bpe.train_from_iterator((part for text in texts for part in guard.split(text)), trainer=trainer)
+    bpe.train_from_iterator(texts, trainer=trainer)
     return Tokenizer(bpe.to_str(), end_of_document, "the trained tokenizer")

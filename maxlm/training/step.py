@@ -35,6 +35,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
+        lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
         sums, grads = accumulate(config, state.params, batch)
         grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -45,7 +46,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
             loss=loss,
             z=sums.z / jnp.maximum(sums.tokens, 1),
             grad_norm=grad_norm,
-            lr=jnp.asarray(rate(state.step - 1), jnp.float32),
+            lr=lr,
             tokens=sums.tokens,
             skipped=state.skipped,
             batch_digest=digest(batch),

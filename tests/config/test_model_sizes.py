@@ -82,9 +82,6 @@ def test_the_sizes_the_product_promises_are_there():
     assert {path.stem for path in SIZES} >= set(names.split())
 
 
-@each_size
-def test_attention_scale_is_one_over_the_root_of_a_whole_number(path):
-    """Published as `query_pre_attn_scalar`, a whole number: catches a mistyped digit of its inverse root."""
-    scale = read_model(path).attention_scale
-    if scale is not None:
-        assert scale == pytest.approx(round(scale**-2) ** -0.5, rel=1e-15)
+def test_gemma_27b_scales_its_scores_as_published():
+    """`query_pre_attn_scalar` is 168 in its config.json, the file holds the inverse root: every digit counts."""
+    assert read_model(CONFIGS / "models" / "gemma3-27b.yml").attention_scale == 168**-0.5

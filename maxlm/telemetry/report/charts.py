@@ -17,6 +17,12 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # room for the axes
 PLOT_W, PLOT_H = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 MANY = 300  # more points than this are also drawn as a running mean
 
+# Once a page, and never hidden: charts cut what lies outside their axes with it.
+CLIP = (
+    '<svg width="0" height="0" class="defs" aria-hidden="true"><clipPath id="plot">'
+    f'<rect x="{LEFT}" y="{TOP - 2}" width="{PLOT_W}" height="{PLOT_H + 4}"/></clipPath></svg>'
+)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -55,13 +61,12 @@ def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False, ze
     x = _x_axis(lines)
     y = _y_axis(lines, log, zero)
     drawn = "".join(_draw(line, x, y) for line in lines)
-    clip = f'<clipPath id="plot"><rect x="{LEFT}" y="{TOP - 2}" width="{PLOT_W}" height="{PLOT_H + 4}"/></clipPath>'
     note = f'<span class="note">{y.outside:,} extreme {"point lies" if y.outside == 1 else "points lie"} beyond the axis</span>' if y.outside else ""
     return (
         f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span> {note}</figcaption>'
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_in_words(title, lines))}" '
         f'data-x0="{x.low!r}" data-x1="{x.high!r}" data-y0="{y.low!r}" data-y1="{y.high!r}" data-log="{int(log)}">'
-        f'<defs>{clip}</defs>{_grid(x, y)}<g clip-path="url(#plot)">{drawn}</g></svg></figure>'
+        f'{_grid(x, y)}<g clip-path="url(#plot)">{drawn}</g></svg></figure>'
     )
 
 

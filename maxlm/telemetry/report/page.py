@@ -1,0 +1,234 @@
+"""The report as one page of HTML. Every text that comes from a run is escaped here or in charts.py."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report.charts import CLIP, Line, chart
+from maxlm.telemetry.report.load import Run, eval_loss, flatten
+from maxlm.telemetry.report.style import CSS, JS
+from maxlm.telemetry.report.summary import Figures, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.words import count, duration, figure, percent, sentence
+
+COLORS = 8  # in the palette; a ninth run starts it again
+MAX_EVENTS = 200  # rows a run; the rest is in events.jsonl
+
+# Nothing is ever fetched: the page works from a disk, a mail or a bucket, and tells nobody that it was opened.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+PARTS = {
+    "startup": "starting and compiling",
+    "step": "training steps",
+    "data_wait": "waiting for data",
+    "eval": "evaluating",
+    "save": "waiting for saves",
+    "other": "other",
+}
+
+CHARTS = (
+    ("Throughput", "tokens/s", "tokens_per_s", True),
+    ("Model FLOP/s utilization", "share of the peak", "mfu", True),
+    ("Learning rate", "", "lr", True),
+    ("Gradient norm", "before clipping", "grad_norm", True),
+    ("Step time", "seconds", "step_time_s", True),
+    ("Data wait", "seconds a step", "data_wait_s", True),
+)
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page about one run, or about several side by side."""
+    title = " · ".join(run.name for run in runs)
+    sections = [_headline(runs), _charts(runs), _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)} · training report</title><style>{CSS}</style></head>\n<body>{CLIP}<main>\n"
+        + "\n".join(section for section in sections if section)
+        + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
+    )
+
+
+def _color(index: int) -> int:
+    return index % COLORS
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Names of the runs; folders of the same name are told apart by their path."""
+    names = [run.name for run in runs]
+    return [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
+
+
+def _headline(runs: Sequence[Run]) -> str:
+    many = len(runs) > 1
+    title = f"{len(runs)} runs compared" if many else escape(runs[0].name)
+    figures = [figures_of(run) for run in runs]
+    blocks = []
+    for index, (run, f, name) in enumerate(zip(runs, figures, _names(runs), strict=True)):
+        status = status_of(run)
+        swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
+        head = f'<h3>{swatch}{escape(name)} <span class="chip {status.tone}">{escape(status.word)}</span></h3>' if many else ""
+        said = " ".join([*in_words(run, f), status.explanation])
+        notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
+        blocks.append(f"{head}<p class=lead>{escape(said)}</p>{notes}")
+    chip = "" if many else (lambda s: f' <span class="chip {s.tone}">{escape(s.word)}</span>')(status_of(runs[0]))
+    cards = _comparison(runs, figures) if many else _cards(figures[0])
+    return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{"".join(blocks)}{cards}</header>'
+
+
+# name, value in words, explanation
+_FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
+    ("Parameters", lambda f: None if f.parameters is None else count(f.parameters), "numbers the model learns"),
+    ("Steps", lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps else ""), "updates of the model"),
+    ("Tokens", lambda f: None if f.tokens is None else count(f.tokens), "pieces of text seen"),
+    ("Training loss", lambda f: None if f.loss is None else figure(f.loss), "nats a token, lower is better"),
+    ("Held-out loss", lambda f: None if f.held_out is None else figure(f.held_out), "on text never trained on"),
+    ("Throughput", lambda f: None if f.tokens_per_s is None else count(f.tokens_per_s), "tokens/s, median"),
+    ("MFU", lambda f: None if f.mfu is None else percent(f.mfu), "of the hardware's peak"),
+    ("Data wait", lambda f: None if f.data_wait is None else percent(f.data_wait), "of a step's time"),
+    ("Time", lambda f: None if f.seconds is None else duration(f.seconds), "on the clock, all attempts"),
+)
+
+
+def _cards(f: Figures) -> str:
+    shown = ((name, value(f), hint) for name, value, hint in _FIGURES)
+    cards = (f"<div><dt>{name}</dt><dd>{escape(text)}</dd><small>{hint}</small></div>" for name, text, hint in shown if text is not None)
+    return f'<dl class="cards">{"".join(cards)}</dl>'
+
+
+def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
+    rows = []
+    for name, value, hint in _FIGURES:
+        cells = [value(f) for f in figures]
+        if any(cell is not None for cell in cells):
+            rows.append([f"{name} <small>{hint}</small>", *(escape(cell or "–") for cell in cells)])
+    return _table(["", *_heads(runs)], rows, numbers=True)
+
+
+def _heads(runs: Sequence[Run]) -> list[str]:
+    return [f'<span class="swatch c{_color(i)}"></span>{escape(name)}' for i, name in enumerate(_names(runs))]
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
+    """Cells are HTML already. The first of a row names it."""
+    head = "".join(f"<th scope=col>{cell}</th>" for cell in heads)
+    body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
+    return f'<div class="scroll"><table{" class=numbers" if numbers else ""}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _charts(runs: Sequence[Run]) -> str:
+    names, many = _names(runs), len(runs) > 1
+    losses: list[Line] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        suffix = f" {name}" if many else ""
+        losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
+        losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
+    linear, log = chart("Loss", "nats a token", losses), chart("Loss", "nats a token, logarithmic", losses, log=True)
+    parts = []
+    if linear:
+        switch = (
+            '<input type="radio" name="scale" id="linear" checked><label for="linear">linear</label>'
+            '<input type="radio" name="scale" id="log"><label for="log">logarithmic</label>'
+        )
+        parts.append(f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs)}</div>')
+    for title, unit, key, zero in CHARTS:
+        lines = [Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))]
+        parts.append(chart(title, unit, lines, zero=zero))
+    drawn = "".join(parts)
+    return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _loss_legend(runs: Sequence[Run]) -> str:
+    second = "" if len(runs) > 1 else " c1"
+    first = "" if len(runs) > 1 else " c0"
+    if not any(len(eval_loss(run).steps_N) for run in runs):
+        return ""
+    return f'<p class="legend"><span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out</p>'
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    return f'<p class="legend">{" ".join(f"<span>{head}</span>" for head in _heads(runs))}</p>'
+
+
+def _goodput(runs: Sequence[Run]) -> str:
+    bars = []
+    for run, name in zip(runs, _names(runs), strict=True):
+        seconds = goodput_of(run)
+        whole = sum(seconds.values())
+        if not whole:
+            continue
+        shares = [(part, value / whole, value) for part, value in seconds.items() if value > 0]
+        slices = "".join(
+            f'<span class="part {part}" style="width:{100 * share:.3f}%" title="{PARTS[part]}: {percent(share)}"></span>' for part, share, _ in shares
+        )
+        keys = "".join(
+            f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(share)}</b> <small>{duration(value)}</small></li>'
+            for part, share, value in shares
+        )
+        head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
+        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>')
+    hint = '<p class="note">Time of attempts that ended without a word (killed) is not in here.</p>'
+    return f"<section><h2>Where the time went</h2>{''.join(bars)}{hint}</section>" if bars else ""
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    if len(runs) < 2:
+        return ""
+    flats = [flatten(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    absent = object()
+    differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
+    if not differing:
+        return "<section><h2>Differences of their settings</h2><p>None: the configs are equal.</p></section>"
+    rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
+    return f"<section><h2>Differences of their settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
+
+
+def _setting(flat: dict[str, Any], key: str) -> str:
+    return f"<code>{escape(_shown(flat[key]))}</code>" if key in flat else "–"
+
+
+def _shown(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _events(runs: Sequence[Run]) -> str:
+    blocks = []
+    for run, name in zip(runs, _names(runs), strict=True):
+        if run.events:
+            rows = [row for kind, group in groupby(run.events, key=lambda e: e.kind) for row in _rows(kind, list(group))]
+            cut = len(rows) - MAX_EVENTS
+            left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
+            head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
+            blocks.append(head + left + _table(["time (UTC)", "what happened"], rows[-MAX_EVENTS:]))
+    return f"<section><h2>What happened</h2>{''.join(blocks)}</section>" if blocks else ""
+
+
+def _rows(kind: str, events: list[Event]) -> list[list[str]]:
+    """Long rows of saves or evaluations are said in one line."""
+    if kind not in ("save", "eval", "skip") or len(events) < 4:
+        return [[_clock(event.time), f'<span class="dot {escape(event.kind)}"></span>{escape(sentence(event))}'] for event in events]
+    first, last = events[0], events[-1]
+    said = f"{ {'save': 'Saved', 'eval': 'Evaluated', 'skip': 'Skipped the update'}[kind] } {len(events):,} times"
+    losses = [e.data.get("eval_loss") for e in (first, last)]
+    loss = f", held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
+    text = f"{said}, steps {first.step:,} to {last.step:,}{loss}"
+    return [[f"{_clock(first.time)} – {_clock(last.time)}", f'<span class="dot {kind}"></span>{escape(text)}']]
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"
+
+
+def _configs(runs: Sequence[Run]) -> str:
+    blocks = [
+        f"<details><summary>config.yml{f' of {escape(name)}' if len(runs) > 1 else ''}</summary><pre>{escape(run.config_text)}</pre></details>"
+        for run, name in zip(runs, _names(runs), strict=True)
+        if run.config_text.strip()
+    ]
+    return f"<section><h2>Settings</h2>{''.join(blocks)}</section>" if blocks else ""

@@ -1,0 +1,92 @@
+"""Looks and hover of the report. Colours are Okabe and Ito's, told apart by colour-blind eyes, darkened for white and lightened for black."""
+
+CSS = """
+:root{--bg:#fff;--panel:#f6f7f9;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;
+--p0:#0b66a8;--p1:#b84e00;--p2:#007a5a;--p3:#a3437e;--p4:#7a6200;--p5:#3a7fae;--p6:#5b4bb5;--p7:#444c56;
+--good:#116b3c;--good-bg:#ddf3e4;--warn:#7a5200;--warn-bg:#fdf0cf;--bad:#a1151f;--bad-bg:#fde3e1}
+@media(prefers-color-scheme:dark){:root{--bg:#0f1216;--panel:#181c22;--ink:#e8ebef;--soft:#a0a9b4;--rule:#333a44;
+--p0:#5cb3f0;--p1:#f5914a;--p2:#3fcf9f;--p3:#e58fc0;--p4:#e3cf4a;--p5:#9bd0f2;--p6:#a99cf5;--p7:#b8c0ca;
+--good:#7fe0a8;--good-bg:#12351f;--warn:#f0cc6a;--warn-bg:#3a2e0c;--bad:#ff9c95;--bad-bg:#431917}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif}
+main{max-width:1160px;margin:0 auto;padding:40px 24px 64px}
+h1{font-size:2rem;line-height:1.2;margin:0 0 .6rem;letter-spacing:-.01em;overflow-wrap:anywhere}
+h2{font-size:1.2rem;margin:2.6rem 0 .8rem;padding-top:1.1rem;border-top:1px solid var(--rule)}
+h3{font-size:1rem;margin:1.2rem 0 .3rem;overflow-wrap:anywhere}
+.kind{margin:0;color:var(--soft);font-size:.85rem;letter-spacing:.06em;text-transform:uppercase}
+.lead{max-width:46em;margin:.2rem 0 .6rem}
+.note,small,.unit{color:var(--soft);font-size:.85rem;font-weight:400}
+p.note{margin:.3rem 0}
+.chip{font-size:.8rem;font-weight:600;letter-spacing:0;padding:.15em .7em;border-radius:1em;vertical-align:middle;background:var(--panel);color:var(--soft)}
+.chip.good{background:var(--good-bg);color:var(--good)}.chip.warn{background:var(--warn-bg);color:var(--warn)}
+.chip.bad{background:var(--bad-bg);color:var(--bad)}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:1.4rem 0 0}
+.cards div{background:var(--panel);border-radius:8px;padding:12px 14px}
+dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.25rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
+.cards small{display:block;line-height:1.3;font-size:.78rem}
+.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:26px 30px}
+figure{margin:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:4px}
+svg.chart{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
+svg.defs{position:absolute}
+svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
+.grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
+.line,.raw{fill:none;stroke:var(--c);stroke-width:1.9;stroke-linejoin:round;stroke-linecap:round}
+.raw{stroke-width:1;opacity:.32}.dashed{stroke-dasharray:5 4;stroke-width:1.4}circle{fill:var(--c)}
+.c0{--c:var(--p0)}.c1{--c:var(--p1)}.c2{--c:var(--p2)}.c3{--c:var(--p3)}.c4{--c:var(--p4)}.c5{--c:var(--p5)}.c6{--c:var(--p6)}.c7{--c:var(--p7)}
+.swatch{display:inline-block;width:.8em;height:.8em;border-radius:3px;background:var(--c);margin-right:.45em;vertical-align:-.05em}
+.legend{display:flex;flex-wrap:wrap;gap:.3em 1.3em;margin:.2rem 0 1rem;font-size:.9rem;align-items:center}
+.loss{grid-column:1/-1;position:relative}.loss .legend{gap:.5em;margin:.2rem 0 0;color:var(--soft)}
+.key{--c:var(--soft);width:22px;border-top:2px solid var(--c)}.key.dotted{border-top-style:dashed;margin-left:1em}
+.key.c0{--c:var(--p0)}.key.c1{--c:var(--p1)}
+.loss input{position:absolute;opacity:0}
+.loss label{float:right;font-size:.85rem;padding:.1em .8em;border:1px solid var(--rule);color:var(--soft);cursor:pointer}
+.loss label[for=log]{border-radius:0 1em 1em 0;margin-left:-1px}.loss label[for=linear]{border-radius:1em 0 0 1em}
+.loss{display:grid;grid-template-columns:1fr auto auto}.loss>div,.loss>.legend{grid-column:1/-1}
+.loss label{grid-row:1}.loss label[for=linear]{grid-column:2}.loss label[for=log]{grid-column:3}
+.loss>div{grid-row:1;pointer-events:none}.loss>div svg{pointer-events:auto}
+.loss .log{display:none}#log:checked~.log{display:block}#log:checked~.linear{display:none}
+.loss input:checked+label{background:var(--panel);color:var(--ink);font-weight:600}.loss input:focus-visible+label{outline:2px solid var(--p0)}
+.loss label{align-self:start;z-index:1}
+.bar{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px;margin:.4rem 0 .7rem}
+.part{background:var(--part)}.startup{--part:var(--p4)}.step{--part:var(--p2)}.data_wait{--part:var(--p1)}
+.eval{--part:var(--p0)}.save{--part:var(--p3)}.other{--part:var(--p7)}
+.keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}.keys b{font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto;max-height:34rem;overflow-y:auto}
+table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,30rem)}
+th,td{text-align:left;padding:.35rem 1.4rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top;font-variant-numeric:tabular-nums}
+tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;background:var(--bg);color:var(--soft);font-weight:600}
+.numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem}
+.dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
+.dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
+.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback{background:var(--bad)}.dot.restore{background:var(--p3)}
+code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
+summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
+#tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;padding:.35em .7em;border-radius:6px;
+white-space:pre;font-variant-numeric:tabular-nums;z-index:9}
+.cursor{stroke:var(--soft);stroke-dasharray:2 3}
+@media print{.scroll{max-height:none}details{display:none}}
+"""
+
+# The values under the pointer are read back from the drawn points, so the page carries no second copy of the data.
+JS = """
+const tip=document.getElementById('tip'),L=58,T=10,W=570,H=216,NS='http://www.w3.org/2000/svg';
+const say=v=>v!==0&&(Math.abs(v)<1e-3||Math.abs(v)>=1e7)?v.toExponential(3):Number(v.toPrecision(4)).toLocaleString('en-US',{maximumFractionDigits:6});
+for(const svg of document.querySelectorAll('svg.chart')){
+  const d=svg.dataset,[x0,x1,y0,y1]=[d.x0,d.x1,d.y0,d.y1].map(Number),log=d.log==='1';
+  const lines=[...svg.querySelectorAll('g[data-label]')].map(g=>({name:g.dataset.label,
+    points:g.querySelector('.line').getAttribute('points').split(' ').map(p=>p.split(',').map(Number))}));
+  const value=py=>{const s=1-(py-T)/H;return log?10**(Math.log10(y0)+s*Math.log10(y1/y0)):y0+s*(y1-y0)};
+  const cursor=document.createElementNS(NS,'line');cursor.setAttribute('class','cursor');cursor.setAttribute('y1',T);cursor.setAttribute('y2',T+H);
+  cursor.style.display='none';svg.append(cursor);
+  svg.addEventListener('pointermove',e=>{
+    const box=svg.getBoundingClientRect(),px=(e.clientX-box.left)*640/box.width;
+    if(px<L||px>L+W){tip.hidden=true;cursor.style.display='none';return}
+    const near=lines.map(l=>[l.name,l.points.reduce((a,b)=>Math.abs(b[0]-px)<Math.abs(a[0]-px)?b:a)]);
+    const at=near.reduce((a,b)=>Math.abs(b[1][0]-px)<Math.abs(a[1][0]-px)?b:a)[1][0];
+    tip.textContent='step '+Math.round(x0+(at-L)/W*(x1-x0)).toLocaleString('en-US')+'\\n'+near.map(([n,p])=>n+'  '+say(value(p[1]))).join('\\n');
+    cursor.setAttribute('x1',at);cursor.setAttribute('x2',at);cursor.style.display='';tip.hidden=false;
+    tip.style.left=Math.min(e.clientX+16,innerWidth-tip.offsetWidth-8)+'px';tip.style.top=Math.min(e.clientY+16,innerHeight-tip.offsetHeight-8)+'px';
+  });
+  svg.addEventListener('pointerleave',()=>{tip.hidden=true;cursor.style.display='none'});
+}
+"""

@@ -1,0 +1,197 @@
+"""What a run did, in words and in a few figures."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxlm.telemetry.goodput import PARTS
+from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
+from maxlm.telemetry.words import count, duration, figure, percent
+
+FINISHED = ("done", "finished", "complete")
+
+
+@dataclass(frozen=True)
+class Status:
+    """How the run stands: `tone` is good, warn, bad or idle."""
+
+    word: str
+    tone: str
+    explanation: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The run in numbers; None where nothing was written."""
+
+    steps: int
+    total_steps: int | None
+    tokens: float | None
+    parameters: float | None
+    first_loss: float | None
+    loss: float | None
+    held_out: float | None
+    tokens_per_s: float | None  # median
+    tflops_per_device: float | None
+    mfu: float | None
+    data_wait: float | None  # share of a step
+    seconds: float | None  # wall time of all attempts
+    attempts: int
+    skipped: int
+    hardware: str
+
+
+def figures_of(run: Run) -> Figures:
+    loss, tokens, held_out = run.get("loss"), run.get("tokens"), eval_loss(run)
+    wait, step_time = run.get("data_wait_s"), run.get("step_time_s")
+    told = _told(run)
+    waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
+    settings = flatten(run.config)
+    total = told.get("total_steps", settings.get("train.steps"))
+    return Figures(
+        steps=run.last_step,
+        total_steps=total if isinstance(total, int) else None,
+        tokens=_last(tokens),
+        parameters=_number(told.get("parameters")),
+        first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
+        loss=_settled(loss),
+        held_out=_last(held_out),
+        tokens_per_s=_median(run.get("tokens_per_s")),
+        tflops_per_device=_median(run.get("tflops_per_device")),
+        mfu=_median(run.get("mfu")),
+        data_wait=waited,
+        seconds=_wall_time(run),
+        attempts=max(1, sum(event.kind == "start" for event in run.events)),
+        skipped=sum(event.kind == "skip" for event in run.events),
+        hardware=_hardware(told),
+    )
+
+
+def status_of(run: Run) -> Status:
+    """Judged by the last word of the run."""
+    last_start = max((i for i, e in enumerate(run.events) if e.kind == "start"), default=-1)
+    stops = [event for event in run.events[last_start + 1 :] if event.kind == "stop"]
+    if not stops:
+        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.modified))
+        return Status("no end recorded", "idle", f"It is still going or was killed; it last wrote something at {when}.")
+    reason, message = str(stops[-1].data.get("reason", "")), str(stops[-1].data.get("message", ""))
+    where = f" at step {stops[-1].step:,}"
+    if reason in FINISHED or not reason:
+        return Status("finished", "good", message)
+    if reason.startswith("preempt"):
+        return Status("preempted", "warn", f"It was told to stop{where} and saved; the same command continues it. {message}".strip())
+    return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
+
+
+def in_words(run: Run, f: Figures) -> list[str]:
+    """The headline: sentences, most important first."""
+    said = [_what(run, f)]
+    if f.loss is not None and f.first_loss is not None:
+        verb = "fell" if f.loss < f.first_loss else "went"
+        held_out = f"; on held-out text it is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)})" if f.held_out is not None else ""
+        said.append(f"Training loss {verb} from {figure(f.first_loss)} to {figure(f.loss)} nats a token{held_out}.")
+    elif f.held_out is not None:
+        said.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
+    if f.tokens_per_s is not None:
+        mfu = f", {percent(f.mfu)} of the hardware's peak (MFU)" if f.mfu is not None else ""
+        said.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
+    if f.data_wait is not None:
+        said.append(f"Steps waited for data {percent(f.data_wait)} of their time.")
+    if f.attempts > 1 or f.skipped:
+        said.append(_troubles(f))
+    return said
+
+
+def goodput_of(run: Run) -> dict[str, float]:
+    """Seconds by part, over all attempts that said so when they stopped; {} when none did."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for event in run.events:
+        goodput = event.data.get("goodput")
+        parts = goodput.get("seconds") if isinstance(goodput, dict) else None
+        for part, value in (parts if isinstance(parts, dict) else {}).items():
+            name = part if part in seconds else "other"
+            seconds[name] += _number(value) or 0.0
+    return seconds if any(seconds.values()) else {}
+
+
+def _what(run: Run, f: Figures) -> str:
+    model = run.config.get("model")
+    shape = ""
+    if isinstance(model, dict):
+        names = (("n_layers", "layers"), ("d_model", "wide"), ("n_heads", "heads"), ("vocab_size", "words"))
+        shape = ", ".join(f"{model[key]:,} {word}" for key, word in names if isinstance(model.get(key), int))
+    size = f"a model of {count(f.parameters)} parameters" if f.parameters is not None else "a model"
+    progress = f"{f.steps:,} of {f.total_steps:,} steps" if f.total_steps else f"{f.steps:,} steps"
+    seen = f" and saw {count(f.tokens)} tokens" if f.tokens is not None else ""
+    took = f" in {duration(f.seconds)}" if f.seconds else ""
+    return f"{run.name} trained {size}{f' ({shape})' if shape else ''} for {progress}{seen}{took}."
+
+
+def _troubles(f: Figures) -> str:
+    parts = []
+    if f.attempts > 1:
+        parts.append(f"was started {f.attempts} times")
+    if f.skipped:
+        parts.append(f"skipped {f.skipped:,} {'update' if f.skipped == 1 else 'updates'}")
+    return f"It {' and '.join(parts)}."
+
+
+def _told(run: Run) -> dict[str, Any]:
+    """What the starts said, the newest last."""
+    told: dict[str, Any] = {}
+    for event in run.events:
+        if event.kind == "start":
+            told.update(event.data)
+    return told
+
+
+def _hardware(told: dict[str, Any]) -> str:
+    devices, kind = told.get("devices"), told.get("device_kind")
+    return f"{devices} x {kind}" if devices and kind else ""
+
+
+def _wall_time(run: Run) -> float | None:
+    """Each attempt from its start to its last event, or as long as its steps took when it was killed without a word."""
+    step_time = run.get("step_time_s")
+    starts = [i for i, event in enumerate(run.events) if event.kind == "start"]
+    if not starts:
+        return _step_seconds(step_time, 0, math.inf) or None
+    total = 0.0
+    for start, end in zip(starts, [*starts[1:], len(run.events)], strict=True):
+        first, last = run.events[start], run.events[end - 1]
+        begun = max(event.step for event in run.events[start:end] if event.kind in ("start", "restore"))
+        ended = last.step if last.kind == "stop" else (run.events[end].step if end < len(run.events) else math.inf)
+        total += max(last.time - first.time, _step_seconds(step_time, begun, ended))
+    return total or None
+
+
+def _step_seconds(step_time: Series, after: float, until: float) -> float:
+    """Seconds of the steps in (after, until]; a record stands for all steps since the one before."""
+    steps_N = step_time.steps_N
+    here = (steps_N > after) & (steps_N <= until)
+    return float((np.diff(steps_N, prepend=0.0) * step_time.values_N)[here].sum()) if len(steps_N) else 0.0
+
+
+def _settled(series: Series) -> float | None:
+    """Mean of the last records (at most 20, at most a twentieth): single steps are noisy."""
+    n = len(series.values_N)
+    return float(series.values_N[-max(1, min(20, n // 20)) :].mean()) if n else None
+
+
+def _perplexity(loss: float) -> str:
+    return figure(math.exp(loss), 3) if loss < 50 else "beyond counting"
+
+
+def _last(series: Series) -> float | None:
+    return float(series.values_N[-1]) if len(series.values_N) else None
+
+
+def _median(series: Series) -> float | None:
+    return float(np.median(series.values_N)) if len(series.values_N) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None

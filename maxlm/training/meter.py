@@ -1,0 +1,93 @@
+"""Turns the device's metrics into records, one step late, so that reading them never makes the device wait."""
+
+import math
+import time
+from typing import NamedTuple
+
+import jax
+
+from maxlm.hardware.chips import chip_of
+from maxlm.models import step_flops
+from maxlm.telemetry.observer import Event, Observers, StepRecord
+from maxlm.training.program import Program
+from maxlm.training.step import Metrics
+
+SKIPS_IN_A_ROW = 10  # so many updates that are not finite, one after another, will not mend themselves
+
+
+class _Pending(NamedTuple):
+    step: int
+    metrics: Metrics
+    data_wait_s: float
+
+
+class Meter:
+    """Call `stepped` after each dispatch. `unhealthy` says what is wrong once the run should stop."""
+
+    def __init__(self, program: Program, observers: Observers, start: int) -> None:
+        config = program.config
+        chip = chip_of(jax.devices()[0].device_kind)
+        self._observers = observers
+        self._log_every = config.run.log_every
+        self._total = config.total_steps
+        self._tokens_per_step = config.tokens_per_step
+        self._flops_per_device = step_flops(config) / program.mesh.size
+        self._peak = chip.peak_bf16_flops if chip is not None and config.precision.compute == "bfloat16" else None
+        self._pending: _Pending | None = None
+        self._since = time.monotonic()
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._skips_in_a_row = 0
+        self._start = start
+        self.unhealthy = ""
+
+    def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
+        """Update number `step` was dispatched; the one before is read now, while it runs."""
+        self.flush()
+        self._pending = _Pending(step, metrics, data_wait_s)
+
+    def pause(self) -> None:
+        """Time until now was not spent on steps."""
+        self._since = time.monotonic()
+
+    def flush(self) -> None:
+        """Read the step that is still pending; waits for it to finish."""
+        if self._pending is None:
+            return
+        step, device_metrics, waited = self._pending
+        self._pending = None
+        metrics: Metrics = jax.device_get(device_metrics)
+        now = time.monotonic()
+        self._steps, self._seconds, self._waited = self._steps + 1, self._seconds + now - self._since, self._waited + waited
+        self._since = now
+        self._watch(step, metrics)
+        if step % self._log_every == 0 or step == self._total or step == self._start + 1:
+            self._observers.on_step(self._record(step, metrics))
+            self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+
+    def _record(self, step: int, metrics: Metrics) -> StepRecord:
+        step_time_s = self._seconds / self._steps
+        flops_per_s = self._flops_per_device / step_time_s
+        return StepRecord(
+            step=step,
+            loss=float(metrics.loss),
+            grad_norm=float(metrics.grad_norm),
+            lr=float(metrics.lr),
+            tokens=step * self._tokens_per_step,
+            tokens_per_s=self._tokens_per_step / step_time_s,
+            step_time_s=step_time_s,
+            tflops_per_device=flops_per_s / 1e12,
+            mfu=flops_per_s / self._peak if self._peak else None,
+            data_wait_s=self._waited / self._steps,
+            extra={"z": float(metrics.z), "skipped": int(metrics.skipped), "batch_digest": int(metrics.batch_digest)},
+        )
+
+    def _watch(self, step: int, metrics: Metrics) -> None:
+        """Tell of a skipped update; a row of them is unhealthy."""
+        skipped = int(metrics.skipped)
+        finite = math.isfinite(float(metrics.loss)) and math.isfinite(float(metrics.grad_norm))
+        self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
+        if not finite:
+            reason = f"loss {float(metrics.loss):g}, gradient norm {float(metrics.grad_norm):g}; {skipped} skipped so far"
+            self._observers.on_event(Event("skip", step, data={"reason": reason}))
+        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
+            self.unhealthy = f"{SKIPS_IN_A_ROW} updates in a row were not finite, the last at step {step}: {reason}"
