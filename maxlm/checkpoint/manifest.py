@@ -3,6 +3,7 @@
 It is small, readable, and carries its own checksum, so it can be trusted to judge the arrays.
 """
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -88,7 +89,8 @@ class LateTextHandler:
     async def _write(self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateText) -> None:
         folder = await directory.await_creation()
         if jax.process_index() == 0:
-            (folder / _FILE).write_text(checkpointable.text())
+            text = await asyncio.to_thread(checkpointable.text)  # it waits for the devices; the arrays are written meanwhile
+            (folder / _FILE).write_text(text)
 
     async def load(self, directory: ocp.path.Path, abstract_checkpointable: None = None) -> Awaitable[str]:
         """The text again."""

@@ -1,5 +1,6 @@
 """Reading one checkpoint and judging it."""
 
+import logging
 from typing import Any
 
 import jax
@@ -51,8 +52,15 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     # Orbax would wait at a barrier for a process whose files are bad until it times out; we agree ourselves, at once.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
+    logging.getLogger("asyncio").addFilter(_worth_saying)  # adding it again changes nothing
     with context:
         return ocp.load(folder, wanted, checkpointable_name=STATE)
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """When one leaf cannot be read, Orbax drops the errors of the others, and asyncio would print a page for each of them."""
+    message = record.getMessage()
+    return not ("exception was never retrieved" in message and "tensorstore" in message)
 
 
 def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:

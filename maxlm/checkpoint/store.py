@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,15 @@ class Checkpoints:
             return False
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
-        items = {STATE: leaves, manifest.NAME: self._late_manifest(step, leaves, data_position)}
+        sums: Future[digest.Sums] = Future()
+        items = {STATE: leaves, manifest.NAME: self._late_manifest(step, leaves, data_position, sums)}
         try:
             self._writer = self._writer or self._open_writer()
             response = self._writer.save_checkpointables_async(step, items, force=True)
+            # Begun last: on a CPU it would take the cores from the part of the save that keeps the loop waiting.
+            sums.set_result(digest.start(leaves))
         except (OSError, ValueError, RuntimeError) as error:
+            sums.cancel()
             self._reopen_writer()
             raise CheckpointError(explain_failed_save(error, step, str(self.directory), needed)) from error
         assert response is not None, "forced, so no policy can have declined"
@@ -146,12 +151,13 @@ class Checkpoints:
             return candidate, arrays, position, tuple(skipped)
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. Nothing was changed.")
 
-    def _late_manifest(self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any]) -> manifest.LateText:
-        sums = digest.start(leaves)
+    def _late_manifest(
+        self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
+    ) -> manifest.LateText:
         kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}  # the arrays may be donated by then
 
         def text() -> str:
-            done = digest.fetch(sums)
+            done = digest.fetch(sums.result())
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
             return manifest.Manifest(step, self._identity, data_position, described).to_text()
 

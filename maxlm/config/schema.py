@@ -213,6 +213,7 @@ class PrecisionConfig(Section):
 class CheckpointConfig(Section):
     """When state is saved and how much of it is kept."""
 
+    dir: Text | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
     every_steps: Positive = 1000
     keep: Positive = 3  # newest ones kept
     keep_every: Positive | None = None  # steps whose checkpoints are kept for ever

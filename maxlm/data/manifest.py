@@ -20,7 +20,8 @@ from maxlm.data import storage
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 PROGRESS = "preparing.json"
-SPLITS = ("train", "eval")
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, Split] = ("train", "eval")
 
 
 class SplitInfo(BaseModel):
@@ -44,7 +45,7 @@ class StoreInfo(BaseModel):
     dtype: Literal["uint8", "uint16", "uint32"]
     fingerprint: str  # of `settings`
     settings: dict[str, Any]  # what decided the tokens: asking for others is refused
-    splits: dict[Literal["train", "eval"], SplitInfo]
+    splits: dict[Split, SplitInfo]
 
 
 def fingerprint(settings: dict[str, Any]) -> str:

@@ -60,7 +60,7 @@ def text_of(content: bytes, origin: str) -> str:
 
 
 def _text(path: Path) -> Iterator[Document]:
-    with _open(path) as stream:
+    with path.open("rb") as raw, _opened(path, raw) as stream:
         content = stream.read()
     yield Document(text_of(content, str(path)), str(path), path.stat().st_size)
 
@@ -68,7 +68,7 @@ def _text(path: Path) -> Iterator[Document]:
 def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty.")
-    with path.open("rb") as raw, _open(path, raw) as stream:
+    with path.open("rb") as raw, _opened(path, raw) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.isspace():
                 origin = f"{path}, line {number}"
@@ -131,6 +131,8 @@ def _array_record(path: Path, text_field: str) -> Iterator[Document]:
     try:
         reader = ArrayRecordReader(str(path))
         try:
+            if not reader.ok():
+                raise UserError(f"{path} is not a whole ArrayRecord file.")
             rows = reader.num_records()
             for start in range(0, rows, RECORDS_AT_ONCE):
                 for content in reader.read(start, min(start + RECORDS_AT_ONCE, rows)):
@@ -144,9 +146,8 @@ def _array_record(path: Path, text_field: str) -> Iterator[Document]:
         raise UserError(f"{path} is not a whole ArrayRecord file: {error}.") from error
 
 
-def _open(path: Path, raw: BinaryIO | None = None) -> BinaryIO:
-    """The file's content, decompressed as its name says."""
-    raw = raw or path.open("rb")
+def _opened(path: Path, raw: BinaryIO) -> BinaryIO:
+    """What `raw`, the file at `path`, holds, decompressed as its name says."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if path.suffix == ".zst":
@@ -162,7 +163,7 @@ class _Zstandard(io.RawIOBase):
 
         self._raw, self._path, self._error = raw, path, zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._input, self._output = self._new(), b"", b""
+        self._frame, self._input, self._output = self._new(), b"", memoryview(b"")
         self._begun = False
 
     def readable(self) -> bool:
@@ -176,7 +177,7 @@ class _Zstandard(io.RawIOBase):
                     raise UserError(f"{self._path} is damaged or cut short: its last zstd frame has no end.")
                 return 0
             try:
-                self._output = self._frame.decompress(self._input)
+                self._output = memoryview(self._frame.decompress(self._input))
             except self._error as error:
                 raise UserError(f"{self._path} is not zstd data, or damaged: {error}.") from error
             self._begun = not self._frame.eof

@@ -20,7 +20,7 @@ class FileObserver:
         self._run = run
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
-        self._last_step = -1
+        self._last_step: float = -1
         if run.primary:
             _drop_torn_line(run.events)
             self._events = run.events.open("a", buffering=1, encoding="utf-8")

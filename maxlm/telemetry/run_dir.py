@@ -66,20 +66,21 @@ class RunDirectory:
 
 
 def _check_name(name: str) -> None:
+    shown = name if name.isprintable() else ascii(name)  # a NUL or an escape code does not belong on anyone's terminal
     fix = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
     if not name:
-        raise ConfigError("run.name", name, "is empty", fix)
+        raise ConfigError("run.name", shown, "is empty", fix)
     if any(bad in name for bad in ("/", "\\", "..", "\0")) or name.startswith("."):
-        raise ConfigError("run.name", name, "must be one folder name, without `/`, `\\`, `..` or NUL, and not start with `.`", fix)
+        raise ConfigError("run.name", shown, "must be one folder name, without `/`, `\\`, `..` or NUL, and not start with `.`", fix)
     if not name.isprintable() or name != name.strip():
-        raise ConfigError("run.name", name, "holds a control character, or a space at an end", fix)
+        raise ConfigError("run.name", shown, "holds a control character, or a space at an end", fix)
     if len(name.encode()) > 255:
-        raise ConfigError("run.name", name, f"is {len(name.encode())} bytes long, and a file system takes 255", fix)
+        raise ConfigError("run.name", shown, f"is {len(name.encode())} bytes long, and a file system takes 255", fix)
 
 
 def _check_dir(dir: str) -> None:
     if not dir or "\0" in dir:
-        raise ConfigError("run.dir", dir, "must be the path of a folder", "use for example `runs`")
+        raise ConfigError("run.dir", ascii(dir) if dir else dir, "must be the path of a folder", "use for example `runs`")
     if "://" in dir:
         raise ConfigError("run.dir", dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount")
 

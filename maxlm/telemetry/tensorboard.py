@@ -1,5 +1,6 @@
 """Scalars for TensorBoard."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class TensorBoardObserver:
 
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if self._writer is None:
-            # purge_step: TensorBoard forgets what an earlier, killed process wrote for this step and later ones
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            # purge_step: TensorBoard forgets what an earlier, killed process wrote for this step and later ones.
+            # The suffix: two writers within a second would have one name, and the second would erase the first.
+            self._writer = SummaryWriter(str(self._folder), purge_step=step, filename_suffix=f".{time.time_ns()}")
         self._writer.add_scalar(name, float(value), step)

@@ -96,7 +96,7 @@ def _hardware(data: Mapping[str, Any]) -> str:
 
 def _took(data: Mapping[str, Any]) -> str:
     seconds = data.get("seconds")
-    return f" in {duration(seconds)}" if _is_number(seconds) else ""
+    return f" in {duration(float(seconds))}" if seconds is not None and _is_number(seconds) else ""
 
 
 def _because(data: Mapping[str, Any]) -> str:

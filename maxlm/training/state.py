@@ -42,8 +42,16 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
     specs = parameter_specs(config, mesh)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     whole = NamedSharding(mesh, PartitionSpec())
-    opt_state = jax.eval_shape(optimizer.init, abstract)
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, opt_state, shardings, transform_non_params=lambda _: whole, is_leaf=lambda leaf: leaf is None
-    )
-    return TrainState(step=whole, skipped=whole, params=shardings, opt_state=opt_shardings)
+    by_name = {_keys(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+
+    def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        keys = _keys(path)
+        return next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), whole)
+
+    opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
+    return TrainState(step=whole, skipped=whole, params=shardings, opt_state=opt_state)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
+    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)

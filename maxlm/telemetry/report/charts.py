@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +13,8 @@ from maxlm.telemetry.report.load import Series
 from maxlm.telemetry.words import figure
 
 # N points of a series; P points drawn
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # room for the axes
-PLOT_W, PLOT_H = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-MANY = 300  # more points than this are also drawn as a running mean
-
-# Once a page, and never hidden: charts cut what lies outside their axes with it.
-CLIP = (
-    '<svg width="0" height="0" class="defs" aria-hidden="true"><clipPath id="plot">'
-    f'<rect x="{LEFT}" y="{TOP - 2}" width="{PLOT_W}" height="{PLOT_H + 4}"/></clipPath></svg>'
-)
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # room for the axes, in pixels
+MANY = 300  # more points than this are also drawn as a running median
 
 
 @dataclass(frozen=True)
@@ -32,6 +25,25 @@ class Line:
     series: Series
     color: int
     dots: bool = False  # few, separate measurements: points joined by a dashed line
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a chart, in units of its drawing; the page scales it."""
+
+    width: int
+    height: int
+
+    @property
+    def plot_w(self) -> int:
+        return self.width - LEFT - RIGHT
+
+    @property
+    def plot_h(self) -> int:
+        return self.height - TOP - BOTTOM
+
+
+HALF, FULL = Size(640, 260), Size(1310, 380)  # of the page's width
 
 
 @dataclass(frozen=True)
@@ -52,21 +64,23 @@ class Axis:
         return np.log10(np.maximum(values_N, 1e-300)) if self.log else values_N
 
 
-def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False) -> str:
-    """A figure with a caption, or "" when nothing was measured. `zero`: the axis begins at 0."""
+def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, size: Size = HALF) -> str:
+    """A figure with a caption, or "" when nothing was measured. `zero`: the axis begins at 0. Titles are unique on a page."""
     lines = [Line(line.label, _positive(line.series) if log else line.series, line.color, line.dots) for line in lines]
     lines = [line for line in lines if len(line.series.steps_N)]
     if not lines:
         return ""
     x = _x_axis(lines)
     y = _y_axis(lines, log, zero)
-    drawn = "".join(_draw(line, x, y) for line in lines)
-    note = f'<span class="note">{y.outside:,} extreme {"point lies" if y.outside == 1 else "points lie"} beyond the axis</span>' if y.outside else ""
+    beyond = f" · {y.outside:,} extreme {'point' if y.outside == 1 else 'points'} beyond the axis" if y.outside else ""
+    clip = f"{''.join(filter(str.isalpha, title))}-{int(log)}"
     return (
-        f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span> {note}</figcaption>'
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_in_words(title, lines))}" '
-        f'data-x0="{x.low!r}" data-x1="{x.high!r}" data-y0="{y.low!r}" data-y1="{y.high!r}" data-log="{int(log)}">'
-        f'{_grid(x, y)}<g clip-path="url(#plot)">{drawn}</g></svg></figure>'
+        f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit + beyond)}</span></figcaption>'
+        f'<svg class="chart" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(_in_words(title, lines))}" '
+        f'data-plot="{LEFT} {TOP} {size.plot_w} {size.plot_h}" data-x="{x.low!r} {x.high!r}" '
+        f'data-y="{y.low!r} {y.high!r}" data-log="{int(log)}">'
+        f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{size.plot_w + 8}" height="{size.plot_h + 8}"/></clipPath>'
+        f'{_grid(x, y, size)}<g clip-path="url(#{clip})">{"".join(_draw(line, x, y, size) for line in lines)}</g></svg></figure>'
     )
 
 
@@ -99,23 +113,24 @@ def _y_axis(lines: Sequence[Line], log: bool, zero: bool) -> Axis:
     return Axis(low if zero and low == 0 else low - margin, high + margin, False, outside)
 
 
-def _points(series: Series, x: Axis, y: Axis) -> str:
-    px = LEFT + PLOT_W * x.share(series.steps_N)
-    py = TOP + PLOT_H * np.clip(1 - y.share(series.values_N), -9, 9)
+def _points(series: Series, x: Axis, y: Axis, size: Size) -> str:
+    px = LEFT + size.plot_w * x.share(series.steps_N)
+    py = TOP + size.plot_h * np.clip(1 - y.share(series.values_N), -9, 9)
     return " ".join(f"{a:.1f},{b:.2f}" for a, b in zip(px, py, strict=True))
 
 
-def _draw(line: Line, x: Axis, y: Axis) -> str:
-    attributes = f'class="c{line.color}{" dots" if line.dots else ""}" data-label="{escape(line.label)}"'
-    shown = min_max(line.series, PLOT_W)
-    points = _points(shown, x, y)
-    if line.dots or len(shown.steps_N) == 1:
+def _draw(line: Line, x: Axis, y: Axis, size: Size) -> str:
+    attributes = f'class="c{line.color}" data-label="{escape(line.label)}"'
+    shown = min_max(line.series, size.plot_w)
+    points = _points(shown, x, y, size)
+    if len(shown.steps_N) == 1 or (line.dots and len(shown.steps_N) <= MANY):
         circles = "".join(f'<circle cx="{a}" cy="{b}" r="3"/>' for a, b in (pair.split(",") for pair in points.split()))
         return f'<g {attributes}><polyline class="line dashed" points="{points}"/>{circles}</g>'
     if len(line.series.steps_N) <= MANY:
         return f'<g {attributes}><polyline class="line" points="{points}"/></g>'
-    mean = _points(running_mean(line.series), x, y)
-    return f'<g {attributes}><polyline class="raw" points="{points}"/><polyline class="line" points="{mean}"/></g>'
+    middle = _points(running_median(line.series), x, y, size)
+    dashed = " dashed" if line.dots else ""
+    return f'<g {attributes}><polyline class="raw" points="{points}"/><polyline class="line{dashed}" points="{middle}"/></g>'
 
 
 def min_max(series: Series, pixels: int) -> Series:
@@ -125,21 +140,22 @@ def min_max(series: Series, pixels: int) -> Series:
         return series
     edges = np.linspace(0, n, pixels + 1).astype(np.int64)
     keep = {0, n - 1}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         bucket = series.values_N[start:end]
-        keep.update((start + int(bucket.argmin()), start + int(bucket.argmax())))
+        keep.update((int(start + bucket.argmin()), int(start + bucket.argmax())))
     index_P = np.array(sorted(keep))
     return Series(series.steps_N[index_P], series.values_N[index_P])
 
 
-def running_mean(series: Series, points: int = MANY) -> Series:
-    """Means over a centred window of a fiftieth of the series, at `points` places."""
+def running_median(series: Series, points: int = MANY) -> Series:
+    """The trend, at `points` places: medians over a centred window of a fiftieth of the series, which a lone spike does not move."""
     n = len(series.steps_N)
     half = max(1, n // 100)
-    sums = np.concatenate([[0.0], np.cumsum(series.values_N)])
     at_P = np.unique(np.linspace(0, n - 1, min(n, points)).astype(np.int64))
-    start_P, end_P = np.maximum(at_P - half, 0), np.minimum(at_P + half + 1, n)
-    return Series(series.steps_N[at_P], (sums[end_P] - sums[start_P]) / (end_P - start_P))
+    # At the start the window shrinks on both sides, or a falling loss would seem to begin low.
+    ahead_P = np.minimum(half, at_P)
+    medians = [np.median(series.values_N[max(0, at - half) : at + ahead + 1]) for at, ahead in zip(at_P, ahead_P, strict=True)]
+    return Series(series.steps_N[at_P], np.array(medians))
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -148,28 +164,32 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step)
-    return [(first + index) * step for index in range(int(high / step - first + 1e-9) + 1)]
+    return [float((first + index) * step) for index in range(int(high / step - first + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; powers alone over many decades."""
+    """Powers of ten within the range, or as many of their multiples as it takes to have three ticks."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1,) if len(decades) > 5 else (1, 2, 5) if high / low > 3 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-    return [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
+    for factors in ((1,), (1, 2, 5), range(1, 10)):
+        found = [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
+        if len(found) >= 3:
+            return found
+    return [value for value in ticks(low, high) if value > 0]
 
 
-def _grid(x: Axis, y: Axis) -> str:
+def _grid(x: Axis, y: Axis, size: Size) -> str:
+    right, bottom = size.width - RIGHT, TOP + size.plot_h
     parts = []
     for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
-        py = TOP + PLOT_H * (1 - float(y.share(np.array([value]))[0]))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py:.1f}" y2="{py:.1f}"/>')
+        py = TOP + size.plot_h * (1 - float(y.share(np.array([value]))[0]))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
-    for value in ticks(x.low, x.high, 6):
-        px = LEFT + PLOT_W * float(x.share(np.array([value]))[0])
-        parts.append(f'<line class="grid" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP + PLOT_H}" y2="{TOP + PLOT_H + 4}"/>')
-        parts.append(f'<text x="{px:.1f}" y="{TOP + PLOT_H + 17}" text-anchor="middle">{tick_label(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{TOP + PLOT_H}" y2="{TOP + PLOT_H}"/>')
-    parts.append(f'<text class="axis-name" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>')
+    for value in filter(float.is_integer, ticks(x.low, x.high, size.width // 110)):  # there is no half a step
+        px = LEFT + size.plot_w * float(x.share(np.array([value]))[0])
+        parts.append(f'<line class="axis" x1="{px:.1f}" x2="{px:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text x="{px:.1f}" y="{bottom + 17}" text-anchor="middle">{tick_label(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<text x="{right}" y="{size.height - 3}" text-anchor="end">step</text>')
     return "".join(parts)
 
 

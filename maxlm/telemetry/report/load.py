@@ -20,8 +20,8 @@ from maxlm.telemetry.strict_json import read_objects
 class Series(NamedTuple):
     """One figure over the steps: steps rise; a figure that was null is left out."""
 
-    steps_N: NDArray[np.float64]
-    values_N: NDArray[np.float64]
+    steps_N: NDArray[np.float64]  # noqa: N815 (arrays wear their shape)
+    values_N: NDArray[np.float64]  # noqa: N815
 
 
 EMPTY = Series(np.zeros(0), np.zeros(0))
@@ -139,7 +139,9 @@ def _read_events(path: Path, notes: list[str]) -> list[Event]:
 def eval_loss(run: Run) -> Series:
     """Held-out loss over the steps, from the records and from the events."""
     recorded = run.get("eval_loss")
-    told = [(e.step, e.data["eval_loss"]) for e in run.events if e.kind in ("eval", "stop") and isinstance(e.data.get("eval_loss"), int | float)]
+    told = [
+        (e.step, e.data["eval_loss"]) for e in run.events if e.kind in ("eval", "stop") and isinstance(e.data.get("eval_loss"), int | float)
+    ]
     steps_N = np.concatenate([recorded.steps_N, np.array([step for step, _ in told], dtype=np.float64)])
     values_N = np.concatenate([recorded.values_N, np.array([loss for _, loss in told], dtype=np.float64)])
     order_N = np.argsort(steps_N, kind="stable")

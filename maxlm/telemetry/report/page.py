@@ -2,19 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report.charts import CLIP, Line, chart
-from maxlm.telemetry.report.load import Run, eval_loss, flatten
+from maxlm.telemetry.report.charts import FULL, Line, chart
+from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
 from maxlm.telemetry.report.style import CSS, JS
-from maxlm.telemetry.report.summary import Figures, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.report.summary import Figures, Status, figures_of, goodput_of, in_words, status_of
 from maxlm.telemetry.words import count, duration, figure, percent, sentence
 
 COLORS = 8  # in the palette; a ninth run starts it again
 MAX_EVENTS = 200  # rows a run; the rest is in events.jsonl
+ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # events that come by the thousand
+MAX_STRETCH = 12  # of them, in a row
 
 # Nothing is ever fetched: the page works from a disk, a mail or a bucket, and tells nobody that it was opened.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -33,8 +38,8 @@ CHARTS = (
     ("Model FLOP/s utilization", "share of the peak", "mfu", True),
     ("Learning rate", "", "lr", True),
     ("Gradient norm", "before clipping", "grad_norm", True),
-    ("Step time", "seconds", "step_time_s", True),
-    ("Data wait", "seconds a step", "data_wait_s", True),
+    ("Step time", "", "step_time_s", True),
+    ("Data wait", "a step", "data_wait_s", True),
 )
 
 
@@ -45,7 +50,7 @@ def render(runs: Sequence[Run]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · training report</title><style>{CSS}</style></head>\n<body>{CLIP}<main>\n"
+        f"<title>{escape(title)} · training report</title><style>{CSS}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
     )
@@ -69,19 +74,27 @@ def _headline(runs: Sequence[Run]) -> str:
     for index, (run, f, name) in enumerate(zip(runs, figures, _names(runs), strict=True)):
         status = status_of(run)
         swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
-        head = f'<h3>{swatch}{escape(name)} <span class="chip {status.tone}">{escape(status.word)}</span></h3>' if many else ""
+        head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
         said = " ".join([*in_words(run, f), status.explanation])
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
         blocks.append(f"{head}<p class=lead>{escape(said)}</p>{notes}")
-    chip = "" if many else (lambda s: f' <span class="chip {s.tone}">{escape(s.word)}</span>')(status_of(runs[0]))
+    chip = "" if many else _chip(status_of(runs[0]))
     cards = _comparison(runs, figures) if many else _cards(figures[0])
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{"".join(blocks)}{cards}</header>'
+
+
+def _chip(status: Status) -> str:
+    return f' <span class="chip {status.tone}">{escape(status.word)}</span>'
 
 
 # name, value in words, explanation
 _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Parameters", lambda f: None if f.parameters is None else count(f.parameters), "numbers the model learns"),
-    ("Steps", lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps else ""), "updates of the model"),
+    (
+        "Steps",
+        lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
+        "updates of the model",
+    ),
     ("Tokens", lambda f: None if f.tokens is None else count(f.tokens), "pieces of text seen"),
     ("Training loss", lambda f: None if f.loss is None else figure(f.loss), "nats a token, lower is better"),
     ("Held-out loss", lambda f: None if f.held_out is None else figure(f.held_out), "on text never trained on"),
@@ -115,7 +128,9 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool
     """Cells are HTML already. The first of a row names it."""
     head = "".join(f"<th scope=col>{cell}</th>" for cell in heads)
     body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return f'<div class="scroll"><table{" class=numbers" if numbers else ""}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table{" class=numbers" if numbers else ""}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _charts(runs: Sequence[Run]) -> str:
@@ -125,7 +140,8 @@ def _charts(runs: Sequence[Run]) -> str:
         suffix = f" {name}" if many else ""
         losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
         losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
-    linear, log = chart("Loss", "nats a token", losses), chart("Loss", "nats a token, logarithmic", losses, log=True)
+    unit = "nats a token, lower is better"
+    linear, log = chart("Loss", unit, losses, size=FULL), chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL)
     parts = []
     if linear:
         switch = (
@@ -134,10 +150,22 @@ def _charts(runs: Sequence[Run]) -> str:
         )
         parts.append(f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs)}</div>')
     for title, unit, key, zero in CHARTS:
-        lines = [Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))]
+        lines = [
+            Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        ]
+        if key.endswith("_s") and key != "tokens_per_s":
+            lines, unit = _in_handy_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero))
     drawn = "".join(parts)
     return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
+    """The same in milliseconds when most of it is short."""
+    typical = [float(np.median(line.series.values_N)) for line in lines if len(line.series.values_N)]
+    if not typical or max(typical) >= 0.1:
+        return lines, f"seconds {unit}".strip()
+    return [replace(line, series=Series(line.series.steps_N, 1e3 * line.series.values_N)) for line in lines], f"milliseconds {unit}".strip()
 
 
 def _loss_legend(runs: Sequence[Run]) -> str:
@@ -161,7 +189,8 @@ def _goodput(runs: Sequence[Run]) -> str:
             continue
         shares = [(part, value / whole, value) for part, value in seconds.items() if value > 0]
         slices = "".join(
-            f'<span class="part {part}" style="width:{100 * share:.3f}%" title="{PARTS[part]}: {percent(share)}"></span>' for part, share, _ in shares
+            f'<span class="part {part}" style="width:{100 * share:.3f}%" title="{PARTS[part]}: {percent(share)}"></span>'
+            for part, share, _ in shares
         )
         keys = "".join(
             f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(share)}</b> <small>{duration(value)}</small></li>'
@@ -198,7 +227,8 @@ def _events(runs: Sequence[Run]) -> str:
     blocks = []
     for run, name in zip(runs, _names(runs), strict=True):
         if run.events:
-            rows = [row for kind, group in groupby(run.events, key=lambda e: e.kind) for row in _rows(kind, list(group))]
+            stretches = groupby(run.events, key=lambda event: event.kind in ROUTINE)
+            rows = [row for routine, stretch in stretches for row in _rows(list(stretch), routine)]
             cut = len(rows) - MAX_EVENTS
             left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
             head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
@@ -206,16 +236,23 @@ def _events(runs: Sequence[Run]) -> str:
     return f"<section><h2>What happened</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
-def _rows(kind: str, events: list[Event]) -> list[list[str]]:
-    """Long rows of saves or evaluations are said in one line."""
-    if kind not in ("save", "eval", "skip") or len(events) < 4:
+def _rows(events: list[Event], routine: bool) -> list[list[str]]:
+    """A row an event; a long stretch of saves, evaluations and skips is one row a kind."""
+    if not routine or len(events) <= MAX_STRETCH:
         return [[_clock(event.time), f'<span class="dot {escape(event.kind)}"></span>{escape(sentence(event))}'] for event in events]
+    kinds = dict.fromkeys(event.kind for event in events)
+    return [_stretch(kind, [event for event in events if event.kind == kind]) for kind in kinds]
+
+
+def _stretch(kind: str, events: list[Event]) -> list[str]:
     first, last = events[0], events[-1]
-    said = f"{ {'save': 'Saved', 'eval': 'Evaluated', 'skip': 'Skipped the update'}[kind] } {len(events):,} times"
-    losses = [e.data.get("eval_loss") for e in (first, last)]
-    loss = f", held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
-    text = f"{said}, steps {first.step:,} to {last.step:,}{loss}"
-    return [[f"{_clock(first.time)} – {_clock(last.time)}", f'<span class="dot {kind}"></span>{escape(text)}']]
+    losses = [event.data.get("eval_loss") for event in (first, last)]
+    loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
+    times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
+    return [
+        f"{_clock(first.time)} – {_clock(last.time)[11:]}",
+        f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}',
+    ]
 
 
 def _clock(seconds: float) -> str:
@@ -227,7 +264,7 @@ def _clock(seconds: float) -> str:
 
 def _configs(runs: Sequence[Run]) -> str:
     blocks = [
-        f"<details><summary>config.yml{f' of {escape(name)}' if len(runs) > 1 else ''}</summary><pre>{escape(run.config_text)}</pre></details>"
+        f"<details><summary>config.yml of {escape(name)}</summary><pre>{escape(run.config_text)}</pre></details>"
         for run, name in zip(runs, _names(runs), strict=True)
         if run.config_text.strip()
     ]

@@ -1,4 +1,4 @@
-"""Looks and hover of the report. Colours are Okabe and Ito's, told apart by colour-blind eyes, darkened for white and lightened for black."""
+"""Looks and hover of the report. Colours follow Okabe and Ito's, which colour-blind eyes tell apart: darker on white, lighter on black."""
 
 CSS = """
 :root{--bg:#fff;--panel:#f6f7f9;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;
@@ -17,17 +17,17 @@ h3{font-size:1rem;margin:1.2rem 0 .3rem;overflow-wrap:anywhere}
 .lead{max-width:46em;margin:.2rem 0 .6rem}
 .note,small,.unit{color:var(--soft);font-size:.85rem;font-weight:400}
 p.note{margin:.3rem 0}
-.chip{font-size:.8rem;font-weight:600;letter-spacing:0;padding:.15em .7em;border-radius:1em;vertical-align:middle;background:var(--panel);color:var(--soft)}
+.chip{font-size:.8rem;font-weight:600;letter-spacing:0;padding:.15em .7em;border-radius:1em;vertical-align:middle;
+background:var(--panel);color:var(--soft)}
 .chip.good{background:var(--good-bg);color:var(--good)}.chip.warn{background:var(--warn-bg);color:var(--warn)}
 .chip.bad{background:var(--bad-bg);color:var(--bad)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:1.4rem 0 0}
-.cards div{background:var(--panel);border-radius:8px;padding:12px 14px}
-dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.25rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(112px,1fr));gap:10px;margin:1.4rem 0 0}
+.cards div{background:var(--panel);border-radius:8px;padding:11px 12px}
+dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.08rem;letter-spacing:-.01em;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
 .cards small{display:block;line-height:1.3;font-size:.78rem}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:26px 30px}
 figure{margin:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:4px}
 svg.chart{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
-svg.defs{position:absolute}
 svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
 .line,.raw{fill:none;stroke:var(--c);stroke-width:1.9;stroke-linejoin:round;stroke-linecap:round}
@@ -45,15 +45,18 @@ svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .loss label{grid-row:1}.loss label[for=linear]{grid-column:2}.loss label[for=log]{grid-column:3}
 .loss>div{grid-row:1;pointer-events:none}.loss>div svg{pointer-events:auto}
 .loss .log{display:none}#log:checked~.log{display:block}#log:checked~.linear{display:none}
-.loss input:checked+label{background:var(--panel);color:var(--ink);font-weight:600}.loss input:focus-visible+label{outline:2px solid var(--p0)}
+.loss input:checked+label{background:var(--panel);color:var(--ink);font-weight:600}
+.loss input:focus-visible+label{outline:2px solid var(--p0)}
 .loss label{align-self:start;z-index:1}
 .bar{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px;margin:.4rem 0 .7rem}
 .part{background:var(--part)}.startup{--part:var(--p4)}.step{--part:var(--p2)}.data_wait{--part:var(--p1)}
 .eval{--part:var(--p0)}.save{--part:var(--p3)}.other{--part:var(--p7)}
-.keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}.keys b{font-variant-numeric:tabular-nums}
+.keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}
+.keys b{font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;max-height:34rem;overflow-y:auto}
 table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,30rem)}
-th,td{text-align:left;padding:.35rem 1.4rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top;font-variant-numeric:tabular-nums}
+th,td{text-align:left;padding:.35rem 1.4rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top;
+font-variant-numeric:tabular-nums}
 tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;background:var(--bg);color:var(--soft);font-weight:600}
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
@@ -61,29 +64,37 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
-#tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;padding:.35em .7em;border-radius:6px;
+#tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;
+padding:.35em .7em;border-radius:6px;
 white-space:pre;font-variant-numeric:tabular-nums;z-index:9}
 .cursor{stroke:var(--soft);stroke-dasharray:2 3}
+@media(max-width:760px){main{padding:24px 16px}svg text{font-size:17px}
+.loss>div{overflow-x:auto}.loss svg.chart{width:900px}.loss svg text{font-size:13px}}
 @media print{.scroll{max-height:none}details{display:none}}
 """
 
 # The values under the pointer are read back from the drawn points, so the page carries no second copy of the data.
 JS = """
-const tip=document.getElementById('tip'),L=58,T=10,W=570,H=216,NS='http://www.w3.org/2000/svg';
-const say=v=>v!==0&&(Math.abs(v)<1e-3||Math.abs(v)>=1e7)?v.toExponential(3):Number(v.toPrecision(4)).toLocaleString('en-US',{maximumFractionDigits:6});
+const tip=document.getElementById('tip'),NS='http://www.w3.org/2000/svg';
+const say=v=>v!==0&&(Math.abs(v)<1e-3||Math.abs(v)>=1e7)?v.toExponential(3):
+  Number(v.toPrecision(4)).toLocaleString('en-US',{maximumFractionDigits:6});
 for(const svg of document.querySelectorAll('svg.chart')){
-  const d=svg.dataset,[x0,x1,y0,y1]=[d.x0,d.x1,d.y0,d.y1].map(Number),log=d.log==='1';
+  const d=svg.dataset,log=d.log==='1',[L,T,W,H,x0,x1,y0,y1]=[d.plot,d.x,d.y].join(' ').split(' ').map(Number);
   const lines=[...svg.querySelectorAll('g[data-label]')].map(g=>({name:g.dataset.label,
     points:g.querySelector('.line').getAttribute('points').split(' ').map(p=>p.split(',').map(Number))}));
   const value=py=>{const s=1-(py-T)/H;return log?10**(Math.log10(y0)+s*Math.log10(y1/y0)):y0+s*(y1-y0)};
-  const cursor=document.createElementNS(NS,'line');cursor.setAttribute('class','cursor');cursor.setAttribute('y1',T);cursor.setAttribute('y2',T+H);
+  const cursor=document.createElementNS(NS,'line');cursor.setAttribute('class','cursor');
+  cursor.setAttribute('y1',T);cursor.setAttribute('y2',T+H);
   cursor.style.display='none';svg.append(cursor);
   svg.addEventListener('pointermove',e=>{
-    const box=svg.getBoundingClientRect(),px=(e.clientX-box.left)*640/box.width;
+    const box=svg.getBoundingClientRect(),px=(e.clientX-box.left)*svg.viewBox.baseVal.width/box.width;
     if(px<L||px>L+W){tip.hidden=true;cursor.style.display='none';return}
-    const near=lines.map(l=>[l.name,l.points.reduce((a,b)=>Math.abs(b[0]-px)<Math.abs(a[0]-px)?b:a)]);
+    const here=lines.filter(l=>l.points[0][0]-8<=px&&px<=l.points[l.points.length-1][0]+8);
+    if(!here.length){tip.hidden=true;cursor.style.display='none';return}
+    const near=here.map(l=>[l.name,l.points.reduce((a,b)=>Math.abs(b[0]-px)<Math.abs(a[0]-px)?b:a)]);
     const at=near.reduce((a,b)=>Math.abs(b[1][0]-px)<Math.abs(a[1][0]-px)?b:a)[1][0];
-    tip.textContent='step '+Math.round(x0+(at-L)/W*(x1-x0)).toLocaleString('en-US')+'\\n'+near.map(([n,p])=>n+'  '+say(value(p[1]))).join('\\n');
+    tip.textContent='step '+Math.round(x0+(at-L)/W*(x1-x0)).toLocaleString('en-US')+'\\n'
+      +near.map(([n,p])=>n+'  '+say(value(p[1]))).join('\\n');
     cursor.setAttribute('x1',at);cursor.setAttribute('x2',at);cursor.style.display='';tip.hidden=false;
     tip.style.left=Math.min(e.clientX+16,innerWidth-tip.offsetWidth-8)+'px';tip.style.top=Math.min(e.clientY+16,innerHeight-tip.offsetHeight-8)+'px';
   });

@@ -91,8 +91,9 @@ def in_words(run: Run, f: Figures) -> list[str]:
     said = [_what(run, f)]
     if f.loss is not None and f.first_loss is not None:
         verb = "fell" if f.loss < f.first_loss else "went"
+        change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
         held_out = f"; on held-out text it is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)})" if f.held_out is not None else ""
-        said.append(f"Training loss {verb} from {figure(f.first_loss)} to {figure(f.loss)} nats a token{held_out}.")
+        said.append(f"Training loss {change} {figure(f.loss)} nats a token{held_out}.")
     elif f.held_out is not None:
         said.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
     if f.tokens_per_s is not None:
@@ -107,7 +108,7 @@ def in_words(run: Run, f: Figures) -> list[str]:
 
 def goodput_of(run: Run) -> dict[str, float]:
     """Seconds by part, over all attempts that said so when they stopped; {} when none did."""
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for event in run.events:
         goodput = event.data.get("goodput")
         parts = goodput.get("seconds") if isinstance(goodput, dict) else None
@@ -121,10 +122,14 @@ def _what(run: Run, f: Figures) -> str:
     model = run.config.get("model")
     shape = ""
     if isinstance(model, dict):
-        names = (("n_layers", "layers"), ("d_model", "wide"), ("n_heads", "heads"), ("vocab_size", "words"))
-        shape = ", ".join(f"{model[key]:,} {word}" for key, word in names if isinstance(model.get(key), int))
+        names = (("n_layers", "{:,} layers"), ("d_model", "width {:,}"), ("n_heads", "{:,} heads"), ("vocab_size", "vocabulary {:,}"))
+        shape = ", ".join(text.format(model[key]) for key, text in names if isinstance(model.get(key), int))
     size = f"a model of {count(f.parameters)} parameters" if f.parameters is not None else "a model"
-    progress = f"{f.steps:,} of {f.total_steps:,} steps" if f.total_steps else f"{f.steps:,} steps"
+    progress = (
+        f"{f.steps:,} of {f.total_steps:,} steps"
+        if f.total_steps and f.total_steps != f.steps
+        else f"{f.steps:,} {'step' if f.steps == 1 else 'steps'}"
+    )
     seen = f" and saw {count(f.tokens)} tokens" if f.tokens is not None else ""
     took = f" in {duration(f.seconds)}" if f.seconds else ""
     return f"{run.name} trained {size}{f' ({shape})' if shape else ''} for {progress}{seen}{took}."
@@ -159,12 +164,12 @@ def _wall_time(run: Run) -> float | None:
     starts = [i for i, event in enumerate(run.events) if event.kind == "start"]
     if not starts:
         return _step_seconds(step_time, 0, math.inf) or None
+    attempts = [run.events[i:j] for i, j in zip(starts, [*starts[1:], len(run.events)], strict=True)]
+    begun = [max(event.step for event in attempt if event.kind in ("start", "restore")) for attempt in attempts]
     total = 0.0
-    for start, end in zip(starts, [*starts[1:], len(run.events)], strict=True):
-        first, last = run.events[start], run.events[end - 1]
-        begun = max(event.step for event in run.events[start:end] if event.kind in ("start", "restore"))
-        ended = last.step if last.kind == "stop" else (run.events[end].step if end < len(run.events) else math.inf)
-        total += max(last.time - first.time, _step_seconds(step_time, begun, ended))
+    for attempt, first_step, next_step in zip(attempts, begun, [*begun[1:], math.inf], strict=True):
+        last_step = attempt[-1].step if attempt[-1].kind == "stop" else next_step  # what it did beyond was lost, and its records with it
+        total += max(attempt[-1].time - attempt[0].time, _step_seconds(step_time, first_step, last_step))
     return total or None
 
 

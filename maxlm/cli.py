@@ -1,0 +1,128 @@
+"""The command line: a short function a verb. Anything heavy is imported inside, so help and config errors are instant."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maxlm.config.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Pretrain transformers in JAX, from a laptop to a TPU pod."
+)
+data_app = typer.Typer(no_args_is_help=True, help="Turn text into a token store, and look into one.")
+app.add_typer(data_app, name="data")
+
+ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def train(config: ConfigName, overrides: Overrides = None) -> None:
+    """Train a model, or continue where the run stopped."""
+    from maxlm.config import load
+
+    settings = load(config, overrides or []).config
+    from rich.console import Console
+
+    from maxlm.inference.text import print_samples
+    from maxlm.runtime.run import run
+
+    raise typer.Exit(run(settings, Console(), print_samples))
+
+
+@app.command(name="config")
+def show_config(
+    config: ConfigName,
+    overrides: Overrides = None,
+    diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
+    json_: Json = False,
+) -> None:
+    """Show the resolved config, and where each value comes from."""
+    from maxlm.config import load, show
+
+    loaded = load(config, overrides or [])
+    other = load(diff) if diff is not None else None
+    typer.echo(show.as_json(loaded, other) if json_ else show.as_text(loaded, other))
+
+
+@data_app.command()
+def prepare(config: ConfigName, overrides: Overrides = None) -> None:
+    """Build the token store of a config's data.prepare section."""
+    from maxlm.config import load
+
+    settings = load(config, overrides or []).config
+    if settings.data.prepare is None:
+        raise UserError(f"data.prepare is not set in {config}: say where the text comes from, as in data.prepare.sources=[texts/].")
+    from maxlm.data.prepare import prepare as build
+
+    info = build(settings.data)
+    typer.echo(f"{settings.data.store}: {info.summary()}")
+
+
+@data_app.command()
+def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or gs://.")], json_: Json = False) -> None:
+    """Count and sample what a token store holds."""
+    from maxlm.data.inspect import as_text, describe
+
+    if json_:
+        import json
+
+        typer.echo(json.dumps(describe(store)))
+    else:
+        typer.echo(as_text(describe(store)))
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
+) -> None:
+    """Continue a prompt with the model of a run."""
+    from maxlm.inference import Sampler
+    from maxlm.inference.text import generate_from_run
+
+    sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
+
+
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs; several are overlaid.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file to write; default: report.html in the first run's folder.")] = None,
+) -> None:
+    """Write a self-contained HTML report of one or several runs."""
+    from maxlm.telemetry.report import write_report
+
+    typer.echo(write_report(run_dirs, out or run_dirs[0] / "report.html"))
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Check devices, versions, disk and what is missing, and say how to get it."""
+    from maxlm.runtime.doctor import as_text, examine
+
+    found = examine()
+    if json_:
+        import json
+
+        typer.echo(json.dumps(found.to_json()))
+    else:
+        typer.echo(as_text(found))
+    raise typer.Exit(0 if found.healthy else 2)
+
+
+def main() -> None:
+    """Run the command line. A user's error is one line and exit code 2, without a traceback."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"maxlm: {error}", err=True)
+        sys.exit(2)

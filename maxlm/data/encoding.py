@@ -1,0 +1,96 @@
+"""Tokenizing on all cores: texts go out to worker processes and come back as tokens, in the order they went out."""
+
+import collections
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.config.errors import UserError
+from maxlm.data.readers import Document
+from maxlm.data.tokenizer import Tokenizer
+
+BATCH_CHARS = 2**20  # of text sent to a worker at a time
+WAITING = 3  # batches a worker may have waiting
+
+
+class Encoded(NamedTuple):
+    """Some documents, tokenized."""
+
+    documents: list[np.ndarray]  # ids of each, closed by the end-of-document token
+    held_out: list[bool]  # whether each belongs to the eval split
+    bytes_read: int  # of the sources, up to and including the last of them
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the eval split: by a hash of its text, so copies of it never end up on both sides."""
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return number < fraction * 2**64
+
+
+def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float, workers: int) -> Iterator[Encoded]:
+    """Tokenize documents, on `workers` processes if more than one. What comes out does not depend on their number."""
+    batches = _batches(documents)
+    if workers == 1:
+        _prepare_worker(tokenizer.text, tokenizer.end_of_document)
+        for batch in batches:
+            yield _encoded(_encode([document.text for document in batch], eval_fraction), batch)
+        return
+    # Spawned, not forked: a fork copies the locks of threads (tensorstore's, jax's) that do not exist in the child.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.text, tokenizer.end_of_document))
+    waiting: collections.deque[tuple[Future, list[Document]]] = collections.deque()
+    try:
+        while True:
+            for batch in itertools.islice(batches, workers * WAITING - len(waiting)):
+                waiting.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
+            if not waiting:
+                break
+            future, batch = waiting.popleft()
+            yield _encoded(future.result(), batch)
+    except BrokenProcessPool as error:
+        rule = "a tokenizing process died, usually for want of memory"
+        raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer and run the same command again to go on.") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(result: tuple[list[np.ndarray], list[bool]], batch: list[Document]) -> Encoded:
+    return Encoded(*result, batch[-1].bytes_read)
+
+
+_worker_tokenizer: list[Tokenizer] = []  # of this process: sent once, not with every batch
+
+
+def _prepare_worker(text: str, end_of_document: str) -> None:
+    _worker_tokenizer[:] = [Tokenizer(text, end_of_document, "the tokenizer")]
+
+
+def _start_worker(text: str, end_of_document: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _prepare_worker(text, end_of_document)
+
+
+def _encode(texts: list[str], eval_fraction: float) -> tuple[list[np.ndarray], list[bool]]:
+    return _worker_tokenizer[0].encode_documents(texts), [is_held_out(text, eval_fraction) for text in texts]
+
+

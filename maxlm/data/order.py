@@ -1,0 +1,66 @@
+"""Which window is sample number n: grain's index-addressed shuffle, repeated with a new order each epoch, mixed by weight."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+from grain.transforms import DatasetSelectionMap
+
+from maxlm.config.errors import UserError
+
+SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around without a word above
+SHARES = 2**32  # weights are rounded to this fraction of the whole
+
+
+class WeightedSelection(DatasetSelectionMap):
+    """Interleaves endless datasets so that after any n samples each has had its share of n, to within one sample per dataset.
+
+    grain's own `mix` does the same with weights cut to whole hundredths of the smallest: up to 1% off.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        total = sum(weights)
+        self._shares = [max(round(weight / total * SHARES), 1) for weight in weights]
+
+    def __len__(self) -> int:
+        return 2**62
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Of sample `index`: the dataset, and its number there. Each dataset in turn takes its share of what is left."""
+        before, after, left = index, index + 1, sum(self._shares)
+        for dataset, share in enumerate(self._shares):
+            left -= share
+            passed_before, passed_after = before * left // (left + share), after * left // (left + share)
+            if passed_before == passed_after:
+                return dataset, before - passed_before
+            before, after = passed_before, passed_after
+        raise AssertionError("the last dataset takes everything left")
+
+
+class SampleOrder:
+    """Sample number -> window id. Ids count the windows of all stores, one store after another."""
+
+    def __init__(self, windows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        """
+        Args:
+            windows: how many each store has.
+            weights: shares of the samples, in any unit.
+            seed: of the shuffle; every store and every epoch derives its own from it.
+            shuffle: when false windows come in order, epoch after epoch.
+        """
+        if shuffle and max(windows) > SHUFFLE_LIMIT:
+            raise UserError(f"a store of {max(windows):,} windows is above the shuffle's {SHUFFLE_LIMIT:,}: use a longer data.seq_len or split it.")
+        first = np.concatenate([[0], np.cumsum(windows)]).tolist()
+        datasets: list[Any] = []
+        for number in range(len(windows)):
+            dataset = grain.MapDataset.range(first[number], first[number + 1])
+            if shuffle:
+                words = np.random.SeedSequence([seed, number]).generate_state(1)  # grain takes 32 bits
+                dataset = dataset.shuffle(seed=int(words[0]))
+            datasets.append(dataset.repeat())
+        self._samples = datasets[0] if len(datasets) == 1 else grain.MapDataset.select_from_datasets(datasets, WeightedSelection(weights))
+
+    def ids(self, samples: Iterable[int]) -> np.ndarray:
+        """Window ids of the sample numbers, int64."""
+        return np.array([self._samples[int(sample)] for sample in samples], np.int64)

@@ -1,0 +1,151 @@
+"""Batches: number n holds the same samples on any mesh, any number of hosts, and after any restart.
+
+The token stream of a store is cut in windows of `seq_len` inputs; a window's targets reach one token further, into the
+next window's first input. So every token is an input once an epoch, but for the very last, which is a target only. Long documents
+are split over windows, short ones share one; the last window is padded. Nothing is dropped.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.schema import DataConfig
+from maxlm.data.batch import Batch, batch_of_windows
+from maxlm.data.manifest import Split
+from maxlm.data.order import SampleOrder
+from maxlm.data.prefetch import Prefetcher
+from maxlm.data.store import TokenStore
+
+if TYPE_CHECKING:
+    import jax
+
+PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
+
+
+class Pipeline:
+    """Batch number -> batch. Train batches never end; eval batches are the held-out windows once, in order."""
+
+    def __init__(self, config: DataConfig, stores: Sequence[TokenStore], weights: Sequence[float], *, global_batch: int, seed: int) -> None:
+        """Use `Pipeline.create`."""
+        self.global_batch = global_batch
+        self._config, self._stores = config, stores
+        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in stores]
+        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
+        self._endless = stores[0].split == "train"
+        self._order = SampleOrder(windows, weights, seed=seed, shuffle=config.shuffle) if self._endless else None
+
+    @classmethod
+    def create(cls, config: DataConfig, *, global_batch: int, seed: int, vocab_size: int, split: Split = "train") -> "Pipeline":
+        """Open the stores of `config` and check that they go with each other and with the model.
+
+        Args:
+            global_batch: sequences a batch.
+            seed: of the order of train batches.
+            vocab_size: of the model; every id must be below it.
+            split: "train" or "eval". Stores of a mixture without held-out documents are left out of "eval".
+
+        Raises:
+            UserError: a store is missing, damaged, empty, or of another tokenizer than the others; or the model's vocabulary
+                is too small.
+        """
+        weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
+        stores = [TokenStore.open(path, split, read_threads=config.read_threads) for path in weights]
+        for store in stores:
+            _check(store, stores[0], vocab_size)
+        used = [store for store in stores if store.n_tokens > 1]
+        if not used or (split == "train" and len(used) < len(stores)):
+            empty = next(store for store in stores if store.n_tokens <= 1)
+            fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
+            raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
+        shares = [weight for path, weight in weights.items() if any(store.path == path.rstrip("/") for store in used)]
+        return cls(config, used, shares, global_batch=global_batch, seed=seed)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Of the tokenizer that made the tokens, in hex."""
+        return self._stores[0].info.tokenizer_hash
+
+    @property
+    def n_windows(self) -> int:
+        """Windows of all stores: samples of an epoch, where there is one store."""
+        return int(self._first[-1])
+
+    @property
+    def n_batches(self) -> int:
+        """Batches that hold every window once; the last may be filled up with padding."""
+        return -(-self.n_windows // self.global_batch)
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        """Ids of the windows in batch `step`, [global_batch] int64: a pure function of the seed and `step`.
+
+        An id is unique over the stores of a mixture. -1 is a row of padding, which only the last eval batch has.
+        """
+        return self._ids(step, np.arange(self.global_batch))
+
+    def host_batch(self, step: int, rows: slice | np.ndarray | None = None) -> Batch:
+        """Batch `step`, or those of its rows that are asked for, as numpy arrays [rows, seq_len]."""
+        all_rows = np.arange(self.global_batch)
+        return self._batch(self._ids(step, all_rows if rows is None else all_rows[rows]))
+
+    def device_batch(self, step: int, sharding: "jax.sharding.NamedSharding") -> Batch:
+        """Batch `step` as global jax arrays [global_batch, seq_len] laid out as `sharding` says.
+
+        Every process reads the rows that its own devices hold, once however many of them hold a row.
+        """
+        import jax
+
+        shape = (self.global_batch, self._config.seq_len)
+        held = np.zeros(self.global_batch, np.bool_)
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            held[index[0]] = True
+        host = self.host_batch(step, np.flatnonzero(held))
+        place = np.cumsum(held) - 1  # row of the global batch -> row of `host`
+
+        def to_devices(array_BS: np.ndarray) -> "jax.Array":
+            return jax.make_array_from_callback(shape, sharding, lambda index: array_BS[place[index[0]], index[1]])
+
+        return Batch(*map(to_devices, host))
+
+    def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Iterator[tuple[int, Batch]]:
+        """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches made ahead in the background.
+
+        What goes wrong there is raised here. Call `close` on it, or use it in a `with` block, to stop early.
+        """
+        return Prefetcher(lambda step: self.device_batch(step, sharding), range(start_step, stop_step), self._config.prefetch)
+
+    def _ids(self, step: int, rows: np.ndarray) -> np.ndarray:
+        samples = step * self.global_batch + rows
+        if self._order is not None:
+            return self._order.ids(samples)
+        return np.where(samples < self.n_windows, samples, PADDING)
+
+    def _batch(self, ids: np.ndarray) -> Batch:
+        """The windows `ids`, each from its store."""
+        S = self._config.seq_len
+        window_BT, length_B = np.zeros((len(ids), S + 1), np.int32), np.zeros(len(ids), np.int64)
+        owner_B = np.searchsorted(self._first, ids, side="right") - 1
+        for number, store in enumerate(self._stores):
+            rows = np.flatnonzero(owner_B == number)
+            if len(rows):
+                tokens, length_B[rows] = store.read_windows((ids[rows] - self._first[number]) * S, S + 1)
+                window_BT[rows] = tokens
+                if (largest := int(tokens.max())) >= store.info.vocab_size:
+                    raise UserError(f"{store.path} holds the id {largest}, but says all are below {store.info.vocab_size}; prepare it again.")
+        end = self._stores[0].info.end_of_document_id
+        return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
+
+
+def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:
+    """Refuse a store that does not go with the model or the first store."""
+    if store.info.tokenizer_hash != first.info.tokenizer_hash:
+        rule = f"has another tokenizer than {first.path} ({store.info.tokenizer_hash[:12]}, not {first.info.tokenizer_hash[:12]})"
+        fix = "prepare both with the same data.prepare.tokenizer.path"
+        raise ConfigError("data.mixture", store.path, rule, fix)
+    if store.info.end_of_document_id != first.info.end_of_document_id:
+        rule = f"ends documents with id {store.info.end_of_document_id}, but {first.path} with {first.info.end_of_document_id}"
+        raise ConfigError("data.mixture", store.path, rule, "prepare both with the same data.prepare.tokenizer.end_of_document")
+    if store.info.vocab_size > vocab_size:
+        rule = f"is below {store.info.vocab_size}, the vocabulary of {store.path}"
+        raise ConfigError("model.vocab_size", vocab_size, rule, f"use at least {store.info.vocab_size}")

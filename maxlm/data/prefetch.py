@@ -1,0 +1,73 @@
+"""Keep the next few results ready in a background thread."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+_END = object()
+
+
+class Prefetcher(Generic[Key, Value]):
+    """Iterates over (key, make(key)), with at most `depth` results ready or being made. It starts at once.
+
+    An exception in `make` is raised here, when its turn comes. `close` (or leaving a `with` block, or the last reference
+    going away) stops the thread after the result it is making.
+    """
+
+    def __init__(self, make: Callable[[Key], Value], keys: Iterable[Key], depth: int) -> None:
+        self._results: queue.SimpleQueue = queue.SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._stop = threading.Event()
+        # The thread knows nothing of self, so that a consumer that is dropped is collected and stops it.
+        state = (make, iter(keys), self._results, self._room, self._stop)
+        self._thread = threading.Thread(target=_work, args=state, name="maxlm-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[Key, Value]]:
+        return self
+
+    def __next__(self) -> tuple[Key, Value]:
+        if self._stop.is_set():
+            raise StopIteration
+        result = self._results.get()
+        self._room.release()
+        if isinstance(result, BaseException):
+            self.close()
+            raise result
+        if result is _END:
+            self.close()
+            raise StopIteration
+        return result
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._stop.set()
+        self._room.release()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Prefetcher[Key, Value]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._stop.set()
+        self._room.release()
+
+
+def _work(make: Callable, keys: Iterator, results: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
+    try:
+        for key in keys:
+            room.acquire()
+            if stop.is_set():
+                return
+            results.put((key, make(key)))
+        results.put(_END)
+    except BaseException as error:  # noqa: BLE001 - it is the consumer's to handle
+        results.put(error)

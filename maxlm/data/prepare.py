@@ -1,0 +1,193 @@
+"""Text to a token store: `maxlm data prepare`. The same command again returns at once, or goes on where it was interrupted."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.schema import DataConfig, PrepareConfig
+from maxlm.data import manifest, storage
+from maxlm.data import progress as saved
+from maxlm.data.encoding import encode_in_order, is_held_out
+from maxlm.data.manifest import StoreInfo
+from maxlm.data.readers import read_documents
+from maxlm.data.sources import SourceFile, digest, documents_in, find_files
+from maxlm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
+from maxlm.data.writer import Router
+
+SAVE_SECONDS = 30.0  # between two saves of the progress
+LOCK = ".lock"
+CONTENT = "the content of data.prepare.sources"
+
+
+def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
+    """Make the token store `config.store` from `config.prepare`, unless it is there already.
+
+    Args:
+        config: `store` and `prepare` are used.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        UserError: a source is missing, foreign or damaged; the store cannot be written; or it was made with other settings.
+    """
+    if config.prepare is None:
+        raise ConfigError("data.prepare", None, "says what the store is made of", "set data.prepare.sources")
+    if config.store is None:
+        raise ConfigError("data.store", None, "is where the tokens go", "set it to a folder or gs://bucket/folder")
+    store = config.store.rstrip("/")
+    files = find_files(config.prepare.sources)
+    settings = _settings(config.prepare, files)
+    existing = _existing(store, settings)
+    if existing is not None:
+        return existing
+    with _locked(store):
+        return _existing(store, settings) or _make(store, config.prepare, files, settings, Console(stderr=True, quiet=not progress))
+
+
+def _settings(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
+    """Everything that decides the tokens, by the name its user knows."""
+    tokenizer = config.tokenizer
+    settings: dict[str, Any] = {
+        CONTENT: digest(files),
+        "data.prepare.text_field": config.text_field,
+        "data.prepare.eval_fraction": config.eval_fraction,
+        "data.prepare.tokenizer.end_of_document": tokenizer.end_of_document,
+    }
+    if tokenizer.path is not None:
+        return {**settings, "data.prepare.tokenizer.path": tokenizer_hash(tokenizer.path)}
+    trained = {"vocab_size": tokenizer.vocab_size, "train_bytes": tokenizer.train_bytes}
+    return {**settings, **{f"data.prepare.tokenizer.{key}": value for key, value in trained.items()}}
+
+
+def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
+    """The whole store that is there, or None.
+
+    Raises:
+        UserError: it was made with other settings, or the folder holds something else.
+    """
+    info = manifest.load(store)
+    if info is None:
+        keys = [] if storage.is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != LOCK]
+        if keys and storage.read_bytes(store, manifest.PROGRESS) is None:
+            raise ConfigError("data.store", store, f"is not empty and not a token store: it holds {min(keys)}", "choose another folder")
+        return None
+    for name in dict.fromkeys([*settings, *info.settings]):
+        was, now = info.settings.get(name), settings.get(name)
+        if was != now:
+            rule = f"was made with {name} = {show(was)}, and now it is {show(now)}"
+            if name == CONTENT:
+                rule = f"was made when {name} was different"
+            raise ConfigError("data.store", store, rule, "choose another store, or delete this one to make it anew")
+    return info
+
+
+def _make(store: str, config: PrepareConfig, files: list[SourceFile], settings: dict[str, Any], console: Console) -> StoreInfo:
+    fingerprint = manifest.fingerprint(settings)
+    state = saved.load(store)
+    if state is None or state["fingerprint"] != fingerprint:
+        saved.begin(store, fingerprint)  # forgets whatever was half done with other settings
+        storage.delete_prefix(store, manifest.TOKENIZER)
+        state = saved.load(store)
+    assert state is not None, "it was just written"
+    tokenizer = _tokenizer(store, config, files, console)
+    dtype = manifest.smallest_dtype(tokenizer.vocab_size)
+    router = Router(saved.restore(store, state, dtype), config.eval_fraction)
+    if state["documents"]:
+        console.print(f"{store}: going on after {state['documents']:,} documents")
+    splits = _write(store, config, files, tokenizer, router, state, console)
+    info = StoreInfo(
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document_id=tokenizer.end_of_document_id,
+        dtype=dtype.name,  # type: ignore[arg-type]  # one of the three by construction
+        fingerprint=fingerprint,
+        settings=settings,
+        splits=splits,
+    )
+    manifest.save(store, info)
+    saved.end(store)
+    sizes = ", ".join(f"{split} {size.tokens:,} tokens in {size.documents:,} documents" for split, size in splits.items())
+    console.print(f"{store}: {sizes}; vocabulary {tokenizer.vocab_size:,}")
+    return info
+
+
+def _write(
+    store: str, config: PrepareConfig, files: list[SourceFile], tokenizer: Tokenizer, router: Router, state: dict[str, Any], console: Console
+) -> dict[manifest.Split, manifest.SplitInfo]:
+    """Tokenize every document after those that `state` has already, and write it where it belongs."""
+    workers = config.workers or os.cpu_count() or 1
+    seen, last_save = state["documents"], time.monotonic()
+    documents = islice(documents_in(files, config.text_field), seen, None)
+    with _bar(console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, config.eval_fraction, workers)) as results:
+        task = bar.add_task("tokenizing", total=sum(file.size for file in files))
+        for result in results:
+            for tokens, held_out in zip(result.documents, result.held_out, strict=True):
+                router.add(tokens, held_out)
+            seen += len(result.documents)
+            bar.update(task, completed=result.bytes_read)
+            if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
+                state = saved.save(store, state, seen, router.writers)
+                last_save = time.monotonic()
+    return router.finish()
+
+
+def _tokenizer(store: str, config: PrepareConfig, files: list[SourceFile], console: Console) -> Tokenizer:
+    """The tokenizer that the store already has, the one the config names, or a new one; the store has it from now on."""
+    wanted = config.tokenizer
+    if storage.read_bytes(store, manifest.TOKENIZER) is not None:
+        return load_tokenizer(f"{store}/{manifest.TOKENIZER}", wanted.end_of_document)
+    if wanted.path is not None:
+        tokenizer = load_tokenizer(wanted.path, wanted.end_of_document)
+    else:
+        with console.status(f"training a tokenizer of {wanted.vocab_size:,} words"):
+            tokenizer = train_tokenizer(_training_texts(config, files), wanted.vocab_size, wanted.end_of_document)
+    storage.write_bytes(store, manifest.TOKENIZER, tokenizer.text.encode())
+    return tokenizer
+
+
+def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
+    """At most `train_bytes` of text, a fair share from every file, nothing that is held out."""
+    left = config.tokenizer.train_bytes
+    for number, file in enumerate(files):
+        share = left // (len(files) - number)  # what small files leave over goes to those after them
+        for document in read_documents(file.path, config.text_field):
+            if is_held_out(document.text, config.eval_fraction):
+                continue
+            piece = document.text.encode()[:share]
+            yield piece.decode(errors="ignore")
+            share, left = share - len(piece), left - len(piece)
+            if share == 0:
+                break
+
+
+def _bar(console: Console) -> Progress:
+    percent = TextColumn("{task.percentage:>3.0f}%")
+    return Progress(TextColumn("{task.description}"), BarColumn(), percent, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+
+@contextlib.contextmanager
+def _locked(store: str) -> Iterator[None]:
+    """Keep another process of this machine from making the same store at the same time; its death frees the lock."""
+    if storage.is_remote(store):
+        yield
+        return
+    folder = Path(store).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"data.store = {store}: another process is preparing it; wait for it to end.") from error
+        yield

@@ -1,0 +1,124 @@
+"""Writing a token store: documents are appended to their split, shard after shard; what is unfinished can be saved and taken up again."""
+
+import numpy as np
+import tensorstore as ts
+
+from maxlm.data import storage
+from maxlm.data.manifest import SPLITS, Split, SplitInfo
+from maxlm.data.storage import ArrayLayout
+
+
+class FlatWriter:
+    """Appends to a flat array; whole shards are written at once, the rest is held in memory."""
+
+    def __init__(self, folder: str, dtype: np.dtype, layout: ArrayLayout, *, resume: tuple[int, np.ndarray] | None = None) -> None:
+        """`resume`: elements already on disk (whole shards), and the rest, as `written` and `rest()` gave them."""
+        self._folder, self._dtype, self._layout = folder, dtype, layout
+        self.written, rest = resume or (0, np.zeros(0, dtype))
+        self._parts, self._held = [rest], len(rest)
+        if resume is None:
+            self._array = storage.create_array(folder, dtype, layout)
+        else:
+            self._array = storage.open_array(folder, write=True)
+
+    @property
+    def size(self) -> int:
+        """Elements appended so far."""
+        return self.written + self._held
+
+    def append(self, values: np.ndarray) -> None:
+        """Add `values` to the end."""
+        self._parts.append(values.astype(self._dtype))
+        self._held += len(values)
+        while self._held >= self._layout.shard:
+            rest = self.rest()
+            self._write(rest[: self._layout.shard])
+            self._hold(rest[self._layout.shard :].copy())
+
+    def rest(self) -> np.ndarray:
+        """What is not yet on disk: less than a shard."""
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
+
+    def finish(self) -> None:
+        """Write the rest: the array is whole. (An empty rest too, since that sets the array's length.)"""
+        self._write(self.rest())
+        self._hold(np.zeros(0, self._dtype))
+
+    def _hold(self, values: np.ndarray) -> None:
+        self._parts, self._held = [values], len(values)
+
+    def _write(self, values: np.ndarray) -> None:
+        end = self.written + len(values)
+        with storage.failures_named(self._folder, "write it"):
+            self._array: ts.TensorStore = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()
+            if len(values):
+                self._array[self.written : end].write(values).result()
+        self.written = end
+
+
+class SplitWriter:
+    """Tokens and document offsets of one split."""
+
+    def __init__(self, store: str, split: str, dtype: np.dtype, resume: dict[str, tuple[int, np.ndarray]] | None = None) -> None:
+        resume = resume or {}
+        self._tokens = FlatWriter(f"{store}/{split}/tokens", dtype, storage.TOKENS, resume=resume.get("tokens"))
+        offsets = np.dtype(np.uint64)
+        self._documents = FlatWriter(f"{store}/{split}/documents", offsets, storage.DOCUMENTS, resume=resume.get("documents"))
+        if not resume:
+            self._documents.append(np.zeros(1, offsets))
+
+    @property
+    def info(self) -> SplitInfo:
+        """Tokens and documents appended so far."""
+        return SplitInfo(tokens=self._tokens.size, documents=self._documents.size - 1)
+
+    def arrays(self) -> dict[str, FlatWriter]:
+        """The arrays by name, as `resume` takes them."""
+        return {"tokens": self._tokens, "documents": self._documents}
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append one document."""
+        self._tokens.append(tokens)
+        self._documents.append(np.array([self._tokens.size], np.uint64))
+
+    def finish(self) -> None:
+        """Write what is held in memory."""
+        self._tokens.finish()
+        self._documents.finish()
+
+
+class Router:
+    """Sends documents to their splits, and sees to it that neither is empty where it can be helped.
+
+    Until both splits have a document, the newest is held back; if the sources end so, it goes to the empty split.
+    """
+
+    def __init__(self, writers: dict[str, SplitWriter], eval_fraction: float) -> None:
+        self.writers = writers
+        self.settled = eval_fraction == 0 or all(writer.info.documents for writer in writers.values())  # nothing is held back any more
+        self._spare: tuple[str, np.ndarray] | None = None
+
+    def add(self, tokens: np.ndarray, held_out: bool) -> None:
+        """Send a document on its way."""
+        split = SPLITS[held_out]
+        if self.settled:
+            self.writers[split].add(tokens)
+            return
+        if self._spare is not None:
+            self.writers[self._spare[0]].add(self._spare[1])
+        self._spare = (split, tokens)
+        if any(writer.info.documents for name, writer in self.writers.items() if name != split):
+            self.writers[split].add(tokens)
+            self._spare, self.settled = None, True
+
+    def finish(self) -> dict[Split, SplitInfo]:
+        """Place the document held back, write everything, and give the size of each split."""
+        if self._spare is not None:
+            split, tokens = self._spare
+            alone = not any(writer.info.documents for writer in self.writers.values())
+            self.writers["train" if alone or split == "eval" else "eval"].add(tokens)
+        for writer in self.writers.values():
+            writer.finish()
+        return {split: self.writers[split].info for split in SPLITS}

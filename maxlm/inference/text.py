@@ -1,0 +1,49 @@
+"""Text in, text out, with the model of a run."""
+
+from pathlib import Path
+
+import jax
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import Config, UserError, load
+from maxlm.data.tokenizer import Tokenizer, load_tokenizer
+from maxlm.inference.generate import Sampler, generate
+from maxlm.models import abstract_parameters
+from maxlm.models.parameters import Parameters
+
+
+def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
+    """What the model saved in a run directory writes after `prompt`; the newest checkpoint, or exactly `step`.
+
+    Raises UserError if the directory is no run or holds no checkpoint.
+    """
+    if not (directory / "config.yml").is_file():
+        raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` named.")
+    config = load(str(directory / "config.yml")).config
+    tokenizer = run_tokenizer(directory)
+    checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
+    here = SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract_parameters(config.model))
+    params = checkpoints.restore_params(wanted, step).state
+    return continue_text(config, params, tokenizer, prompt, sampler)
+
+
+def continue_text(config: Config, params: Parameters, tokenizer: Tokenizer, prompt: str, sampler: Sampler) -> str:
+    """The continuation alone, without `prompt`."""
+    ids = tokenizer.encode(prompt).tolist()
+    return tokenizer.decode(generate(config.model, params, ids, sampler, tokenizer.end_of_document_id))
+
+
+def run_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer that a run was trained with, as kept in its directory."""
+    return load_tokenizer(str(directory / "tokenizer.json"))
+
+
+def print_samples(config: Config, directory: Path, params: Parameters, console: Console) -> None:
+    """Continue each of `run.sample_prompts` and print it."""
+    for prompt in config.run.sample_prompts:
+        sampler = Sampler(max_new_tokens=config.run.sample_tokens)
+        console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
+        console.print(prompt + continue_text(config, params, run_tokenizer(directory), prompt, sampler), markup=False, highlight=False)

@@ -1,0 +1,141 @@
+"""A run from its config to its report: joins what the layers below build separately."""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import maxlm
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import Config, UserError
+from maxlm.config.loader import dump, flatten
+from maxlm.data.pipeline import Pipeline
+from maxlm.data.prepare import prepare
+from maxlm.hardware.chips import chip_of
+from maxlm.models import count_parameters
+from maxlm.models.parameters import Parameters
+from maxlm.parallel import build_mesh
+from maxlm.runtime import cluster
+from maxlm.runtime.signals import StopSignal
+from maxlm.telemetry.console import ConsoleObserver
+from maxlm.telemetry.files import FileObserver
+from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Event, Observer, Observers
+from maxlm.telemetry.report import write_report
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.training.loop import Outcome, Session, train
+from maxlm.training.program import build_program
+
+EXIT_CODES = {"done": 0, "nothing_left": 0, "preempted": 3, "unhealthy": 4}
+
+# What a checkpoint must share with the run that continues it: the model, what defines the data order, and the shape of the state.
+IDENTITY = ("train.seed", "train.global_batch", "data.seq_len", "data.shuffle", "data.mask_documents", "optimizer.name")
+
+
+Showing = Callable[[Config, Path, Parameters, Console], None]
+
+
+def run(config: Config, console: Console, show: Showing) -> int:
+    """Train as `config` says; returns the process's exit code. `show` is called with the parameters of a finished run.
+
+    Raises UserError before anything is written if the config cannot be honoured.
+    """
+    goodput = Goodput()
+    joined = cluster.join()
+    primary = jax.process_index() == 0
+    mesh = build_mesh(config)
+    if config.data.prepare is not None:
+        _prepare(config)
+    data, held_out = open_data(config)
+    directory = RunDirectory.create(config.run.dir, config.run.name, primary=primary)
+    checkpoints = Checkpoints(config.checkpoint.dir or directory.checkpoints, config.checkpoint, identity(config, data.tokenizer_hash))
+    program = build_program(config, mesh)
+    with _observing(config, directory, console, primary) as observers, _stopping() as stop:
+        directory.write_config(dump(config))
+        if primary:
+            shutil.copyfile(data.tokenizer_path, directory.path / "tokenizer.json")
+        observers.on_event(Event("start", checkpoints.latest() or 0, data=_facts(config, joined)))
+        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop))
+        summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
+        observers.on_event(Event("stop", outcome.step, data=summary))
+    checkpoints.close()
+    if primary:
+        _conclude(config, directory, console, outcome, show)
+    return EXIT_CODES[outcome.status]
+
+
+def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
+    """The training batches, and the held-out ones if evaluation is on. Raises UserError for a store that cannot be used."""
+    settings = {"global_batch": config.train.global_batch, "seed": config.train.seed, "vocab_size": config.model.vocab_size}
+    data = Pipeline.create(config.data, **settings)
+    wanted = config.train.eval_batches > 0
+    return data, Pipeline.create(config.data, **settings, split="eval") if wanted else None
+
+
+def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
+    """Field -> value of what must not change under a checkpoint."""
+    values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
+    values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
+    return {**{key: str(value) for key, value in values.items()}, "tokenizer": tokenizer_hash}
+
+
+def _prepare(config: Config) -> None:
+    if jax.process_count() == 1:
+        prepare(config.data)
+    elif not Path(config.data.store or "", "store.json").exists():
+        raise UserError(f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training.")
+
+
+def _facts(config: Config, joined: str) -> dict[str, Any]:
+    first = jax.devices()[0]
+    return {
+        "parameters": count_parameters(config.model),
+        "devices": jax.device_count(),
+        "device_kind": first.device_kind,
+        "processes": jax.process_count(),
+        "total_steps": config.total_steps,
+        "version": maxlm.__version__,
+        "cluster": joined,
+    }
+
+
+@contextlib.contextmanager
+def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
+    """Observers that are closed, and a log file that is detached, however the block ends."""
+    active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
+    if config.run.tensorboard:
+        active.append(TensorBoardObserver(directory))
+    observers = Observers(active)
+    handler = logging.FileHandler(directory.log) if primary else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield observers
+    finally:
+        observers.close()
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[StopSignal]:
+    stop = StopSignal()
+    try:
+        yield stop
+    finally:
+        stop.close()
+
+
+def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Showing) -> None:
+    """Show what the model can do, write the report, and say where it is."""
+    if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
+        show(config, directory.path, outcome.state.params, console)
+    report = write_report([directory.path], directory.report)
+    console.rule(style="dim")
+    console.print(f"{outcome.message}; report: {report}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,67 @@
+"""A checkpoint that is whole but not ours is refused before an array is read, in one line that names what differs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoint_cases import IDENTITY, layout, make_state, open_store
+
+from maxlm.checkpoint import CheckpointError
+from maxlm.config.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.d_model": "32"}, "model.d_model is 16 there and 32 here"),
+        ({"tokenizer": "xyz"}, "tokenizer is abc there and xyz here"),
+        ({"model.rope.theta": "1e6"}, "model.rope.theta is not set there and 1e6 here"),
+        ({"model.d_model": "1", "model.n_layers": "1", "tokenizer": "1", "optimizer.name": "1"}, "and 1 more"),
+    ],
+)
+def test_another_experiment(saved, change, said):
+    directory, states = saved
+    with pytest.raises(UserError) as caught:
+        open_store(directory, {**IDENTITY, **change}).restore(states[3])
+    message = str(caught.value)
+    assert said in message
+    assert "use another run.name" in message
+    assert "\n" not in message
+
+
+def test_a_field_that_is_gone_is_a_difference(saved):
+    directory, states = saved
+    with pytest.raises(CheckpointError, match="tokenizer is abc there and not set here"):
+        open_store(directory, {name: value for name, value in IDENTITY.items() if name != "tokenizer"}).restore(states[3])
+
+
+def test_another_dtype_is_never_cast(saved):
+    directory, _ = saved
+    wanted = make_state()
+    wanted["params"]["layers"]["w"] = wanted["params"]["layers"]["w"].astype(jnp.bfloat16)
+    with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
+        open_store(directory).restore(layout(4, 2)(wanted))
+    with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
+        open_store(directory).restore_params(layout(4, 2)(wanted["params"]))
+
+
+def test_another_shape(saved):
+    directory, _ = saved
+    with pytest.raises(CheckpointError, match=r"params\.embed has shape \[64, 32\] there and \[64, 64\] here"):
+        open_store(directory).restore(layout(4, 2)(make_state(width=64)))
+
+
+def test_a_leaf_missing_or_too_many(saved):
+    directory, states = saved
+    with pytest.raises(CheckpointError, match=r"ema\.w is missing there"):
+        open_store(directory).restore({**states[3], "ema": {"w": jnp.ones(3)}})
+    with pytest.raises(CheckpointError, match="step is there and not in this run's state"):
+        open_store(directory).restore({name: leaf for name, leaf in states[3].items() if name != "step"})
+
+
+def test_a_refused_checkpoint_is_not_passed_over(saved, monkeypatch):
+    """The one before would only hide the mistake: nothing is loaded, and no older checkpoint is tried."""
+    directory, states = saved
+    monkeypatch.setattr(jax.random, "key_data", lambda *_: pytest.fail("an array was digested"))
+    with pytest.raises(CheckpointError) as caught:
+        open_store(directory, {}).restore(states[3])
+    assert "/3 " in str(caught.value)

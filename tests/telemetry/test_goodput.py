@@ -1,0 +1,85 @@
+"""Every second of wall time goes to exactly one part."""
+
+import random
+
+import pytest
+
+from maxlm.telemetry.goodput import PARTS, Goodput
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+def test_parts_and_nesting():
+    clock = Clock()
+    goodput = Goodput(clock)
+    clock.wait(3)  # imports
+    with goodput.measure("data_wait"):
+        clock.wait(1)
+    with goodput.measure("step"):
+        clock.wait(10)  # compiles
+    goodput.started()
+    with goodput.measure("step"):
+        clock.wait(5)
+    clock.wait(0.5)
+    with goodput.measure("eval"):
+        clock.wait(2)
+        with goodput.measure("data_wait"):
+            clock.wait(1)
+        clock.wait(1)
+    with goodput.measure("save"):
+        clock.wait(0.25)
+    summary = goodput.summary()
+    assert summary["seconds"] == {"startup": 13, "step": 5, "data_wait": 2, "eval": 3, "save": 0.25, "other": 0.5}
+    assert summary["wall_s"] == 23.75
+    assert summary["fractions"]["step"] == pytest.approx(5 / 23.75, abs=1e-5)
+
+
+def test_started_may_be_said_within_a_measurement():
+    clock = Clock()
+    goodput = Goodput(clock)
+    with goodput.measure("step"):
+        clock.wait(4)
+        goodput.started()
+        clock.wait(1)
+    clock.wait(2)
+    assert goodput.summary()["seconds"] == {**dict.fromkeys(PARTS, 0.0), "startup": 4, "other": 3}
+
+
+def test_an_exception_ends_its_part():
+    clock = Clock()
+    goodput = Goodput(clock)
+    goodput.started()
+    with pytest.raises(RuntimeError), goodput.measure("save"):
+        clock.wait(1)
+        raise RuntimeError
+    clock.wait(2)
+    assert goodput.summary()["seconds"]["other"] == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parts_add_up_to_the_wall_time_whatever_happens(seed):
+    rnd, clock = random.Random(seed), Clock()
+    goodput = Goodput(clock)
+
+    def live(depth):
+        for _ in range(4):
+            clock.wait(rnd.random())
+            if rnd.random() < 0.3:
+                goodput.started()
+            if depth:
+                with goodput.measure(rnd.choice(PARTS)):
+                    live(depth - 1)
+
+    live(3)
+    summary = goodput.summary()
+    assert summary["wall_s"] == pytest.approx(clock.now - 100.0, abs=1e-3)
+    assert sum(summary["seconds"].values()) == pytest.approx(clock.now - 100.0, abs=1e-2)
+    assert sum(summary["fractions"].values()) == pytest.approx(1.0, abs=1e-4)

@@ -1,0 +1,61 @@
+"""Figures and events as people say them."""
+
+import math
+
+import pytest
+
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.words import count, duration, figure, percent, sentence
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(0, "0"), (3210.4, "3,210"), (999_999, "999,999"), (16_384_000, "16.4 M"), (8_030_261_248, "8.03 B"), (15e12, "15 T")],
+)
+def test_count(given, said):
+    assert count(given) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0.0123, "12.3 ms"),
+        (0.31, "0.31 s"),
+        (4.2, "4.2 s"),
+        (59.97, "1 min 0 s"),
+        (192, "3 min 12 s"),
+        (3599.6, "1 h 0 min"),
+        (100_000, "1 d 3 h"),
+        (math.inf, "?"),
+        (-1, "?"),
+    ],
+)
+def test_duration(given, said):
+    assert duration(given) == said
+
+
+def test_figures_and_shares():
+    assert [figure(v) for v in (3.14159, 0.0003, 123456.7, None, math.nan, math.inf)] == ["3.142", "0.0003", "123,457", "–", "–", "∞"]
+    assert [percent(v) for v in (0.4123, 0.0004, 0.0, 1.0, None, math.nan)] == ["41.2%", "<0.1%", "0.0%", "100.0%", "–", "–"]
+
+
+@pytest.mark.parametrize("kind", ["start", "restore", "save", "skip", "eval", "rollback", "preempt", "stop", "of a later version"])
+@pytest.mark.parametrize(
+    "data", [{}, {"seconds": None, "reason": None, "eval_loss": "x", "from_step": "y", "total_steps": [1], "devices": 3}]
+)
+def test_every_event_has_a_sentence_whatever_its_data(kind, data):
+    said = sentence(Event(kind, 1234, 0.0, data))
+    assert "1,234" in said
+    assert "None" not in said
+
+
+def test_sentences():
+    assert sentence(Event("start", 0, 0.0, {"total_steps": 1000, "devices": 8, "device_kind": "TPU v5p"})) == (
+        "Started at step 0 of 1,000 on 8 x TPU v5p"
+    )
+    assert sentence(Event("save", 500, 0.0, {"seconds": 0.42})) == "Saved step 500 in 0.42 s"
+    assert (
+        sentence(Event("rollback", 400, 0.0, {"from_step": 450, "reason": "loss spike"}))
+        == "Rolled back from step 450 to step 400: loss spike"
+    )
+    assert sentence(Event("stop", 9, 0.0, {"reason": "unhealthy", "message": "3 bad steps"})) == "Stopped at step 9: unhealthy. 3 bad steps"
