@@ -3,6 +3,7 @@
 import jax
 
 from maxlm.checkpoint.errors import CheckpointError
+from maxlm.checkpoint.leaves import PARAMS
 from maxlm.checkpoint.manifest import Leaf
 
 _SHOWN = 3  # differences named before the rest is only counted
@@ -23,7 +24,8 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
 
 def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool) -> None:
     """Raises CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, ones too many."""
-    problems = [_difference(name, saved.get(name), leaf) for name, leaf in wanted.items()]
+    telling_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # the optimizer's leaves only follow suit
+    problems = [_difference(name, saved.get(name), wanted[name]) for name in telling_first]
     if whole:
         problems += [f"{name} is there and not in this run's state" for name in saved if name not in wanted]
     found = [problem for problem in problems if problem]

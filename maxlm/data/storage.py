@@ -84,7 +84,8 @@ def delete_prefix(folder: str, prefix: str) -> None:
     """Delete every object in `folder` whose key begins with `prefix`."""
     with failures_named(f"{folder}/{prefix}", "delete it"):
         store = open_folder(folder)
-        store.delete_range(ts.KvStore.KeyRange(prefix, ts.KvStore.KeyRange.prefix_exclusive_max(prefix))).result()
+        after = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # the first key that no longer begins with it
+        store.delete_range(ts.KvStore.KeyRange(prefix, after)).result()
 
 
 def array_spec(folder: str, **options: Any) -> dict[str, Any]:

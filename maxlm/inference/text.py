@@ -8,7 +8,8 @@ from rich.console import Console
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
-from maxlm.data.tokenizer import Tokenizer, load_tokenizer
+from maxlm.data.kept import open_tokenizer
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models import abstract_parameters
 from maxlm.models.parameters import Parameters
@@ -38,7 +39,7 @@ def continue_text(config: Config, params: Parameters, tokenizer: Tokenizer, prom
 
 def run_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer that a run was trained with, as kept in its directory."""
-    return load_tokenizer(str(directory / "tokenizer.json"))
+    return open_tokenizer(str(directory / "tokenizer"))
 
 
 def print_samples(config: Config, directory: Path, params: Parameters, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.config.loader import dump, flatten
+from maxlm.data.kept import keep_tokenizer
 from maxlm.data.pipeline import Pipeline
 from maxlm.data.prepare import prepare
-from maxlm.hardware.chips import chip_of
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
@@ -59,7 +58,7 @@ def run(config: Config, console: Console, show: Showing) -> int:
     with _observing(config, directory, console, primary) as observers, _stopping() as stop:
         directory.write_config(dump(config))
         if primary:
-            shutil.copyfile(data.tokenizer_path, directory.path / "tokenizer.json")
+            keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
         observers.on_event(Event("start", checkpoints.latest() or 0, data=_facts(config, joined)))
         outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop))
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}

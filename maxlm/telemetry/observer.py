@@ -50,7 +50,7 @@ class Event:
     eval      `eval_loss` (nats a token), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
-    stop      last step; `reason` (done, preempted, unhealthy, hung, error), `message`, `goodput` (see goodput.py), `eval_loss`
+    stop      last step; `reason` (done, nothing_left, preempted, unhealthy ...), `message`, `goodput` (see goodput.py), `eval_loss`
     """
 
     kind: EventKind

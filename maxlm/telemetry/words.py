@@ -62,7 +62,7 @@ def sentence(event: Event) -> str:
         case "restore":
             return f"Restored the checkpoint of step {event.step:,}{_took(data)}"
         case "save":
-            return f"Saved step {event.step:,}{_took(data)}"
+            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}"
         case "skip":
             return f"Skipped the update of step {event.step:,}{_because(data)}"
         case "eval":
@@ -75,8 +75,9 @@ def sentence(event: Event) -> str:
         case "preempt":
             return f"Told to stop at step {event.step:,}{_because(data)}"
         case "stop":
-            message = f". {data['message']}" if data.get("message") else ""
-            return f"Stopped at step {event.step:,}{_because(data)}{message}"
+            reason = f" ({data['reason']})" if data.get("reason") else ""
+            message = f": {data['message']}" if data.get("message") else ""
+            return f"Stopped at step {event.step:,}{reason}{message}"
     return f"{event.kind} at step {event.step:,}"  # an events.jsonl of a later version
 
 
@@ -97,6 +98,11 @@ def _hardware(data: Mapping[str, Any]) -> str:
 def _took(data: Mapping[str, Any]) -> str:
     seconds = data.get("seconds")
     return f" in {duration(float(seconds))}" if seconds is not None and _is_number(seconds) else ""
+
+
+def _blocked(data: Mapping[str, Any]) -> str:
+    seconds = data.get("blocked_s")
+    return f"; training waited {duration(float(seconds))}" if seconds is not None and _is_number(seconds) else ""
 
 
 def _because(data: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ class Meter:
         self._total = config.total_steps
         self._tokens_per_step = config.tokens_per_step
         self._flops_per_device = step_flops(config) / program.mesh.size
-        self._peak = chip.peak_bf16_flops if chip is not None and config.precision.compute == "bfloat16" else None
+        self._peak = chip.peak_bf16_flops_per_device if chip is not None and config.precision.compute == "bfloat16" else None
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0

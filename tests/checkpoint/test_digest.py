@@ -31,7 +31,7 @@ def test_is_the_same_on_every_mesh(shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_flipped_bit_changes_it(dtype):
-    array = np.asarray((jax.random.normal(jax.random.key(1), (5,)) * 3).astype(dtype))
+    array = np.array((jax.random.normal(jax.random.key(1), (5,)) * 3).astype(dtype))
     before = digest({"a": jnp.asarray(array)})
     raw = array.view(np.uint8)
     for position in range(raw.size * 8):

@@ -52,7 +52,7 @@ def test_abstract_state_is_enough(saved):
 
 def test_a_leaf_without_a_sharding_is_refused(saved):
     directory, states = saved
-    with pytest.raises(ValueError, match=r"opt_state\.0\.count .* without a sharding"):
+    with pytest.raises(ValueError, match="key is a ShapeDtypeStruct without a sharding"):
         open_store(directory).restore(jax.eval_shape(lambda tree: tree, states[1]))
 
 

@@ -3,6 +3,7 @@
 from tensorboardX.proto.event_pb2 import Event as TfEvent
 
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 
 
@@ -23,12 +24,12 @@ def shown(folder):
 
 
 def test_figures_become_scalars_and_unknown_ones_are_left_out(tmp_path, record):
-    board = TensorBoardObserver(tmp_path)
+    board = TensorBoardObserver(RunDirectory(tmp_path, primary=True))
     board.on_step(record(5, loss=2.5, extra={"z_loss": 0.5}))
     board.on_event(Event("eval", 5, data={"eval_loss": 2.75}))
     board.on_event(Event("save", 5, data={"seconds": 1.0}))
     board.close()
-    values = shown(tmp_path)
+    values = shown(tmp_path / "tensorboard")
     assert values["loss", 5] == 2.5
     assert values["z_loss", 5] == 0.5
     assert values["eval_loss", 5] == 2.75
@@ -37,17 +38,40 @@ def test_figures_become_scalars_and_unknown_ones_are_left_out(tmp_path, record):
 
 
 def test_a_restart_hides_what_the_killed_attempt_wrote(tmp_path, record):
-    first = TensorBoardObserver(tmp_path)
+    first = TensorBoardObserver(RunDirectory(tmp_path, primary=True))
     for step in range(1, 9):
         first.on_step(record(step, loss=1.0))
     first.close()
-    again = TensorBoardObserver(tmp_path)
+    again = TensorBoardObserver(RunDirectory(tmp_path, primary=True))
     for step in range(4, 7):
         again.on_step(record(step, loss=2.0))
     again.close()
-    assert {step: value for (name, step), value in shown(tmp_path).items() if name == "loss"} == {1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2}
+    assert {step: value for (name, step), value in shown(tmp_path / "tensorboard").items() if name == "loss"} == {
+        1: 1,
+        2: 1,
+        3: 1,
+        4: 2,
+        5: 2,
+        6: 2,
+    }
 
 
 def test_nothing_is_written_before_the_first_record(tmp_path):
-    TensorBoardObserver(tmp_path / "tensorboard").close()
+    TensorBoardObserver(RunDirectory(tmp_path, primary=True)).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
+    board = TensorBoardObserver(RunDirectory(tmp_path, primary=False))
+    board.on_step(record(1))
+    board.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
+    board.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rollback_in_one_process_hides_the_steps_undone(tmp_path, record):
+    board = TensorBoardObserver(RunDirectory(tmp_path, primary=True))
+    for step, loss in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)):
+        board.on_step(record(step, loss=loss))
+    board.close()
+    assert {step: value for (name, step), value in shown(tmp_path / "tensorboard").items() if name == "loss"} == {1: 1, 2: 2}

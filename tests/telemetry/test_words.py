@@ -49,13 +49,19 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
     assert "None" not in said
 
 
-def test_sentences():
-    assert sentence(Event("start", 0, 0.0, {"total_steps": 1000, "devices": 8, "device_kind": "TPU v5p"})) == (
-        "Started at step 0 of 1,000 on 8 x TPU v5p"
-    )
-    assert sentence(Event("save", 500, 0.0, {"seconds": 0.42})) == "Saved step 500 in 0.42 s"
-    assert (
-        sentence(Event("rollback", 400, 0.0, {"from_step": 450, "reason": "loss spike"}))
-        == "Rolled back from step 450 to step 400: loss spike"
-    )
-    assert sentence(Event("stop", 9, 0.0, {"reason": "unhealthy", "message": "3 bad steps"})) == "Stopped at step 9: unhealthy. 3 bad steps"
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (
+            Event("start", 0, 0.0, {"total_steps": 1000, "devices": 8, "device_kind": "TPU v5p"}),
+            "Started at step 0 of 1,000 on 8 x TPU v5p",
+        ),
+        (Event("save", 500, 0.0, {"seconds": 0.42}), "Saved step 500 in 0.42 s"),
+        (Event("save", 500, 0.0, {"blocked_s": 0.004}), "Saved step 500; training waited 4 ms"),
+        (Event("eval", 500, 0.0, {"eval_loss": 3.25}), "Evaluated at step 500: held-out loss 3.25"),
+        (Event("rollback", 400, 0.0, {"from_step": 450, "reason": "spike"}), "Rolled back from step 450 to step 400: spike"),
+        (Event("stop", 9, 0.0, {"reason": "unhealthy", "message": "3 bad steps"}), "Stopped at step 9 (unhealthy): 3 bad steps"),
+    ],
+)
+def test_sentences(event, said):
+    assert sentence(event) == said

@@ -249,8 +249,10 @@ def _stretch(kind: str, events: list[Event]) -> list[str]:
     losses = [event.data.get("eval_loss") for event in (first, last)]
     loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
     times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
+    begun, ended = _clock(first.time), _clock(last.time)
+    span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # the day is said once
     return [
-        f"{_clock(first.time)} – {_clock(last.time)[11:]}",
+        span,
         f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}',
     ]
 

@@ -11,7 +11,7 @@ from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
 from maxlm.telemetry.words import count, duration, figure, percent
 
-FINISHED = ("done", "finished", "complete")
+FINISHED = ("done", "nothing_left")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def status_of(run: Run) -> Status:
     if not stops:
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.modified))
         return Status("no end recorded", "idle", f"It is still going or was killed; it last wrote something at {when}.")
-    reason, message = str(stops[-1].data.get("reason", "")), str(stops[-1].data.get("message", ""))
+    reason, message = str(stops[-1].data.get("reason", "")), _as_sentence(stops[-1].data.get("message"))
     where = f" at step {stops[-1].step:,}"
     if reason in FINISHED or not reason:
         return Status("finished", "good", message)
@@ -196,6 +196,11 @@ def _last(series: Series) -> float | None:
 
 def _median(series: Series) -> float | None:
     return float(np.median(series.values_N)) if len(series.values_N) else None
+
+
+def _as_sentence(text: Any) -> str:
+    said = str(text or "").strip()
+    return f"{said[0].upper()}{said[1:].rstrip('.')}." if said else ""
 
 
 def _number(value: Any) -> float | None:
