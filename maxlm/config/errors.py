@@ -1,13 +1,16 @@
 """The one error a user's input can raise. The command line prints it as one line and exits with code 2."""
 
+from collections.abc import Mapping
 from typing import Any
+
+SHOWN = 80  # characters of a value that fit in a line
 
 
 class UserError(Exception):
-    """The user's input cannot be honoured. `str(error)` is one line somebody can act on."""
+    """The user's input cannot be honoured. `str(error)` is one printable line somebody can act on."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split())))
 
 
 class ConfigError(UserError):
@@ -21,8 +24,26 @@ class ConfigError(UserError):
 
 def show(value: Any) -> str:
     """`value` as it would be typed in YAML, shortened to fit in a line."""
+    text = _flow(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _flow(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        text = {None: "null", True: "true", False: "false"}[value]
-    else:
-        text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str):  # quoted where YAML would read something else
+        plain = value.strip() == value != "" and value.lower() not in ("null", "~", "true", "false") and not _is_number(value)
+        return value if plain else repr(value)
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from maxlm.config import fixes
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import Config
 
@@ -16,6 +17,7 @@ WANTED = {
     "bool_type": "must be true or false",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must not hold a NUL character",
     "tuple_type": "must be a list",
     "too_short": "must not be empty",
     "model_type": "must be a section of settings",
@@ -23,80 +25,79 @@ WANTED = {
     "finite_number": "must be a finite number",
     "union_tag_not_found": "must say its `kind`",
 }
+BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
+
+
+class Place(NamedTuple):
+    """Where a problem is: dotted key, value there, the section class it stands in and the field of it."""
+
+    key: str
+    value: Any
+    owner: type[BaseModel]
+    field: str
 
 
 def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> UserError:
     """The most telling problem of `error`: a misspelt key first, since it often causes the others."""
     details = error.errors(include_url=False)
-    detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
-    located = [(_locate(d, values), d) for d in details if d["type"] == detail["type"] or d["loc"][:2] == detail["loc"][:2]]
-    (key, value, owner), detail = max(located, key=lambda pair: pair[0][0].count("."))  # the branch of a union that got furthest
-    source = sources.get(key) or next((s for k, s in sources.items() if k.startswith(f"{key}.")), "")
+    first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    same = [(_locate(d, values), d) for d in details if d is first or d["loc"][:2] == first["loc"][:2] and first["type"] != "extra_forbidden"]
+    place, detail = max(same, key=lambda pair: pair[0].key.count("."))  # the branch of a union that got furthest
+    source = sources.get(place.key) or next((s for k, s in sources.items() if k.startswith(f"{place.key}.")), "")
     if detail["type"] == "extra_forbidden":
-        return _unknown_key(key, value, owner, source)
+        return _unknown_key(place, source)
     if detail["type"] == "missing":
-        field = f"{key}.{detail['loc'][-1]}".lstrip(".")
-        return UserError(f"{field} is missing: every run needs it; add it to the config or give {field}=VALUE.")
-    return ConfigError(key, value, _rule(detail), _fix(detail, key), source)
+        return _missing(place, str(detail["loc"][-1]))
+    rules = dict.fromkeys(_rule(d) for p, d in same if p.key == place.key)  # of each branch of a union
+    fix = fixes.fix(detail["type"], place.value, place.owner.model_fields.get(place.field), place.key)
+    return ConfigError(place.key, place.value, ", or ".join(rules), fix, source)
 
 
-def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> tuple[str, Any, type[BaseModel]]:
-    """(dotted key, its value, the section class it stands in): `loc` without the names pydantic gives to union branches."""
+def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> Place:
+    """The place of a problem: its `loc` without the names that pydantic gives to the branches of a union."""
     path: list[str] = []
     here: Any = values
     owner: type[BaseModel] = Config
+    field = ""
     for part in detail["loc"]:
         if isinstance(here, Mapping) and part in here:
-            owner = _section_class(owner, path[-1], here) if path else owner
-            here = here[part]
+            owner = fixes.section_of(owner.model_fields.get(field), here) or owner if path else owner
+            here, field = here[part], str(part)
         elif isinstance(here, list | tuple) and isinstance(part, int):
             here = here[part]
         else:
             continue
         path.append(str(part))
-    return ".".join(path), here, owner
+    return Place(".".join(path), here, owner, field)
 
 
-def _section_class(owner: type[BaseModel], field: str, values: Mapping[str, Any]) -> type[BaseModel]:
-    info = owner.model_fields.get(field)
-    candidates = [a for a in _flat_args(info.annotation) if isinstance(a, type) and issubclass(a, BaseModel)] if info else []
-    for candidate in candidates:
-        kind = candidate.model_fields.get("kind")
-        if kind is None or values.get("kind") in get_args(kind.annotation):
-            return candidate
-    return candidates[0] if candidates else owner
-
-
-def _flat_args(annotation: Any) -> list[Any]:
-    args = get_args(annotation)
-    return [inner for arg in args for inner in _flat_args(arg)] if args else [annotation]
-
-
-def _unknown_key(key: str, value: Any, owner: type[BaseModel], source: str) -> UserError:
-    name = key.rpartition(".")[2]
-    names = list(owner.model_fields)
+def _unknown_key(place: Place, source: str) -> UserError:
+    section, _, name = place.key.rpartition(".")
+    names = list(place.owner.model_fields)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
-    section = key.rpartition(".")[0]
     fix = f"the nearest is {section + '.' if section else ''}{near[0]}" if near else f"it has {', '.join(names)}"
-    return ConfigError(key, value, f"there is no such setting in {'`' + section + '`' if section else 'a config'}", fix, source)
+    return ConfigError(place.key, place.value, f"there is no such setting in {f'`{section}`' if section else 'a config'}", fix, source)
+
+
+def _missing(place: Place, name: str) -> UserError:
+    owner = fixes.section_of(place.owner.model_fields.get(place.field), place.value) if place.field else None
+    info = (owner or place.owner).model_fields.get(name)
+    if info is not None and fixes.section_of(info, {}) is not None:
+        extend = ", or extend a config that has one, as in extends: models/llama3-8b" if name == "model" else ""
+        return UserError(f"{name} is missing: every run needs this section; add `{name}:` to the config{extend}.")
+    field = f"{place.key}.{name}"
+    return UserError(f"{field} is missing: {place.key} needs it; add it to the config or give {field}=VALUE.")
 
 
 def _rule(detail: ErrorDetails) -> str:
-    context = detail.get("ctx", {})
-    kind = detail["type"]
+    context, kind = detail.get("ctx", {}), detail["type"]
     if kind in WANTED:
         return WANTED[kind]
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        words = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
-        bound = next(v for k, v in context.items() if k in ("gt", "ge", "lt", "le"))
-        return f"must be {words[kind]} {bound:g}"
+    if kind in BOUNDS:
+        return f"must be {BOUNDS[kind]} {next(v for k, v in context.items() if k in ('gt', 'ge', 'lt', 'le'))}"
     if kind in ("literal_error", "union_tag_invalid"):
         return f"must be one of {context.get('expected') or context.get('expected_tags')}".replace("'", "")
     return detail["msg"][0].lower() + detail["msg"][1:]
 
 
-def _fix(detail: ErrorDetails, key: str) -> str:
-    name = key.rpartition(".")[2]
-    if isinstance(detail["input"], str) and detail["type"] in ("int_type", "float_type", "bool_type"):
-        return f"write {name} without quotes or letters"
-    return f"correct {name}"
+__all__ = ["first_problem"]

@@ -1,20 +1,69 @@
 """Rules that join several settings. Each problem says field, value, rule and fix."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import AXES, Config, MeshConfig, ModelConfig
+from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.hardware.chips import CHIPS, Chip
 
 Problem = tuple[str, Any, str, str]  # field, value, rule, fix
+MOST_STEPS = 2**31 - 1
+NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name needs the rest
+NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
 
 def check(config: Config, sources: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for the first rule that `config` breaks. Needs no device."""
-    for problems in (_model, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run, _cluster):
+    """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be."""
+    sources = sources or {}
+    for problems in (_model, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run):
         for field, value, rule, fix in problems(config):
-            raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
+            raise ConfigError(field, value, rule, fix, sources.get(field, ""))
+    check_run_name(config.run.name, sources.get("run.name", ""))
+    if config.cluster is not None:
+        check_devices(config, cluster_devices(config), sources)
+
+
+def check_run_name(name: str, source: str = "") -> None:
+    """Raise ConfigError unless `name` is one plain folder name, which cannot lead out of its directory on any system."""
+    rule = ""
+    if not name:
+        rule = "is empty"
+    elif not name.isprintable() or name != name.strip():
+        rule = "holds a control character, or a space at an end"
+    elif any(bad in name for bad in ("/", "\\", "..")) or name.startswith((".", "-")):
+        rule = "must be one folder name, without `/`, `\\` or `..`, and not start with `.` or `-`"
+    elif len(name.encode()) > NAME_BYTES:
+        rule = f"is {len(name.encode())} bytes long, and {NAME_BYTES} are allowed"
+    if rule:
+        raise ConfigError("run.name", name, rule, NAME_FIX, source)
+
+
+def cluster_devices(config: Config) -> int:
+    """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology nobody knows."""
+    assert config.cluster is not None, "asked about a cluster that the config does not name"
+    chip, sides = _topology(config.cluster.topology)
+    return math.prod(sides) * chip.devices_per_chip * config.mesh.slices
+
+
+def _topology(topology: str) -> tuple[Chip, list[int]]:
+    """The chip, and chips along each side of one slice."""
+    known = {chip.name.lower(): chip for chip in CHIPS}
+    name, colon, shape = topology.partition(":")
+    chip = known.get(name.lower())
+    if chip is None:
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.4) or list(known)
+        fix = f"use {_either([known[key].name.lower() for key in near])}, as in v5p:4x4x4"
+        raise ConfigError("cluster.topology", topology, f"no chip {name!r} is known", fix)
+    count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim; GPUs are named slices x hosts x GPUs
+    example = f"{chip.name.lower()}:{'x'.join('4' * count) if chip.device_kinds[0].startswith('TPU') else '1x1x8'}"
+    sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit()]
+    if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
+        rule = f"must be a chip, a colon and {count} sizes with `x` between them"
+        raise ConfigError("cluster.topology", topology, rule, f"write it as in {example}")
+    return chip, sides
 
 
 def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
@@ -39,11 +88,11 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     return sizes
 
 
-def check_devices(config: Config, n_devices: int) -> dict[str, int]:
+def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
     """The mesh for `n_devices`, once everything that it splits is known to divide. Raises ConfigError."""
     sizes = resolve_mesh(config.mesh, n_devices)
     for field, value, rule, fix in _divides(config, sizes):
-        raise ConfigError(field, value, rule, fix)
+        raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
     return sizes
 
 
@@ -53,35 +102,33 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     part = train.global_batch // train.microbatches
     if part % shards:
         good = math.ceil(part / shards) * shards * train.microbatches
-        rule = f"each of the {train.microbatches} microbatches must split over the {shards} shards of mesh data x fsdp x expert"
+        parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"
+        rule = f"{parts} must split over the {shards} shards of mesh data x fsdp x expert"
         yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
-    heads_rule = "(each tensor shard needs whole key/value heads)"
-    if model.n_kv_heads % tensor:
-        yield (
-            "mesh.tensor",
-            tensor,
-            f"does not divide model.n_kv_heads = {model.n_kv_heads} {heads_rule}",
-            f"use {_divisors(model.n_kv_heads)}",
-        )
-    for name in ("n_heads", "d_ff", "vocab_size"):
-        size = getattr(model, name)
+    split = {
+        "model.n_kv_heads": (model.n_kv_heads, " (each tensor shard needs whole key/value heads)"),
+        "model.n_heads": (model.n_heads, ""),
+        "model.d_ff": (model.d_ff, ""),
+        "model.vocab_size": (model.vocab_size, ""),
+        "data.seq_len": (config.data.seq_len, " (split between tensor-parallel regions)"),
+    }
+    for field, (size, why) in split.items():
         if size % tensor:
-            yield "mesh.tensor", tensor, f"does not divide model.{name} = {size}", f"use {_divisors(size)}"
-    if config.data.seq_len % tensor:
-        yield (
-            "mesh.tensor",
-            tensor,
-            f"does not divide data.seq_len = {config.data.seq_len}, split between tensor-parallel regions",
-            f"use {_divisors(config.data.seq_len)}",
-        )
+            good_sizes = _divisors(math.gcd(*(size for size, _ in split.values())))
+            yield "mesh.tensor", tensor, f"does not divide {field} = {size}{why}", f"use {good_sizes}"
     if model.d_model % fsdp:
         yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {_divisors(model.d_model)}"
 
 
-def _divisors(number: int, most: int = 6) -> str:
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0][:most]
-    return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else str(found[0])
+def _divisors(number: int, most: int = 8) -> str:
+    """The largest divisors of `number`, as a choice in words."""
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return _either([str(d) for d in found[-most:]])
+
+
+def _either(choices: Sequence[str]) -> str:
+    return ", ".join(choices[:-1]) + f" or {choices[-1]}" if len(choices) > 1 else choices[0]
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -121,6 +168,23 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+def _rope(config: Config) -> Iterator[Problem]:
+    model = config.model
+    for name in ("rope", "rope_local"):
+        rope: RopeConfig | None = getattr(model, name)
+        if rope is None or rope == RopeConfig():
+            continue
+        if model.positions == "learned":
+            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or use positions: rope"
+        scaling = rope.scaling
+        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"
+            yield f"model.{name}.scaling.high_freq_factor", scaling.high_freq_factor, rule, "Llama 3 has 1 and 4"
+        if isinstance(scaling, YarnScaling) and scaling.beta_fast <= scaling.beta_slow:
+            rule = f"must be above beta_slow = {scaling.beta_slow:g}, since the ramp lies between them"
+            yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if (data.store is None) == (not data.mixture):
@@ -148,6 +212,8 @@ def _train(config: Config) -> Iterator[Problem]:
         )
     if seq_len % train.loss_chunks:
         yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {_divisors(seq_len)}"
+    if train.eval_every is not None and train.eval_batches == 0:
+        yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
@@ -168,17 +234,17 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             yield f"optimizer.{field}", 1, "must be below 1, or the average never moves", "use 0.9 to 0.999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
-    decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, 0)
+    decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1)) if optimizer.schedule == "wsd" else 0
+    if total > MOST_STEPS:
+        field = "steps" if config.train.steps is not None else "tokens"
+        yield f"train.{field}", getattr(config.train, field), f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"
     if warmup and warmup >= total:
         field = "warmup_steps" if optimizer.warmup_steps is not None else "warmup_tokens"
         yield f"optimizer.{field}", getattr(optimizer, field), f"warm-up must end before the run does, at step {total}", "shorten it"
     if warmup + decay > total:
-        yield (
-            "optimizer.decay_steps",
-            decay,
-            f"warm-up ({warmup}) and decay do not fit in the {total} steps of the run",
-            "shorten one of them",
-        )
+        field = "decay_tokens" if optimizer.decay_tokens is not None else "decay_steps"
+        rule = f"warm-up of {warmup} steps and decay of {decay} do not fit in the {total} of the run"
+        yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:
@@ -202,7 +268,11 @@ def _memory(config: Config) -> Iterator[Problem]:
             f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device",
             "use remat: full or a list of names",
         )
-    both = set(memory.offload) & set(() if isinstance(memory.remat, str) else memory.remat)
+    named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
+    for field, names in named.items():
+        if "gate" in names and config.model.activation == "gelu":
+            yield f"memory.{field}", list(names), "model.activation = gelu has no gate to keep", "take `gate` out"
+    both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
 
@@ -219,21 +289,5 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 def _run(config: Config) -> Iterator[Problem]:
-    name = config.run.name
-    if name in (".", "..") or any(char in name for char in "/\\\0\n") or name.startswith((".", "-")) or len(name.encode()) > 200:
-        yield (
-            "run.name",
-            repr(name)[1:-1],
-            "must be one plain folder name",
-            "use letters, digits, `-`, `_` and `.`, no `/`, `..` or leading dot",
-        )
-    if "\0" in config.run.dir:
-        yield "run.dir", repr(config.run.dir)[1:-1], "must not hold a NUL character", "remove it"
-
-
-def _cluster(config: Config) -> Iterator[Problem]:
-    if config.cluster is None:
-        return
-    chip, colon, shape = config.cluster.topology.partition(":")
-    if not (chip and colon and all(part.isdigit() and int(part) > 0 for part in shape.split("x"))):
-        yield "cluster.topology", config.cluster.topology, "must be CHIP:AxB or CHIP:AxBxC", "write it as in v5p:4x4x4"
+    if "://" in config.run.dir:
+        yield "run.dir", config.run.dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount"

@@ -9,15 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
 
-Int = Annotated[int, Strict()]
-Positive = Annotated[int, Strict(), Field(gt=0)]
-Count = Annotated[int, Strict(), Field(ge=0)]
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+INT64 = 2**63 - 1  # no count of ours is larger, and arrays hold no more
+
+Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
+Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
+Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, and larger seeds would meet again
 PositiveFloat = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
 Bool = Annotated[bool, Strict()]
-Text = Annotated[str, StringConstraints(min_length=1)]
+Text = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Section(BaseModel):
@@ -30,7 +33,7 @@ class Llama3Scaling(Section):
     """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
 
     kind: Literal["llama3"]
-    factor: PositiveFloat
+    factor: AtLeastOne
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_seq_len: Positive
@@ -40,14 +43,14 @@ class LinearScaling(Section):
     """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
 
     kind: Literal["linear"]
-    factor: PositiveFloat
+    factor: AtLeastOne
 
 
 class YarnScaling(Section):
     """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
 
     kind: Literal["yarn"]
-    factor: PositiveFloat
+    factor: AtLeastOne
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     original_seq_len: Positive
@@ -56,7 +59,7 @@ class YarnScaling(Section):
 class RopeConfig(Section):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    theta: PositiveFloat = 10000.0
+    theta: Annotated[float, Strict(), Field(gt=1, allow_inf_nan=False)] = 10000.0
     scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
 
 
@@ -70,17 +73,17 @@ class ModelConfig(Section):
     n_kv_heads: Positive = 0  # derived: n_heads
     head_dim: Positive = 0  # derived: d_model / n_heads
     d_ff: Positive
-    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"  # geglu and gelu in their tanh form
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
-    qk_norm: Bool = False
-    bias: Literal["none", "qkv", "all"] = "none"
+    qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
+    bias: Literal["none", "qkv", "all"] = "none"  # all: every linear layer, never the unembedding
     positions: Literal["rope", "learned"] = "rope"
     max_seq_len: Positive | None = None  # rows of the table when positions are learned
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
-    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)  # repeated over depth
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)  # over depth, again and again; the last round may be cut short
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     attention_softcap: PositiveFloat | None = None
@@ -147,7 +150,7 @@ class TrainConfig(Section):
     tokens: Positive | None = None
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another
-    seed: Count = 0
+    seed: Seed = 0
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     eval_every: Positive | None = None  # steps; None: only at the end
@@ -162,8 +165,8 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
     warmup_tokens: Count | None = None
-    decay_steps: Count | None = None  # wsd: length of the decay; None: a tenth of the run
-    decay_tokens: Count | None = None
+    decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
+    decay_tokens: Positive | None = None
     end_lr_fraction: Fraction = 0.1  # of peak_lr
     weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
     beta1: Fraction = 0.9

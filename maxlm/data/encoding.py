@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     return number < fraction * 2**64
 
 
-def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float, workers: int) -> Iterator[Encoded]:
+def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float, workers: int) -> Generator[Encoded]:
     """Tokenize documents, on `workers` processes if more than one. What comes out does not depend on their number."""
     batches = _batches(documents)
     if workers == 1:
@@ -61,7 +61,7 @@ def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fr
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document]) -> Generator[list[Document]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -92,5 +92,3 @@ def _start_worker(text: str, end_of_document: str) -> None:
 
 def _encode(texts: list[str], eval_fraction: float) -> tuple[list[np.ndarray], list[bool]]:
     return _worker_tokenizer[0].encode_documents(texts), [is_held_out(text, eval_fraction) for text in texts]
-
-

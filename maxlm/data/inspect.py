@@ -1,11 +1,12 @@
 """What is in a token store, for `maxlm data inspect`."""
 
+import json
 from typing import Any
 
 import numpy as np
 
 from maxlm.data import manifest
-from maxlm.data.manifest import SPLITS, Split
+from maxlm.data.manifest import SPLITS
 from maxlm.data.store import TokenStore
 from maxlm.data.tokenizer import Tokenizer, read_tokenizer_json
 
@@ -27,11 +28,27 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
     return {
         "store": path,
         **info.model_dump(include={"format", "tokenizer_hash", "vocab_size", "end_of_document_id", "dtype", "fingerprint", "settings"}),
-        "splits": {split: _split(split, store, tokenizer, samples) for split, store in stores.items()},
+        "splits": {split: _split(store, tokenizer, samples) for split, store in stores.items()},
     }
 
 
-def _split(split: Split, store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:
+def as_text(description: dict[str, Any]) -> str:
+    """What `describe` found, for a person to read."""
+    facts = ("format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint")
+    lines = [description["store"], *(f"  {name:<20}{description[name]}" for name in facts)]
+    for split, summary in description["splits"].items():
+        lines.append(f"{split}: {summary['tokens']:,} tokens ({summary['bytes']:,} bytes) in {summary['documents']:,} documents")
+        if lengths := summary.get("document_tokens"):
+            partial = "" if summary["documents_measured"] == summary["documents"] else f" (of the first {summary['documents_measured']:,})"
+            lines.append(f"  tokens a document{partial}: " + "  ".join(f"{name} {value:,}" for name, value in lengths.items()))
+        for sample in summary["samples"]:
+            lines.append(
+                f"  document {sample['document']:,}, {sample['tokens']:,} tokens: {json.dumps(sample['text'], ensure_ascii=False)}"
+            )
+    return "\n".join(lines)
+
+
+def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:
     """One split; lengths are of its first MEASURED documents."""
     documents = store.size.documents
     measured = min(documents, MEASURED)
@@ -49,7 +66,7 @@ def _split(split: Split, store: TokenStore, tokenizer: Tokenizer, samples: int) 
             "max": int(lengths.max()),
             "mean": round(float(lengths.mean()), 1),
         }
-    chosen = np.unique(np.linspace(0, max(documents - 1, 0), samples).astype(int)) if documents and samples else []
+    chosen = np.unique(np.linspace(0, documents - 1, min(samples, documents), dtype=np.int64))
     summary["samples"] = [_beginning(store, tokenizer, int(document)) for document in chosen]
     return summary
 

@@ -1,10 +1,10 @@
 """store.json: what a token store holds. It is written last, so a folder that has it is whole.
 
-    STORE/store.json               this
-    STORE/tokenizer.json           the tokenizer that made the tokens
-    STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
-    STORE/<split>/documents        offset of each document's first token, and one more for the end (uint64)
-    STORE/preparing.json           progress of a prepare that has not finished
+STORE/store.json               this
+STORE/tokenizer.json           the tokenizer that made the tokens
+STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
+STORE/<split>/documents        offset of each document's first token, and one more for the end (uint64)
+STORE/preparing.json           progress of a prepare that has not finished
 """
 
 import hashlib
@@ -46,6 +46,11 @@ class StoreInfo(BaseModel):
     fingerprint: str  # of `settings`
     settings: dict[str, Any]  # what decided the tokens: asking for others is refused
     splits: dict[Split, SplitInfo]
+
+    def summary(self) -> str:
+        """Its size in one line."""
+        sizes = (f"{split} {size.tokens:,} tokens in {size.documents:,} documents" for split, size in self.splits.items())
+        return f"{', '.join(sizes)}; vocabulary {self.vocab_size:,}"
 
 
 def fingerprint(settings: dict[str, Any]) -> str:

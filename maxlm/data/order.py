@@ -50,7 +50,8 @@ class SampleOrder:
             shuffle: when false windows come in order, epoch after epoch.
         """
         if shuffle and max(windows) > SHUFFLE_LIMIT:
-            raise UserError(f"a store of {max(windows):,} windows is above the shuffle's {SHUFFLE_LIMIT:,}: use a longer data.seq_len or split it.")
+            rule = f"is more than the {SHUFFLE_LIMIT:,} windows a shuffle can count"
+            raise UserError(f"a store of {max(windows):,} windows {rule}: use a longer data.seq_len, or split it into a mixture.")
         first = np.concatenate([[0], np.cumsum(windows)]).tolist()
         datasets: list[Any] = []
         for number in range(len(windows)):

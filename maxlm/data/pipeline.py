@@ -99,12 +99,13 @@ class Pipeline:
         shape = (self.global_batch, self._config.seq_len)
         held = np.zeros(self.global_batch, np.bool_)
         for index in sharding.addressable_devices_indices_map(shape).values():
+            assert index is not None, "every device of a NamedSharding has a part, if only a copy"
             held[index[0]] = True
         host = self.host_batch(step, np.flatnonzero(held))
         place = np.cumsum(held) - 1  # row of the global batch -> row of `host`
 
         def to_devices(array_BS: np.ndarray) -> "jax.Array":
-            return jax.make_array_from_callback(shape, sharding, lambda index: array_BS[place[index[0]], index[1]])
+            return jax.make_array_from_callback(shape, sharding, lambda index: array_BS[place[index[0]]][:, index[1]])  # type: ignore[index]
 
         return Batch(*map(to_devices, host))
 
@@ -131,8 +132,9 @@ class Pipeline:
             if len(rows):
                 tokens, length_B[rows] = store.read_windows((ids[rows] - self._first[number]) * S, S + 1)
                 window_BT[rows] = tokens
-                if (largest := int(tokens.max())) >= store.info.vocab_size:
-                    raise UserError(f"{store.path} holds the id {largest}, but says all are below {store.info.vocab_size}; prepare it again.")
+                largest, limit = int(tokens.max()), store.info.vocab_size
+                if largest >= limit:
+                    raise UserError(f"{store.path} holds the id {largest}, though it says all are below {limit}; prepare it again.")
         end = self._stores[0].info.end_of_document_id
         return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
 

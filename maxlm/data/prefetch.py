@@ -69,5 +69,5 @@ def _work(make: Callable, keys: Iterator, results: queue.SimpleQueue, room: thre
                 return
             results.put((key, make(key)))
         results.put(_END)
-    except BaseException as error:  # noqa: BLE001 - it is the consumer's to handle
+    except BaseException as error:  # whatever it is, it is the consumer's to handle
         results.put(error)

@@ -5,6 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,16 @@ LOCK = ".lock"
 CONTENT = "the content of data.prepare.sources"
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is made of what."""
+
+    store: str
+    config: PrepareConfig
+    files: list[SourceFile]
+    console: Console
+
+
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     """Make the token store `config.store` from `config.prepare`, unless it is there already.
 
@@ -49,7 +60,8 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     if existing is not None:
         return existing
     with _locked(store):
-        return _existing(store, settings) or _make(store, config.prepare, files, settings, Console(stderr=True, quiet=not progress))
+        job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress))
+        return _existing(store, settings) or _make(job, settings)
 
 
 def _settings(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
@@ -89,7 +101,8 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     return info
 
 
-def _make(store: str, config: PrepareConfig, files: list[SourceFile], settings: dict[str, Any], console: Console) -> StoreInfo:
+def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
+    store, console = job.store, job.console
     fingerprint = manifest.fingerprint(settings)
     state = saved.load(store)
     if state is None or state["fingerprint"] != fingerprint:
@@ -97,12 +110,12 @@ def _make(store: str, config: PrepareConfig, files: list[SourceFile], settings: 
         storage.delete_prefix(store, manifest.TOKENIZER)
         state = saved.load(store)
     assert state is not None, "it was just written"
-    tokenizer = _tokenizer(store, config, files, console)
+    tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(saved.restore(store, state, dtype), config.eval_fraction)
+    router = Router(saved.restore(store, state, dtype), job.config.eval_fraction)
     if state["documents"]:
         console.print(f"{store}: going on after {state['documents']:,} documents")
-    splits = _write(store, config, files, tokenizer, router, state, console)
+    splits = _write(job, tokenizer, router, state)
     info = StoreInfo(
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
@@ -114,41 +127,37 @@ def _make(store: str, config: PrepareConfig, files: list[SourceFile], settings: 
     )
     manifest.save(store, info)
     saved.end(store)
-    sizes = ", ".join(f"{split} {size.tokens:,} tokens in {size.documents:,} documents" for split, size in splits.items())
-    console.print(f"{store}: {sizes}; vocabulary {tokenizer.vocab_size:,}")
     return info
 
 
-def _write(
-    store: str, config: PrepareConfig, files: list[SourceFile], tokenizer: Tokenizer, router: Router, state: dict[str, Any], console: Console
-) -> dict[manifest.Split, manifest.SplitInfo]:
+def _write(job: _Job, tokenizer: Tokenizer, router: Router, state: dict[str, Any]) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize every document after those that `state` has already, and write it where it belongs."""
-    workers = config.workers or os.cpu_count() or 1
+    workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save = state["documents"], time.monotonic()
-    documents = islice(documents_in(files, config.text_field), seen, None)
-    with _bar(console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, config.eval_fraction, workers)) as results:
-        task = bar.add_task("tokenizing", total=sum(file.size for file in files))
+    documents = islice(documents_in(job.files, job.config.text_field), seen, None)
+    with _bar(job.console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
+        task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
             for tokens, held_out in zip(result.documents, result.held_out, strict=True):
                 router.add(tokens, held_out)
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
-                state = saved.save(store, state, seen, router.writers)
+                state = saved.save(job.store, state, seen, router.writers)
                 last_save = time.monotonic()
     return router.finish()
 
 
-def _tokenizer(store: str, config: PrepareConfig, files: list[SourceFile], console: Console) -> Tokenizer:
+def _tokenizer(job: _Job) -> Tokenizer:
     """The tokenizer that the store already has, the one the config names, or a new one; the store has it from now on."""
-    wanted = config.tokenizer
+    store, wanted = job.store, job.config.tokenizer
     if storage.read_bytes(store, manifest.TOKENIZER) is not None:
         return load_tokenizer(f"{store}/{manifest.TOKENIZER}", wanted.end_of_document)
     if wanted.path is not None:
         tokenizer = load_tokenizer(wanted.path, wanted.end_of_document)
     else:
-        with console.status(f"training a tokenizer of {wanted.vocab_size:,} words"):
-            tokenizer = train_tokenizer(_training_texts(config, files), wanted.vocab_size, wanted.end_of_document)
+        with job.console.status(f"training a tokenizer of {wanted.vocab_size:,} words"):
+            tokenizer = train_tokenizer(_training_texts(job.config, job.files), wanted.vocab_size, wanted.end_of_document)
     storage.write_bytes(store, manifest.TOKENIZER, tokenizer.text.encode())
     return tokenizer
 

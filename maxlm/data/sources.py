@@ -92,7 +92,8 @@ def _paths(source: str) -> list[Path]:
         paths = sorted(file for file in visible if file.is_file())
         problem = "is a folder without files"
     elif glob.has_magic(source):
-        paths = sorted(file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file())
+        names = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        paths = sorted(file for name in names if (file := Path(name)).is_file())
         problem = "matches no file"
     else:
         paths, problem = [], "does not exist"

@@ -29,7 +29,7 @@ class Tokenizer:
         """
         try:
             self._bpe = Bpe.from_str(text)
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
+        except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{source} is not a tokenizer.json that the tokenizers library reads: {error}") from error
         self._bpe.no_truncation()
         self._bpe.no_padding()
@@ -41,7 +41,7 @@ class Tokenizer:
             rule = f"is not a special token of {source}"
             raise ConfigError(f"{FIELD}.end_of_document", end_of_document, rule, f"use one of {sorted(special)[:8]}")
         self.end_of_document = end_of_document
-        self.end_of_document_id: int = self._bpe.token_to_id(end_of_document)
+        self.end_of_document_id = int(self._bpe.get_vocab(with_added_tokens=True)[end_of_document])
 
     @functools.cached_property
     def hash(self) -> str:
@@ -60,9 +60,10 @@ class Tokenizer:
         """
         pieces = [list(_pieces(text)) for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
+        end = np.array([self.end_of_document_id], np.uint32)
         documents = []
         for parts in pieces:
-            ids = np.concatenate([np.array(next(encodings).ids, np.uint32) for _ in parts] + [np.array([self.end_of_document_id], np.uint32)])
+            ids = np.concatenate([*(np.array(next(encodings).ids, np.uint32) for _ in parts), end])
             if (ids[:-1] == self.end_of_document_id).any():
                 raise ConfigError(f"{FIELD}.end_of_document", self.end_of_document, "is made from ordinary text", "use a special token")
             documents.append(ids)

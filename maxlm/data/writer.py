@@ -1,7 +1,6 @@
 """Writing a token store: documents are appended to their split, shard after shard; what is unfinished can be saved and taken up again."""
 
 import numpy as np
-import tensorstore as ts
 
 from maxlm.data import storage
 from maxlm.data.manifest import SPLITS, Split, SplitInfo
@@ -16,10 +15,7 @@ class FlatWriter:
         self._folder, self._dtype, self._layout = folder, dtype, layout
         self.written, rest = resume or (0, np.zeros(0, dtype))
         self._parts, self._held = [rest], len(rest)
-        if resume is None:
-            self._array = storage.create_array(folder, dtype, layout)
-        else:
-            self._array = storage.open_array(folder, write=True)
+        self._array = storage.create_array(folder, dtype, layout) if resume is None else storage.open_array(folder, write=True)
 
     @property
     def size(self) -> int:
@@ -52,7 +48,7 @@ class FlatWriter:
     def _write(self, values: np.ndarray) -> None:
         end = self.written + len(values)
         with storage.failures_named(self._folder, "write it"):
-            self._array: ts.TensorStore = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()
+            self._array = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()
             if len(values):
                 self._array[self.written : end].write(values).result()
         self.written = end

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.config.errors import ConfigError
+from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
 PROBE_BYTES = 1 << 20  # written and removed again to learn whether the disk takes a write
@@ -24,7 +25,7 @@ class RunDirectory:
 
         Raises ConfigError (`run.name`, `run.dir`) and leaves nothing behind. A run that exists is opened as it is.
         """
-        _check_name(name)
+        check_run_name(name)
         _check_dir(str(dir))
         run = cls(Path(dir) / name, primary)
         if primary:
@@ -63,19 +64,6 @@ class RunDirectory:
         """Writes the resolved config, atomically, on the primary process. Raises OSError."""
         if self.primary:
             write_text(self.config, yaml_text)
-
-
-def _check_name(name: str) -> None:
-    shown = name if name.isprintable() else ascii(name)  # a NUL or an escape code does not belong on anyone's terminal
-    fix = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
-    if not name:
-        raise ConfigError("run.name", shown, "is empty", fix)
-    if any(bad in name for bad in ("/", "\\", "..", "\0")) or name.startswith("."):
-        raise ConfigError("run.name", shown, "must be one folder name, without `/`, `\\`, `..` or NUL, and not start with `.`", fix)
-    if not name.isprintable() or name != name.strip():
-        raise ConfigError("run.name", shown, "holds a control character, or a space at an end", fix)
-    if len(name.encode()) > 255:
-        raise ConfigError("run.name", shown, f"is {len(name.encode())} bytes long, and a file system takes 255", fix)
 
 
 def _check_dir(dir: str) -> None:

@@ -7,7 +7,7 @@ The loop never waits for the device to log: figures of step n - 1 are read while
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -64,7 +64,8 @@ def restore_or_init(session: Session) -> tuple[TrainState, int]:
         return program.init(), 0
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
-    session.observers.on_event(Event("restore", restored.step, data={"seconds": round(time.monotonic() - began, 3)}))
+    told = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
+    session.observers.on_event(Event("restore", restored.step, data=told))
     return restored.state, restored.step
 
 
@@ -115,8 +116,10 @@ def _save(session: Session, meter: Meter, step: int, state: TrainState) -> int:
     began = time.monotonic()
     with session.goodput.measure("save"):
         session.checkpoints.save(step, state, {"next_step": step})
-    blocked = time.monotonic() - began
-    session.observers.on_event(Event("save", step, data={"blocked_s": round(blocked, 4)}))
+    told: dict[str, Any] = {"blocked_s": round(time.monotonic() - began, 4)}
+    if session.checkpoints.last_failure is not None:
+        told["failed_before"] = str(session.checkpoints.last_failure)
+    session.observers.on_event(Event("save", step, data=told))
     meter.pause()
     return step
 

@@ -83,7 +83,7 @@ def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSu
 
 def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:
     """(gradients scaled down to `max_norm` if they exceed it, their norm before)."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     if max_norm is None:
         return grads, norm
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))

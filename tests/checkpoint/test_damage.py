@@ -12,6 +12,12 @@ from maxlm.checkpoint import CheckpointError
 
 FLIPS = 40
 
+# Orbax drops coroutines and closes its loop when a load fails.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:

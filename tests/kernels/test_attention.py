@@ -1,0 +1,108 @@
+"""Attention against its definition, and the properties that training rests on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.kernels import attention
+from maxlm.kernels.attention import xla
+from maxlm.kernels.attention.reference import attention_reference, visible
+
+# B batch, S sequence, H query heads, G key/value heads, K head dim
+
+
+def operands(seed=0, B=2, S=24, H=4, G=2, K=8):
+    q, k, v = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(jax.random.key(seed), 3), [(B, S, H, K), (B, S, G, K), (B, S, G, K)])
+    )
+    segments_BS = np.sort(np.random.default_rng(seed).integers(1, 4, (B, S)), axis=1).astype(np.int32)
+    segments_BS[0, -3:] = 0  # padding
+    return q, k, v, jnp.asarray(segments_BS)
+
+
+def run(q, k, v, segments_BS, **options):
+    options = {"scale": 0.3, **options}
+    return attention(q, k, v, query_segments_BS=segments_BS, key_segments_BT=segments_BS, **options)
+
+
+def reference(q, k, v, segments_BS, *, scale=0.3, window=None, softcap=None):
+    places = np.arange(q.shape[1])
+    out = []
+    for b in range(q.shape[0]):
+        seen = visible(np.asarray(segments_BS[b]), np.asarray(segments_BS[b]), places, places, window)
+        share = q.shape[2] // k.shape[2]
+        heads = [
+            attention_reference(q[b, :, h], k[b, :, h // share], v[b, :, h // share], seen, scale=scale, softcap=softcap)
+            for h in range(q.shape[2])
+        ]
+        out.append(jnp.stack(heads, axis=1))
+    return jnp.stack(out)
+
+
+OPTIONS = [{}, {"window": 5}, {"softcap": 2.0}, {"window": 1}, {"window": 3, "softcap": 1.0, "scale": 1.5}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_equals_definition(options, heads):
+    q, k, v, segments = operands(H=heads[0], G=heads[1])
+    np.testing.assert_allclose(run(q, k, v, segments, **options), reference(q, k, v, segments, **options), atol=2e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_equal_those_of_the_definition(options):
+    q, k, v, segments = operands(1)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+    ours = jax.grad(lambda *qkv: jnp.sum(weights * run(*qkv, segments, **options)), argnums=(0, 1, 2))(q, k, v)
+    theirs = jax.grad(lambda *qkv: jnp.sum(weights * reference(*qkv, segments, **options)), argnums=(0, 1, 2))(q, k, v)
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=5e-6)
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    q, k, v, segments = operands(2)
+    whole = run(q, k, v, segments, window=7)
+    gradient = jax.grad(lambda q: jnp.sum(run(q, k, v, segments, window=7) ** 2))
+    whole_gradient = gradient(q)
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 8)
+    np.testing.assert_allclose(run(q, k, v, segments, window=7), whole, atol=1e-6)
+    np.testing.assert_allclose(gradient(q), whole_gradient, atol=1e-5)
+
+
+def test_changing_one_document_changes_no_bit_of_another():
+    q, k, v, _ = operands(3)
+    segments = jnp.asarray(np.repeat([[1] * 10 + [2] * 14], 2, axis=0), jnp.int32)
+
+    def other_document(k, v):
+        return jnp.sum(run(q, k, v, segments)[:, 10:] ** 2)
+
+    before = run(q, k, v, segments)[:, 10:]
+    poison = jnp.where((segments == 1)[..., None, None], 1e6, 0.0)
+    after = run(q, k + poison, v + poison, segments)[:, 10:]
+    np.testing.assert_array_equal(before, after)
+    for gradient in jax.grad(other_document, argnums=(0, 1))(k, v):
+        assert not np.any(gradient[:, :10]), "a document's loss must not reach another document"
+        assert np.any(gradient[:, 10:])
+
+
+def test_padding_gives_zero():
+    q, k, v, segments = operands(4)
+    out = run(q, k, v, segments)
+    assert not np.any(np.asarray(out)[np.asarray(segments) == 0])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "named"),
+    [
+        (((2, 8, 3, 4), (2, 8, 2, 4), (2, 8, 2, 4), (2, 8)), "3 query heads"),
+        (((2, 8, 4, 4), (2, 8, 2, 4), (2, 8, 2, 8), (2, 8)), "v (2, 8, 2, 8)"),
+        (((2, 8, 4, 4), (2, 8, 2, 4), (2, 8, 2, 4), (2, 7)), "segment ids"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes, named):
+    q, k, v = (jnp.zeros(shape) for shape in shapes[:3])
+    with pytest.raises(ValueError, match=".") as error:
+        run(q, k, v, jnp.ones(shapes[3], jnp.int32))
+    assert named in str(error.value)

@@ -1,0 +1,106 @@
+"""Linear cross-entropy against its definition, split or not, and the memory it must not take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from maxlm.kernels.linear_cross_entropy import Layout, linear_cross_entropy
+from maxlm.kernels.linear_cross_entropy.reference import cross_entropy_reference
+
+
+def operands(seed=0, B=4, S=12, D=16, V=37):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x, w = jax.random.normal(keys[0], (B, S, D)), 0.5 * jax.random.normal(keys[1], (V, D))
+    targets = jax.random.randint(keys[2], (B, S), 0, V)
+    weights = jnp.where(jax.random.uniform(keys[3], (B, S)) < 0.3, 0.0, jax.random.uniform(keys[3], (B, S)) * 2)
+    return x, w, targets, weights
+
+
+OPTIONS = [{}, {"z_loss": 0.1}, {"softcap": 3.0}, {"z_loss": 0.05, "softcap": 2.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_value_and_gradients_equal_the_definition(options, chunks):
+    x, w, targets, weights = operands()
+    ours = jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, targets, weights, chunks=chunks, **options).total, argnums=(0, 1))
+    theirs = jax.value_and_grad(
+        lambda x, w: cross_entropy_reference(x, w, targets, weights, **{"z_loss": 0.0, "softcap": None, **options}), argnums=(0, 1)
+    )
+    (value, gradients), (wanted, wanted_gradients) = ours(x, w), theirs(x, w)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for mine, other in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+def test_parts_add_up_and_carry_no_gradient():
+    x, w, targets, weights = operands(1)
+    sums = linear_cross_entropy(x, w, targets, weights, z_loss=0.1)
+    np.testing.assert_allclose(sums.total, sums.nll + 0.1 * sums.z, rtol=1e-6)
+    gradient = jax.grad(lambda x: linear_cross_entropy(x, w, targets, weights, z_loss=0.1).nll)(x)
+    assert not np.any(gradient)
+
+
+def test_gradient_scales_with_the_cotangent():
+    x, w, targets, weights = operands(2)
+    one = jax.grad(lambda w: linear_cross_entropy(x, w, targets, weights).total)(w)
+    three = jax.grad(lambda w: 3 * linear_cross_entropy(x, w, targets, weights).total)(w)
+    np.testing.assert_allclose(three, 3 * one, rtol=1e-6)
+
+
+def test_a_token_of_weight_zero_contributes_nothing():
+    x, w, targets, weights = operands(3)
+    silent = weights == 0
+    total = lambda x, targets: linear_cross_entropy(x, w, targets, weights).total  # noqa: E731
+    np.testing.assert_array_equal(total(x, targets), total(jnp.where(silent[..., None], 7.0, x), jnp.where(silent, 0, targets)))
+    assert not np.any(jax.grad(total)(x, targets)[silent])
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+@pytest.mark.parametrize("embed", [True, False])
+def test_splitting_over_a_mesh_changes_nothing(vocab, embed):
+    x, w, targets, weights = operands(4, B=4, S=8, V=38)
+    mesh = jax.make_mesh((2, 2, vocab), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: 4 * vocab])
+    layout = Layout(batch=("data", "fsdp"), vocab=("tensor",) if vocab > 1 else (), embed=("fsdp",) if embed else ())
+    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    split = place(x, ("data", "fsdp")), place(w, "tensor", "fsdp"), place(targets, ("data", "fsdp")), place(weights, ("data", "fsdp"))
+
+    def loss(layout):
+        return jax.jit(
+            jax.value_and_grad(
+                lambda x, w, t, m: linear_cross_entropy(x, w, t, m, chunks=2, z_loss=0.1, layout=layout).total, argnums=(0, 1)
+            )
+        )
+
+    with jax.set_mesh(mesh):
+        value, gradients = loss(layout)(*split)
+    wanted, wanted_gradients = loss(None)(x, w, targets, weights)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for mine, other in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), other, atol=2e-5)
+
+
+def test_logits_never_exist_all_at_once():
+    B, S, D, V, chunks = 2, 256, 8, 4096, 16
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in [((B, S, D), "float32"), ((V, D), "float32"), ((B, S), "int32"), ((B, S), "float32")]]
+
+    def temporaries(chunks):
+        gradient = jax.grad(lambda x, w, t, m: linear_cross_entropy(x, w, t, m, chunks=chunks).total, argnums=(0, 1))
+        return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    logits_bytes = B * S * V * 4
+    assert temporaries(1) > logits_bytes
+    assert temporaries(chunks) < logits_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"w": (5, 3)}, "w (5, 3)"), ({"targets": (4, 11)}, "targets (4, 11)"), ({"chunks": 5}, "5 chunks do not divide")]
+)
+def test_shapes_that_do_not_fit_are_named(change, named):
+    x, w, targets, weights = operands()
+    w, targets = jnp.zeros(change.get("w", w.shape)), jnp.zeros(change.get("targets", targets.shape), jnp.int32)
+    with pytest.raises(ValueError, match=".") as error:
+        linear_cross_entropy(x, w, targets, weights, chunks=change.get("chunks", 1))
+    assert named in str(error.value)

@@ -1,0 +1,177 @@
+"""What a decoder must be, whatever its configuration: causal, blind to other documents, the same however it is scanned or cached."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.config.schema import MemoryConfig, ModelConfig
+from maxlm.models import bind, init_parameters
+
+BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
+VARIANTS = {
+    "llama": {},
+    "llama_scaled_rope": {"rope": {"theta": 1e4, "scaling": {"kind": "llama3", "factor": 4, "original_seq_len": 8}}},
+    "yarn": {"rope": {"scaling": {"kind": "yarn", "factor": 4, "original_seq_len": 8}}},
+    "gpt2": {
+        "activation": "gelu",
+        "norm": "layernorm",
+        "bias": "all",
+        "positions": "learned",
+        "max_seq_len": 32,
+        "n_kv_heads": 4,
+        "tie_embeddings": True,
+    },
+    "qwen3": {"qk_norm": True, "head_dim": 16, "tie_embeddings": True},
+    "mistral": {"layer_pattern": ("local",), "window": 6},
+    "gemma3": {
+        "layer_pattern": ("local", "local", "global"),
+        "window": 5,
+        "rope_local": {"theta": 1e3},
+        "rope": {"theta": 1e5, "scaling": {"kind": "linear", "factor": 8}},
+        "activation": "geglu",
+        "norm_position": "sandwich",
+        "qk_norm": True,
+        "attention_softcap": 5.0,
+        "logits_softcap": 9.0,
+        "scale_embeddings": True,
+        "tie_embeddings": True,
+    },
+}
+
+
+def model_config(variant, **changes):
+    return ModelConfig(**{**BASE, **VARIANTS[variant], **changes})
+
+
+def inputs(B=2, S=16, vocab=61):
+    tokens = jax.random.randint(jax.random.key(5), (B, S), 0, vocab)
+    return tokens, jnp.broadcast_to(jnp.arange(S), (B, S)), jnp.ones((B, S), jnp.int32)
+
+
+def hidden(config, params, tokens, positions, segments, **options):
+    return bind(config, params)(tokens, positions, segments, **options)[0]
+
+
+def embedding_gradient(config, params, positions, segments, target):
+    """d (sum of the hidden state at `target`) / d embedding of each input position: rows of a table of one token a position."""
+    S = positions.shape[1]
+    tokens = jnp.arange(S)[None]
+
+    def at_target(table):
+        return jnp.sum(hidden(config, {**params, "embedding_VD": table}, tokens, positions, segments)[0, target] ** 2)
+
+    return jnp.linalg.norm(jax.grad(at_target)(params["embedding_VD"])[:S], axis=1)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request):
+    config = model_config(request.param)
+    return config, init_parameters(config, jax.random.key(0))
+
+
+def test_future_tokens_get_no_gradient(case):
+    config, params = case
+    _, positions, segments = inputs(1)
+    norms = embedding_gradient(config, params, positions, segments, target=9)
+    assert not np.any(norms[10:]), "the future must not be seen"
+    assert norms[9] > 0
+    reach = config.window or 16
+    if set(config.layer_pattern) == {"local"}:
+        seen = config.n_layers * (reach - 1)
+        assert np.all(norms[max(0, 9 - seen) : 10] > 0)
+    else:
+        assert np.all(norms[:10] > 0)
+
+
+def test_packed_documents_do_not_see_each_other(case):
+    config, params = case
+    tokens, _, _ = inputs(1)
+    segments = jnp.asarray([[1] * 6 + [2] * 10], jnp.int32)
+    positions = jnp.asarray([[*range(6), *range(10)]])
+    packed = hidden(config, params, tokens, positions, segments)
+    alone = hidden(config, params, tokens[:, 6:], positions[:, 6:], segments[:, 6:])
+    np.testing.assert_allclose(packed[:, 6:], alone, atol=1e-5)
+    norms = embedding_gradient(config, params, positions, segments, target=12)
+    assert not np.any(norms[:6])
+
+
+def test_window_limits_what_one_layer_sees():
+    config = model_config("mistral", n_layers=1)
+    params = init_parameters(config, jax.random.key(0))
+    _, positions, segments = inputs(1)
+    norms = embedding_gradient(config, params, positions, segments, target=12)
+    assert not np.any(norms[:7])
+    assert np.all(norms[7:13] > 0), "the window is 6 tokens, the query's own included"
+
+
+def test_cached_generation_equals_one_pass(case):
+    config, params = case
+    tokens, positions, segments = inputs()
+    whole = hidden(config, params, tokens, positions, segments)
+    model = bind(config, params)
+    caches = model.empty_caches(2, 20)
+    pieces = []
+    for part in (slice(0, 7), slice(7, 8), slice(8, 9), slice(9, 16)):
+        piece, caches = model(tokens[:, part], positions[:, part], segments[:, part], caches=caches)
+        pieces.append(piece)
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "remat", ["full", "dots", ("query", "attention"), ("layer_input", "gate", "up", "mlp_out", "key", "value", "attention_out")]
+)
+def test_remat_changes_no_gradient(remat):
+    config = model_config("gemma3")
+    params = init_parameters(config, jax.random.key(0))
+    batch = inputs()
+    direction = jax.random.normal(jax.random.key(2), (2, 16, config.d_model))
+
+    def gradient(memory):
+        return jax.grad(lambda p: jnp.sum(direction * hidden(config, p, *batch, memory=memory)))(params)
+
+    kept, recomputed = gradient(MemoryConfig(remat="none")), gradient(MemoryConfig(remat=remat))
+    for mine, other in zip(jax.tree.leaves(recomputed), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(other))))
+
+
+def test_remat_by_name_keeps_just_those_tensors():
+    """Bytes that the backward pass needs grow from `full` over one named tensor to `none`."""
+    config = model_config("llama", n_layers=8)
+    params = init_parameters(config, jax.random.key(0))
+    batch = inputs(4, 32)
+
+    def temporaries(remat):
+        loss = lambda p: jnp.sum(hidden(config, p, *batch, memory=MemoryConfig(remat=remat)) ** 2)  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
+
+    full, named, none = temporaries("full"), temporaries(("gate",)), temporaries("none")
+    gate_bytes = 8 * 4 * 32 * config.d_ff * 4
+    assert full < named < none
+    assert 0.7 * gate_bytes < named - full < 1.5 * gate_bytes
+
+
+def test_scan_by_period_equals_layer_after_layer():
+    """The third layer of the pattern is global: moving a layer's weights elsewhere must change the output."""
+    config = model_config("gemma3", n_layers=7)
+    params = init_parameters(config, jax.random.key(1))
+    batch = inputs()
+    model = bind(config, params)
+    x = model._embed(batch[0], batch[1])
+    angles = model._angles(batch[1])
+    for depth in range(7):
+        period, place = divmod(depth, 3)
+        stacked = model.layers[place] if period < 2 else model.tail[place]
+        block = jax.tree.map(lambda a, i=period: a[i], stacked) if period < 2 else stacked
+        assert block.attention.local == (config.layer_pattern[place] == "local")
+        x, _ = block(x, angles[block.attention.local], batch[2], None)
+    np.testing.assert_allclose(model.final_norm(x), hidden(config, params, *batch), atol=2e-5)
+
+
+def test_rope_sees_only_distances():
+    config = model_config("llama")
+    params = init_parameters(config, jax.random.key(0))
+    tokens, positions, segments = inputs()
+    np.testing.assert_allclose(
+        hidden(config, params, tokens, positions + 100, segments), hidden(config, params, tokens, positions, segments), atol=2e-4
+    )

@@ -1,0 +1,58 @@
+"""The tiny experiment that many tests share, so that its programs are compiled once."""
+
+import jax
+import numpy as np
+
+from maxlm.config import rules
+from maxlm.config.schema import Config
+from maxlm.data.batch import Batch
+from maxlm.parallel import build_mesh
+from maxlm.training.program import Program, build_program
+
+SEQ_LEN, GLOBAL_BATCH, VOCAB = 32, 16, 128
+
+
+def tiny_config(**sections) -> Config:
+    """A 2-layer model in float32 on one device; `sections` change it, e.g. mesh={"fsdp": 8}."""
+    defaults = {
+        "model": {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "d_ff": 128},
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "train": {"steps": 10, "global_batch": GLOBAL_BATCH, "loss_chunks": 2, "z_loss": 1e-3},
+        "optimizer": {"peak_lr": 1e-2, "warmup_steps": 2},
+        "mesh": {},
+        "memory": {"remat": "full"},
+        "precision": {"compute": "float32"},
+    }
+    config = Config(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {**defaults, **sections}})
+    rules.check(config)
+    return config
+
+
+def tiny_program(devices: int, **sections) -> Program:
+    config = tiny_config(**sections)
+    return build_program(config, build_mesh(config, jax.devices()[:devices]))
+
+
+def tiny_batch(seed: int = 0) -> Batch:
+    """Two documents a row, the target between them silent; one row half padding, so rows count for different numbers of tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1)).astype(np.int32)
+    cut = rng.integers(4, SEQ_LEN - 4, GLOBAL_BATCH)
+    places = np.arange(SEQ_LEN, dtype=np.int32)[None].repeat(GLOBAL_BATCH, 0)
+    second = places >= cut[:, None]
+    segments = np.where(second, 2, 1).astype(np.int32)
+    positions = np.where(second, places - cut[:, None], places).astype(np.int32)
+    weights = (places != cut[:, None] - 1).astype(np.float32)
+    for array in (weights, segments, positions):
+        array[3, SEQ_LEN // 2 :] = 0
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, positions)
+
+
+def run_steps(program: Program, steps: int, batches=tiny_batch):
+    """(final state, [metrics of each step as numpy])."""
+    state, seen = program.init(), []
+    with jax.set_mesh(program.mesh):
+        for n in range(steps):
+            state, metrics = program.step(state, jax.device_put(batches(n), program.batch_sharding))
+            seen.append(jax.device_get(metrics))
+    return state, seen

@@ -1,0 +1,141 @@
+"""Properties of one update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
+
+from maxlm.data.batch import Batch
+from maxlm.models import parameter_axes
+from maxlm.training.optimizer import build_optimizer
+from maxlm.training.schedule import learning_rate
+from maxlm.training.state import init_state
+from maxlm.training.step import clip_by_global_norm, digest
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def one_step():
+    return run_steps(tiny_program(1), 2)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 16])
+def test_microbatches_change_nothing(one_step, microbatches):
+    """Also when rows count for different numbers of tokens: the mean is over the tokens of the whole batch."""
+    state, metrics = run_steps(tiny_program(1, train={"microbatches": microbatches}), 2)
+    for mine, wanted in zip(metrics, one_step[1], strict=True):
+        np.testing.assert_allclose([mine.loss, mine.z, mine.grad_norm], [wanted.loss, wanted.z, wanted.grad_norm], rtol=1e-5)
+        assert (mine.tokens, mine.batch_digest) == (wanted.tokens, wanted.batch_digest)
+    for mine, wanted in zip(leaves(state.params), leaves(one_step[0].params), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_loss_chunks_change_nothing(one_step, chunks):
+    _, metrics = run_steps(tiny_program(1, train={"loss_chunks": chunks}), 2)
+    np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in one_step[1]], rtol=1e-6)
+
+
+def test_same_seed_same_bits_other_seed_other_bits(one_step):
+    again, _ = run_steps(tiny_program(1), 2)
+    other, _ = run_steps(tiny_program(1, train={"seed": 1}), 2)
+    assert all(np.array_equal(a, b) for a, b in zip(leaves(again), leaves(one_step[0]), strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(leaves(other), leaves(one_step[0]), strict=True))
+
+
+def test_a_model_learns_what_it_is_shown():
+    _, metrics = run_steps(tiny_program(1, train={"steps": 30, "z_loss": 0.0}), 30, batches=lambda n: tiny_batch(0))
+    assert metrics[-1].loss < 0.5 * metrics[0].loss
+
+
+@pytest.mark.parametrize("mesh", [{"devices": 1}, {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_batch_that_is_not_finite_is_skipped_and_counted(mesh):
+    mesh = dict(mesh)
+    program = tiny_program(mesh.pop("devices"), mesh=mesh)
+
+    def poisoned(n):
+        batch = tiny_batch(n)
+        return (
+            batch._replace(weights_BS=np.where(np.arange(SEQ_LEN) == 5, np.inf, batch.weights_BS).astype(np.float32)) if n == 1 else batch
+        )
+
+    before, first = run_steps(program, 1)
+    after, metrics = run_steps(program, 2, batches=poisoned)
+    assert not np.isfinite(metrics[1].loss)
+    assert [int(m.skipped) for m in metrics] == [0, 1]
+    assert int(after.step) == 2
+    assert int(after.skipped) == 1
+    for kept, wanted in zip(leaves((after.params, after.opt_state)), leaves((before.params, before.opt_state)), strict=True):
+        np.testing.assert_array_equal(kept, wanted)
+    healed, metrics = run_steps(program, 3, batches=poisoned)
+    assert np.isfinite(metrics[2].loss)
+    assert metrics[2].lr == pytest.approx(float(learning_rate(program.config)(1))), "a skipped update does not move the schedule"
+    assert all(np.isfinite(leaf).all() for leaf in leaves(healed))
+
+
+def test_clipping_bounds_the_norm_and_leaves_small_gradients():
+    grads = {"a": jnp.full((3,), 2.0), "b": jnp.full((4,), 1.0)}
+    clipped, norm = clip_by_global_norm(grads, 1.0)
+    assert float(norm) == pytest.approx(4.0)
+    assert float(optax.tree.norm(clipped)) == pytest.approx(1.0, rel=1e-6)
+    same, _ = clip_by_global_norm(grads, 5.0)
+    np.testing.assert_array_equal(same["a"], grads["a"])
+    assert clip_by_global_norm(grads, None)[0] is grads
+
+
+def test_weight_decay_reaches_matrices_only():
+    """With a gradient of zero only decay moves a parameter."""
+    config = tiny_config(
+        model={"bias": "all", "norm": "layernorm", "positions": "learned", "max_seq_len": 64}, optimizer={"warmup_steps": None}
+    )
+    optimizer = build_optimizer(config)
+    params = jax.tree.map(lambda p: p + 1.0, init_state(config.model, optimizer, 0).params)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    flat_axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    for axes, update in zip(flat_axes, jax.tree.leaves(updates), strict=True):
+        assert bool(jnp.any(update != 0)) == ("embed" in axes), axes
+
+
+def test_muon_treats_each_stacked_layer_by_itself():
+    """The update of a layer must not depend on what the other layers of its stack hold, and must be near orthogonal."""
+    config = tiny_config(optimizer={"name": "muon", "warmup_steps": None, "weight_decay": 0.0})
+    optimizer = build_optimizer(config)
+    params = init_state(config.model, optimizer, 0).params
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    other = jax.tree.map(lambda g: g.at[1:].multiply(-3.0) if g.ndim > 2 else g, grads)
+    update, changed = (optimizer.update(g, optimizer.init(params), params)[0]["layers"]["0"]["mlp"]["up_DF"] for g in (grads, other))
+    np.testing.assert_allclose(update[0], changed[0], rtol=1e-5)
+    assert not np.allclose(update[1], changed[1])
+    singular = np.linalg.svd(np.asarray(update[0]), compute_uv=False)
+    assert singular.max() / singular.min() < 2.5, "Newton-Schulz brings singular values near each other"
+
+
+def test_schedules_have_their_shapes():
+    def rates(**optimizer):
+        rate = learning_rate(tiny_config(train={"steps": 100}, optimizer={"peak_lr": 1.0, "end_lr_fraction": 0.1, **optimizer}))
+        return np.asarray([float(rate(step)) for step in range(101)])
+
+    cosine = rates(schedule="cosine", warmup_steps=10)
+    np.testing.assert_allclose(cosine[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    assert np.all(np.diff(cosine[10:]) <= 1e-9)
+    assert cosine[100] == pytest.approx(0.1)
+    assert cosine[55] == pytest.approx(0.55, abs=1e-6), "half way down, half of the way"
+    wsd = rates(schedule="wsd", warmup_steps=10, decay_steps=20)
+    assert np.all(wsd[10:80] == 1.0)
+    assert wsd[90] == pytest.approx(0.55)
+    assert wsd[100] == pytest.approx(0.1)
+    np.testing.assert_array_equal(rates(schedule="wsd", warmup_tokens=10 * 512, decay_tokens=20 * 512, warmup_steps=None), wsd)
+    assert np.all(rates(schedule="constant", warmup_steps=None) == 1.0)
+
+
+def test_digest_tells_batches_apart():
+    batch = tiny_batch()
+    one = int(digest(Batch(*map(jnp.asarray, batch))))
+    swapped = batch.tokens_BS.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert int(digest(batch._replace(tokens_BS=jnp.asarray(swapped)))) != one
