@@ -82,7 +82,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draw.")] = 0,
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
 ) -> None:
     """Continue a prompt with the model of a run."""
@@ -122,7 +122,10 @@ def doctor(json_: Json = False) -> None:
 def main() -> None:
     """Run the command line. A user's error is one line and exit code 2, without a traceback."""
     try:
-        app()
-    except UserError as error:
-        typer.echo(f"maxlm: {error}", err=True)
+        code = app(standalone_mode=False)
+    except (UserError, typer.TyperException) as error:  # typer's are mistakes in the command itself
+        message = str(error) if isinstance(error, UserError) else error.format_message()
+        if message:  # a command that lacks everything has printed its help instead
+            typer.echo(f"maxlm: {message}", err=True)
         sys.exit(2)
+    sys.exit(code)

@@ -40,8 +40,10 @@ def write_store(path: str, tokens: int) -> None:
     empty = SplitWriter(path, "eval", np.dtype(np.uint16))
     empty.finish()
     splits: dict[manifest.Split, SplitInfo] = {"train": writer.info, "eval": empty.info}
-    facts = {"tokenizer_hash": "none", "fingerprint": "none", "settings": {}}
-    manifest.save(path, StoreInfo(vocab_size=VOCAB, end_of_document_id=0, dtype="uint16", splits=splits, **facts))
+    info = StoreInfo(
+        tokenizer_hash="none", vocab_size=VOCAB, end_of_document_id=0, dtype="uint16", fingerprint="none", settings={}, splits=splits
+    )
+    manifest.save(path, info)
 
 
 def measure(path: str, seq_len: int, batch_tokens: int, seconds: float) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """The one error a user's input can raise. The command line prints it as one line and exits with code 2."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ def _flow(value: Any) -> str:
     if isinstance(value, str):  # quoted where YAML would read something else
         plain = value.strip() == value != "" and value.lower() not in ("null", "~", "true", "false") and not _is_number(value)
         return value if plain else repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
     return str(value)
 
 

@@ -2,28 +2,28 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from maxlm.config import fixes
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import Config
 
 WANTED = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must not hold a NUL character",
-    "tuple_type": "must be a list",
-    "too_short": "must not be empty",
-    "model_type": "must be a section of settings",
-    "model_attributes_type": "must be a section of settings",
-    "finite_number": "must be a finite number",
-    "union_tag_not_found": "must say its `kind`",
+    "int_type": "be a whole number",
+    "float_type": "be a number",
+    "bool_type": "be true or false",
+    "string_type": "be text",
+    "string_too_short": "not be empty",
+    "string_pattern_mismatch": "not hold a NUL character",
+    "tuple_type": "be a list",
+    "too_short": "not be empty",
+    "model_type": "be a section of settings",
+    "model_attributes_type": "be a section of settings",
+    "finite_number": "be a finite number",
+    "union_tag_not_found": "say its `kind`",
 }
 BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
 
@@ -41,16 +41,23 @@ def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Ma
     """The most telling problem of `error`: a misspelt key first, since it often causes the others."""
     details = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
-    same = [(_locate(d, values), d) for d in details if d is first or d["loc"][:2] == first["loc"][:2] and first["type"] != "extra_forbidden"]
+    if first["type"] == "extra_forbidden":
+        place = _locate(first, values)
+        return _unknown_key(place, _source(place.key, sources))
+    same = [(_locate(d, values), d) for d in details if d["loc"][:2] == first["loc"][:2]]
     place, detail = max(same, key=lambda pair: pair[0].key.count("."))  # the branch of a union that got furthest
-    source = sources.get(place.key) or next((s for k, s in sources.items() if k.startswith(f"{place.key}.")), "")
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(place, source)
     if detail["type"] == "missing":
         return _missing(place, str(detail["loc"][-1]))
     rules = dict.fromkeys(_rule(d) for p, d in same if p.key == place.key)  # of each branch of a union
-    fix = fixes.fix(detail["type"], place.value, place.owner.model_fields.get(place.field), place.key)
-    return ConfigError(place.key, place.value, ", or ".join(rules), fix, source)
+    fix = fixes.fix(detail, place.value, place.owner.model_fields.get(place.field), place.field)
+    return ConfigError(place.key, place.value, f"must {', or '.join(rules)}", fix, _source(place.key, sources))
+
+
+def _source(key: str, sources: Mapping[str, str]) -> str:
+    """Where `key` was set, or the first thing in it, or the list that it is in."""
+    if key in sources or not key:
+        return sources.get(key, "")
+    return next((s for k, s in sources.items() if k.startswith(f"{key}.")), None) or _source(key.rpartition(".")[0], sources)
 
 
 def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> Place:
@@ -86,18 +93,16 @@ def _missing(place: Place, name: str) -> UserError:
         extend = ", or extend a config that has one, as in extends: models/llama3-8b" if name == "model" else ""
         return UserError(f"{name} is missing: every run needs this section; add `{name}:` to the config{extend}.")
     field = f"{place.key}.{name}"
-    return UserError(f"{field} is missing: {place.key} needs it; add it to the config or give {field}=VALUE.")
+    override = "" if any(part.isdigit() for part in place.key.split(".")) else f", or give {field}=VALUE"
+    return UserError(f"{field} is missing: {place.key} needs it; add it to the config{override}.")
 
 
 def _rule(detail: ErrorDetails) -> str:
-    context, kind = detail.get("ctx", {}), detail["type"]
-    if kind in WANTED:
-        return WANTED[kind]
+    """The rule that is broken, to follow "must"."""
+    kind = detail["type"]
     if kind in BOUNDS:
-        return f"must be {BOUNDS[kind]} {next(v for k, v in context.items() if k in ('gt', 'ge', 'lt', 'le'))}"
+        bound = next(v for k, v in detail["ctx"].items() if k in ("gt", "ge", "lt", "le"))
+        return f"be {BOUNDS[kind]} {show(int(bound) if bound == int(bound) else bound)}"
     if kind in ("literal_error", "union_tag_invalid"):
-        return f"must be one of {context.get('expected') or context.get('expected_tags')}".replace("'", "")
-    return detail["msg"][0].lower() + detail["msg"][1:]
-
-
-__all__ = ["first_problem"]
+        return f"be one of {', '.join(fixes.choices_of(detail))}"
+    return WANTED[kind]

@@ -1,91 +1,103 @@
 """What to write instead of a value that is wrong, worked out from the schema: a choice, a range, the form of a list."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from maxlm.config.errors import show
 
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
+NAMED = 12  # settings that an error names at most
 
 
-def fix(problem: str, value: Any, info: FieldInfo | None, key: str) -> str:
-    """Words for what `key` should hold; `problem` is pydantic's name for what is wrong with `value`."""
-    name = key.rpartition(".")[2]
+def fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) -> str:
+    """Words for what the field `name`, described by `info`, should hold; `detail` says what is wrong with `value`."""
+    problem = detail["type"]
     if info is None:
         return f"remove {name}"
     if problem in ("literal_error", "union_tag_invalid", "union_tag_not_found"):
-        return _choice(problem, value, info, name)
+        return _choice(detail, value, info, name)
     if problem in ("tuple_type", "too_short"):
-        return f"write {_list_form(info.annotation)}"
+        return _list_form(value, info)
     if problem in ("model_type", "model_attributes_type"):
         section = section_of(info, {})
-        names = list(section.model_fields) if section else []
-        return f"give its settings one by one: {', '.join(names[:12])}"
+        return f"give its settings one by one: {', '.join(list(section.model_fields if section else ())[:NAMED])}"
+    if problem == "string_type":
+        return "write some text" if value is None or isinstance(value, list | Mapping) else f"write it in quotes: {str(value)!r}"
     if problem.startswith("string"):
-        return "remove it" if "pattern" in problem else f"write it in quotes, as in {name}: '{value}'" if _is_plain(value) else "write some text"
-    return _number(problem, value, info, name)
+        return "write some text" if "short" in problem else "take it out"
+    return _number(detail, value, info)
 
 
 def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
     """The section class that a field holds; of several, the one whose `kind` is that of `values`."""
-    sections = _sections(info.annotation) if info else []
+    sections = _sections(info) if info else []
     kind = values.get("kind") if isinstance(values, Mapping) else None
     return next((section for section in sections if kind in _kinds(section)), sections[0] if sections else None)
 
 
-def _choice(problem: str, value: Any, info: FieldInfo, name: str) -> str:
-    leaves = _leaves(info.annotation)
-    if problem == "literal_error":
-        choices = [leaf for leaf in leaves if isinstance(leaf, str)]
-        near = get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        default = info.default if isinstance(info.default, str) else choices[0]
-        return f"the nearest is {near[0]}" if near else f"{default} is the usual choice"
-    kinds = [kind for section in _sections(info.annotation) for kind in _kinds(section)]
-    near = get_close_matches(str(value.get("kind")), kinds, n=1, cutoff=0.5)
-    return f"write for example {name}.kind: {near[0] if near else kinds[0]}" + (f" (there are {', '.join(kinds)})" if "not" in problem else "")
+def choices_of(detail: ErrorDetails) -> list[str]:
+    """The words that pydantic would have taken, out of what it says about a choice."""
+    context = detail.get("ctx", {})
+    return re.findall(r"'([^']*)'", context.get("expected") or context.get("expected_tags") or "")
 
 
-def _list_form(annotation: Any) -> str:
-    leaves = [leaf for leaf in _leaves(annotation) if leaf is not type(None) and leaf is not Ellipsis]
-    first = leaves[-1]
-    if isinstance(first, type) and issubclass(first, BaseModel):
-        return "one entry or more, as in [{" + ", ".join(f"{name}: ..." for name in first.model_fields) + "}]"
-    return f"one or more in brackets, as in [{first}]" if isinstance(first, str) else "one or more in brackets, as in [text]"
+def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str:
+    choices = choices_of(detail) or [kind for section in _sections(info) for kind in _kinds(section)]
+    if detail["type"] == "union_tag_not_found":
+        return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
+    if isinstance(value, str) and value in _leaves(info.annotation):
+        return f"write it in brackets: [{value}]"
+    wrong = value.get("kind") if isinstance(value, Mapping) else value
+    near = get_close_matches(str(wrong), choices, n=1, cutoff=0.5)
+    default = info.default if info.default in choices else choices[0]
+    return f"the nearest is {near[0]}" if near else f"write for example {default}"
 
 
-def _number(problem: str, value: Any, info: FieldInfo, name: str) -> str:
-    typed = {"int_type": int, "float_type": float}.get(problem)
-    if typed is not None and isinstance(value, str) and _reads_as(typed, value):
+def _list_form(value: Any, info: FieldInfo) -> str:
+    sections = _sections(info)
+    if sections:
+        return "write one entry or more, as in [{" + ", ".join(f"{name}: ..." for name in sections[0].model_fields) + "}]"
+    words = [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, str)]
+    if isinstance(value, str) and (not words or value in words):
+        return f"write it in brackets: {show([value])}"
+    return f"write one or more in brackets, as in [{words[-1] if words else 'text'}]"
+
+
+def _number(detail: ErrorDetails, value: Any, info: FieldInfo) -> str:
+    problem = detail["type"]
+    default = None if info.is_required() else info.default
+    if problem == "bool_type":
+        return f"write {BOOLEANS.get(str(value).lower(), 'true or false')}"
+    if isinstance(value, str) and _reads_as(int if problem == "int_type" else float, value):
         return f"write {value.strip()} without quotes"
     if problem == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if problem == "bool_type":
-        return f"write {BOOLEANS.get(str(value).lower(), 'true or false')}"
-    default = f"; left out, it is {show(info.default)}" if info.default and not isinstance(info.default, BaseModel) else ""
-    return f"use a number {_range(info)}{default}"
+    if problem in ("less_than", "less_than_equal"):
+        return f"use a smaller one, such as {show(default) if default is not None else 1}"
+    if problem in ("greater_than", "greater_than_equal"):
+        return f"use for example {show(default) if default else 1}"
+    kind = "whole number" if problem == "int_type" or isinstance(default, int) else "number"
+    return f"use a {kind} {_range(info)}, such as {show(default) if default else 1}"
 
 
 def _range(info: FieldInfo) -> str:
     """The range of a number in words, from the constraints in its annotation."""
-    bounds: dict[str, Any] = {}
-    for item in _metadata(info):
-        for name in ("gt", "ge", "lt", "le"):
-            if getattr(item, name, None) is not None:
-                bounds[name] = getattr(item, name)
-    low = f"above {bounds['gt']}" if "gt" in bounds else f"of at least {bounds['ge']}" if "ge" in bounds else ""
-    high = f"at most {bounds['le']}" if "le" in bounds and bounds["le"] < 2**53 else ""
-    return " and ".join(part for part in (low, high) if part) or "that is finite"
+    bounds = {name: getattr(item, name) for item in _constraints(info) for name in ("gt", "ge", "le") if hasattr(item, name)}
+    if "gt" in bounds:
+        return f"above {bounds['gt']}"
+    low = bounds.get("ge", 0)
+    return f"from {low} to {bounds['le']}" if bounds.get("le", 2**31) < 2**31 else f"of at least {low}" if low >= 0 else "in range"
 
 
-def _metadata(info: FieldInfo) -> list[Any]:
+def _constraints(info: FieldInfo) -> list[Any]:
     """Constraints of a field, also those inside `X | None`."""
-    found = list(info.metadata)
-    for arg in get_args(info.annotation):
-        found += getattr(arg, "__metadata__", ())
+    found = [*info.metadata, *(item for arg in get_args(info.annotation) for item in getattr(arg, "__metadata__", ()))]
     return [inner for item in found for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
@@ -99,16 +111,12 @@ def _leaves(annotation: Any) -> list[Any]:
     return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    return [leaf for leaf in _leaves(annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+def _sections(info: FieldInfo) -> list[type[BaseModel]]:
+    return [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | bool) or type(value).__name__ in ("date", "datetime")
 
 
 def _reads_as(typed: type, text: str) -> bool:

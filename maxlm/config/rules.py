@@ -23,7 +23,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None) -> None:
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
     check_run_name(config.run.name, sources.get("run.name", ""))
     if config.cluster is not None:
-        check_devices(config, cluster_devices(config), sources)
+        check_devices(config, cluster_devices(config, sources.get("cluster.topology", "")), sources)
 
 
 def check_run_name(name: str, source: str = "") -> None:
@@ -41,14 +41,14 @@ def check_run_name(name: str, source: str = "") -> None:
         raise ConfigError("run.name", name, rule, NAME_FIX, source)
 
 
-def cluster_devices(config: Config) -> int:
+def cluster_devices(config: Config, source: str = "") -> int:
     """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology nobody knows."""
     assert config.cluster is not None, "asked about a cluster that the config does not name"
-    chip, sides = _topology(config.cluster.topology)
+    chip, sides = _topology(config.cluster.topology, source)
     return math.prod(sides) * chip.devices_per_chip * config.mesh.slices
 
 
-def _topology(topology: str) -> tuple[Chip, list[int]]:
+def _topology(topology: str, source: str) -> tuple[Chip, list[int]]:
     """The chip, and chips along each side of one slice."""
     known = {chip.name.lower(): chip for chip in CHIPS}
     name, colon, shape = topology.partition(":")
@@ -56,13 +56,13 @@ def _topology(topology: str) -> tuple[Chip, list[int]]:
     if chip is None:
         near = get_close_matches(name.lower(), known, n=3, cutoff=0.4) or list(known)
         fix = f"use {_either([known[key].name.lower() for key in near])}, as in v5p:4x4x4"
-        raise ConfigError("cluster.topology", topology, f"no chip {name!r} is known", fix)
+        raise ConfigError("cluster.topology", topology, f"no chip {name!r} is known", fix, source)
     count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim; GPUs are named slices x hosts x GPUs
     example = f"{chip.name.lower()}:{'x'.join('4' * count) if chip.device_kinds[0].startswith('TPU') else '1x1x8'}"
     sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit()]
     if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
         rule = f"must be a chip, a colon and {count} sizes with `x` between them"
-        raise ConfigError("cluster.topology", topology, rule, f"write it as in {example}")
+        raise ConfigError("cluster.topology", topology, rule, f"write it as in {example}", source)
     return chip, sides
 
 

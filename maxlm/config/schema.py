@@ -83,7 +83,8 @@ class ModelConfig(Section):
     max_seq_len: Positive | None = None  # rows of the table when positions are learned
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
-    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)  # over depth, again and again; the last round may be cut short
+    # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     attention_softcap: PositiveFloat | None = None

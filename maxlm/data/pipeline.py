@@ -16,7 +16,7 @@ from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.order import SampleOrder
 from maxlm.data.prefetch import Prefetcher
-from maxlm.data.store import TokenStore
+from maxlm.data.store import TokenStore, read_context
 
 if TYPE_CHECKING:
     import jax
@@ -51,7 +51,9 @@ class Pipeline:
                 is too small.
         """
         weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
-        stores = [TokenStore.open(path, split, read_threads=config.read_threads) for path in weights]
+        assert weights, "config/rules.py demands a store or a mixture"
+        context = read_context(config.read_threads)
+        stores = [TokenStore.open(path, split, context=context) for path in weights]
         for store in stores:
             _check(store, stores[0], vocab_size)
         used = [store for store in stores if store.n_tokens > 1]

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,9 +106,11 @@ def _paths(source: str) -> list[Path]:
 def _stdlib() -> list[Path]:
     """The running interpreter's own modules: no tests, nothing installed, nothing that is not UTF-8."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    own = [root / name for name in names if not NOT_STDLIB.intersection(name.parts)]
-    return [path for path in own if _is_text(path)]
+    own: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(set(below) - NOT_STDLIB)  # what is installed there may be far larger than the library
+        own += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path for path in own if _is_text(path))
 
 
 def _is_text(path: Path) -> bool:

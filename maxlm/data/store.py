@@ -15,6 +15,13 @@ CACHE_BYTES = 2**28  # of chunks and shard indices, in this process
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
 
 
+def read_context(read_threads: int = 4) -> ts.Context:
+    """A cache of CACHE_BYTES and `read_threads` concurrent reads, to be shared by stores that are read together."""
+    limits = {"cache_pool": {"total_bytes_limit": CACHE_BYTES}}
+    limits |= {name: {"limit": read_threads} for name in ("file_io_concurrency", "gcs_request_concurrency")}
+    return ts.Context(limits, parent=storage.SHARED_CONTEXT)
+
+
 class TokenStore:
     """One split of a token store. Opening checks that all of it is there; reading checks every chunk's CRC."""
 
@@ -25,8 +32,10 @@ class TokenStore:
         self._documents = self._array("documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
 
     @classmethod
-    def open(cls, path: str, split: Split = "train", *, read_threads: int = 4) -> "TokenStore":
+    def open(cls, path: str, split: Split = "train", *, context: ts.Context | None = None) -> "TokenStore":
         """The split `split` of the store in the folder `path`, local or gs://.
+
+        `context` is what `read_context` gave, for stores that share a cache; None: its own.
 
         Raises:
             UserError: there is no store, it is unfinished or of another kind, or parts of it are missing or cut short.
@@ -37,8 +46,7 @@ class TokenStore:
             if storage.read_bytes(path, manifest.PROGRESS) is not None:
                 raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to go on.")
             raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it); make it with `maxlm data prepare`.")
-        limits = {"cache_pool": {"total_bytes_limit": CACHE_BYTES}, "file_io_concurrency": {"limit": read_threads}}
-        return cls(path, split, info, ts.Context(limits, parent=storage.SHARED_CONTEXT))
+        return cls(path, split, info, context or read_context())
 
     @property
     def size(self) -> SplitInfo:

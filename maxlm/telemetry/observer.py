@@ -32,7 +32,7 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """Every figure by name, `extra` beside the others."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "extra"}
-        return {**self.extra, **known}  # an extra never hides a figure of ours
+        return {**known, **self.extra, **known}  # an extra never hides a figure of ours
 
     def to_json(self) -> str:
         """One line of strict JSON: what is not finite is null."""
@@ -44,8 +44,8 @@ class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
     start     step it starts from; `parameters devices device_kind processes total_steps version`
-    restore   step restored; `seconds`
-    save      step saved; `seconds` the write took, `blocked_s` the loop waited for it
+    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken)
+    save      step whose save began; `blocked_s` the loop waited for it, `failed_before` why the save before it failed
     skip      step whose update was not applied; `reason`
     eval      `eval_loss` (nats a token), `seconds`
     rollback  step gone back to; `from_step reason`

@@ -60,9 +60,11 @@ def sentence(event: Event) -> str:
         case "start":
             return f"Started at step {event.step:,}{_of_total(data)}{_hardware(data)}"
         case "restore":
-            return f"Restored the checkpoint of step {event.step:,}{_took(data)}"
+            damaged = "".join(f"; passed over: {reason}" for reason in data.get("passed_over", ()))
+            return f"Restored the checkpoint of step {event.step:,}{_took(data)}{damaged}"
         case "save":
-            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}"
+            failed = f"; the save before failed: {data['failed_before']}" if data.get("failed_before") else ""
+            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}{failed}"
         case "skip":
             return f"Skipped the update of step {event.step:,}{_because(data)}"
         case "eval":

@@ -111,7 +111,7 @@ def collectives(hlo: str) -> list[tuple[str, int, int]]:
 
 def group_size(line: str) -> int:
     """Devices that take part in one instance of the collective on this line, in any of the three ways XLA writes groups."""
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
         return math.prod(sizes[axis] for axis in re.findall(r"'([^']+)'", named.group(2)))
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):

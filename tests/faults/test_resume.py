@@ -1,0 +1,136 @@
+"""A run that is killed, stopped or moved to another layout goes on as if nothing had happened."""
+
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from small_run import checkpoint_steps, events, exact, finish, free_port, make_workspace, metrics, saved_state, start, wait_for_step
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of STEPS steps that nothing disturbed, with the store it made."""
+    folder = make_workspace(tmp_path_factory.mktemp("straight"))
+    finish(start(folder, f"train.steps={STEPS}", "checkpoint.every_steps=10"))
+    return folder
+
+
+@pytest.fixture
+def workspace(straight, tmp_path):
+    """The same texts, store and config, and no run yet."""
+    folder = tmp_path / "work"
+    shutil.copytree(straight, folder, ignore=shutil.ignore_patterns("runs"))
+    return folder
+
+
+def test_kill_9_and_restart_changes_no_bit(straight, workspace):
+    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
+    for reached in (13, 31):
+        process = start(workspace, *settings)
+        wait_for_step(workspace, reached, process)
+        process.kill()
+        finish(process, code=-signal.SIGKILL)
+    killed_at = metrics(workspace)[-1]["step"]
+    assert 31 <= killed_at < STEPS, "the run must be killed in the middle"
+    finish(start(workspace, *settings))
+    restored = [event["step"] for event in events(workspace, "restore")]
+    assert len(restored) == 2
+    assert 0 < restored[0] < restored[1]
+    assert exact(metrics(workspace)) == exact(metrics(straight))
+    assert saved_state(workspace, STEPS) == saved_state(straight, STEPS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, workspace, number):
+    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=1000")
+    process = start(workspace, *settings)
+    wait_for_step(workspace, 7, process)
+    process.send_signal(number)
+    finish(process, code=3)
+    (stopped,) = events(workspace, "preempt")
+    assert number.name in stopped["reason"]
+    finish(start(workspace, *settings))
+    assert events(workspace, "restore")[0]["step"] == stopped["step"], "nothing is trained twice after an orderly stop"
+    assert exact(metrics(workspace)) == exact(metrics(straight))
+    assert saved_state(workspace, STEPS) == saved_state(straight, STEPS)
+
+
+def test_a_finished_run_has_nothing_left_to_do(straight):
+    before = metrics(straight)
+    assert "nothing left to do" in finish(start(straight, f"train.steps={STEPS}", "checkpoint.every_steps=10"))
+    assert metrics(straight) == before
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(("mesh.data=8", "mesh.fsdp=1"), id="8x1"),
+        pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"),
+        pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2"),
+    ],
+)
+def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh):
+    finish(start(workspace, "train.steps=12", *mesh, "optimizer.schedule=constant", devices=8))
+    finish(start(workspace, "train.steps=12", "optimizer.schedule=constant", "run.name=alone"))
+    alone, split = metrics(workspace, "alone"), metrics(workspace)
+    assert [r["batch_digest"] for r in split] == [r["batch_digest"] for r in alone]
+    np.testing.assert_allclose([r["loss"] for r in split], [r["loss"] for r in alone], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"), pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2")]
+)
+def test_two_processes_joined_see_the_same_samples_and_losses(workspace, mesh):
+    finish(start(workspace, "train.steps=12", *mesh, "run.name=one", devices=8))
+    port = free_port()
+    joined = [
+        start(
+            workspace,
+            "train.steps=12",
+            *mesh,
+            "run.name=two",
+            devices=4,
+            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(number),
+        )
+        for number in range(2)
+    ]
+    for process in joined:
+        finish(process)
+    one, two = metrics(workspace, "one"), metrics(workspace, "two")
+    assert [r["step"] for r in two] == list(range(1, 13)), "one process writes the metrics, once"
+    assert [r["batch_digest"] for r in two] == [r["batch_digest"] for r in one]
+    np.testing.assert_allclose([r["loss"] for r in two], [r["loss"] for r in one], rtol=1e-5)
+
+
+def test_a_run_moves_to_another_mesh_in_the_middle(straight, workspace):
+    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
+    process = start(workspace, *settings)
+    wait_for_step(workspace, 23, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, code=3)
+    finish(start(workspace, *settings, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8))
+    mine, wanted = metrics(workspace), metrics(straight)
+    assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]
+    np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in wanted], rtol=2e-3)  # rounding grows with the steps
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.d_ff=96", "model.d_ff"),
+        ("train.seed=7", "train.seed"),
+        ("optimizer.name=muon", "optimizer.name"),
+        ("model.rope.theta=5000", "model.rope.theta"),
+    ],
+)
+def test_a_checkpoint_of_another_experiment_is_refused_and_kept(straight, change, named):
+    before = checkpoint_steps(straight)
+    said = finish(start(straight, f"train.steps={STEPS}", "checkpoint.every_steps=10", change), code=2)
+    assert named in said
+    assert "Traceback" not in said
+    assert checkpoint_steps(straight) == before
