@@ -9,7 +9,10 @@ import typer
 from maxlm.config.errors import UserError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Pretrain transformers in JAX, from a laptop to a TPU pod."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Pretrain transformers in JAX, from a laptop to a TPU pod.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Turn text into a token store, and look into one.")
 app.add_typer(data_app, name="data")

@@ -45,7 +45,12 @@ def command(*arguments: str) -> list[str]:
 def start(folder: Path, *overrides: str, devices: int = 1, **extra: str) -> subprocess.Popen:
     """`maxlm train small.yml ...` in `folder`, running."""
     return subprocess.Popen(
-        command("train", "small.yml", *overrides), cwd=folder, env=environment(devices, **extra), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command("train", "small.yml", *overrides),
+        cwd=folder,
+        env=environment(devices, **extra),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

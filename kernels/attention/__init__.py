@@ -35,7 +35,9 @@ def attention(
     if k_BTGK.shape != v_BTGK.shape or q_BSHK.shape[-1] != k_BTGK.shape[-1] or q_BSHK.shape[0] != k_BTGK.shape[0]:
         raise ValueError(f"attention: shapes do not fit: q {q_BSHK.shape}, k {k_BTGK.shape}, v {v_BTGK.shape}")
     if query_segments_BS.shape != q_BSHK.shape[:2] or key_segments_BT.shape != k_BTGK.shape[:2]:
-        raise ValueError(f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}")
+        raise ValueError(
+            f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}"
+        )
     positions_BS = query_positions_BS if query_positions_BS is not None else _places(query_segments_BS)
     positions_BT = key_positions_BT if key_positions_BT is not None else _places(key_segments_BT)
     query_at, key_at = (query_segments_BS, positions_BS), (key_segments_BT, positions_BT)

@@ -6,10 +6,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def visible(
-    query_segments_S: Int[np.ndarray, "S"],
-    key_segments_T: Int[np.ndarray, "T"],
-    query_positions_S: Int[np.ndarray, "S"],
-    key_positions_T: Int[np.ndarray, "T"],
+    query_segments_S: Int[np.ndarray, " S"],
+    key_segments_T: Int[np.ndarray, " T"],
+    query_positions_S: Int[np.ndarray, " S"],
+    key_positions_T: Int[np.ndarray, " T"],
     window: int | None,
 ) -> Bool[np.ndarray, "S T"]:
     """Which key each query of one sequence sees."""
@@ -20,7 +20,13 @@ def visible(
 
 
 def attention_reference(
-    q_SK: Float[Array, "S K"], k_TK: Float[Array, "T K"], v_TK: Float[Array, "T K"], seen_ST: Bool[np.ndarray, "S T"], *, scale: float, softcap: float | None
+    q_SK: Float[Array, "S K"],
+    k_TK: Float[Array, "T K"],
+    v_TK: Float[Array, "T K"],
+    seen_ST: Bool[np.ndarray, "S T"],
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> Float[Array, "S K"]:
     """One head of one sequence."""
     scores_ST = scale * (q_SK @ k_TK.T)

@@ -39,7 +39,15 @@ def _split(x: jax.Array) -> jax.Array:
 
 
 def _attend(
-    q_BSHK: jax.Array, query_at: At, *, k_BTGK: jax.Array, v_BTGK: jax.Array, key_at: At, scale: float, window: int | None, softcap: float | None
+    q_BSHK: jax.Array,
+    query_at: At,
+    *,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    key_at: At,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]

@@ -91,7 +91,9 @@ def _forward(
     return CrossEntropySums(*sums), (dx, dw)
 
 
-def _backward(static: _Static, gradients: tuple[jax.Array, jax.Array], cotangent: CrossEntropySums) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward(
+    static: _Static, gradients: tuple[jax.Array, jax.Array], cotangent: CrossEntropySums
+) -> tuple[jax.Array, jax.Array, None, None]:
     dx, dw = (gradient * cotangent.total.astype(gradient.dtype) for gradient in gradients)
     return dx, dw, None, None
 

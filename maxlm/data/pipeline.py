@@ -5,7 +5,7 @@ next window's first input. So every token is an input once an epoch, but for the
 are split over windows, short ones share one; the last window is padded. Nothing is dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,7 +111,7 @@ class Pipeline:
 
         return Batch(*map(to_devices, host))
 
-    def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Iterator[tuple[int, Batch]]:
+    def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Prefetcher:
         """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches made ahead in the background.
 
         What goes wrong there is raised here. Call `close` on it, or use it in a `with` block, to stop early.

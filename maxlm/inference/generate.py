@@ -37,7 +37,9 @@ def generate(config: ModelConfig, params: Parameters, prompt: list[int], sampler
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue.")
     if max(prompt) >= config.vocab_size:
-        raise UserError(f"the prompt holds token id {max(prompt)}, and the model's vocabulary has {config.vocab_size}: use its own tokenizer.")
+        raise UserError(
+            f"the prompt holds token id {max(prompt)}, and the model's vocabulary has {config.vocab_size}: use its own tokenizer."
+        )
     if config.max_seq_len is not None and length > config.max_seq_len:
         raise UserError(f"prompt and continuation have {length} tokens, above model.max_seq_len = {config.max_seq_len}: ask for fewer.")
     ids = np.asarray(_run(config, sampler, end_of_document, params, jnp.asarray([prompt], jnp.int32)))[0].tolist()
@@ -72,12 +74,12 @@ def _run(config: ModelConfig, sampler: Sampler, end: int, params: Parameters, pr
 def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""], caches: Caches) -> tuple[Float[Array, "B V"], Caches]:
     """Logits after the last of the new tokens, the first of which stands at `start`."""
     positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    hidden_BSD, caches = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), caches=caches)
-    assert caches is not None
-    return logits(hidden_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], caches
+    hidden_BSD, extended = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), caches=caches)
+    assert extended is not None, "caches went in"
+    return logits(hidden_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], extended
 
 
-def _choose(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, "B"]:
+def _choose(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
     if sampler.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if 0 < sampler.top_k < logits_BV.shape[-1]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.decoder import Decoder
@@ -31,7 +31,7 @@ def bind(config: ModelConfig, parameters: Parameters) -> Decoder:
     leaves, treedef = jax.tree.flatten(abstract_decoder(config))
     names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_decoder(config))[0]]
     assert len(names) == len(leaves)
-    return jax.tree.unflatten(treedef, [functools.reduce(lambda tree, part: tree[part], name, parameters) for name in names])
+    return jax.tree.unflatten(treedef, [_get(parameters, name) for name in names])
 
 
 def parameter_axes(config: ModelConfig) -> Parameters:
@@ -51,8 +51,7 @@ def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameter
     specs: Parameters = {}
     for path, shape in paths:
         name = tuple(entry.key for entry in path)
-        declared = functools.reduce(lambda tree, part: tree[part], name, axes)
-        _put(specs, name, partition_spec(declared, shape.shape, mesh, "/".join(name)))
+        _put(specs, name, partition_spec(_get(axes, name), shape.shape, mesh, "/".join(name)))
     return specs
 
 
@@ -89,6 +88,10 @@ def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A pytree path as the parts of a name; the entry for a Variable's value is no part of it."""
     parts = [str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path]
     return tuple(parts[:-1] if parts[-1] == "value" else parts)
+
+
+def _get(tree: Parameters, name: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda branch, part: branch[part], name, tree)
 
 
 def _put(tree: Parameters, name: tuple[str, ...], leaf: Any) -> None:

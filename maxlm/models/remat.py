@@ -17,7 +17,10 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
         policy = policies.dots_with_no_batch_dims_saveable
     elif memory.offload:
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=names, names_which_can_be_offloaded=list(memory.offload), offload_src="device", offload_dst="pinned_host"
+            names_which_can_be_saved=names,
+            names_which_can_be_offloaded=list(memory.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
         )
     else:
         policy = policies.save_only_these_names(*names)

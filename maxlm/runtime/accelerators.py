@@ -1,81 +1,80 @@
 """Traces that an accelerator leaves on a machine whether or not jax can use it, and what to do when jax cannot."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PCI_VENDORS = {"0x1ae0": "tpu", "0x10de": "cuda"}
-PCI_CLASSES = {"tpu": ("0x088000", "0x0880", "0xff00", "0x1200"), "cuda": ("0x0300", "0x0302")}  # how the class of a device of ours begins
-CUDA13_DRIVER = 580  # the oldest driver that runs CUDA 13 (its release notes, table 3)
+# PCI vendor -> (extra of maxlm, what an accelerator of that maker looks like). Google's network cards share the vendor, so TPUs
+# are told by device id (v2-v3, v4, v5p, v5e, v6e, tpu7x; source: jax's hardware_utils.py), GPUs by PCI class (display, 3D).
+TPU_IDS = ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+GPU_CLASSES = ("0x0300", "0x0302")
+CUDA13_DRIVER = 580  # the oldest driver that runs CUDA 13 (NVIDIA's CUDA 13.0 release notes)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Accelerator:
     """One kind of accelerator that is there: `kind` is the name of maxlm's extra for it."""
 
     kind: str  # tpu or cuda
     trace: str  # what gave it away
-    driver: str | None = None  # version of NVIDIA's kernel driver, None if it is not loaded
+    node: bool  # whether the kernel offers it as a device file
+    driver: str | None = None  # version of NVIDIA's kernel driver, where it says
 
 
-def find_accelerators(root: Path = Path("/")) -> list[Evidence]:
+def find_accelerators(root: Path = Path("/")) -> list[Accelerator]:
     """Accelerators that the system under `root` shows signs of."""
-    pci = {PCI_VENDORS[vendor]: device for device, vendor in _pci_devices(root) if vendor in PCI_VENDORS}
-    tpu_nodes = sorted((root / "dev").glob("accel[0-9]*")) or (sorted((root / "dev/vfio").glob("[0-9]*")) if "tpu" in pci else [])
-    gpu_nodes = sorted((root / "dev").glob("nvidia[0-9]*"))
+    pci = _pci_accelerators(root)
+    nodes = {"tpu": sorted((root / "dev").glob("accel[0-9]*")), "cuda": sorted((root / "dev").glob("nvidia[0-9]*"))}
+    if "tpu" in pci and not nodes["tpu"]:  # newer TPU machines pass theirs through vfio, as any PCI device may be
+        nodes["tpu"] = sorted((root / "dev" / "vfio").glob("[0-9]*"))
     found = []
-    if tpu_nodes or "tpu" in pci:
-        found.append(Evidence("tpu", f"/{tpu_nodes[0].relative_to(root)}" if tpu_nodes else f"PCI device {pci['tpu']}"))
-    if gpu_nodes or "cuda" in pci:
-        trace = f"/{gpu_nodes[0].relative_to(root)}" if gpu_nodes else f"PCI device {pci['cuda']}"
-        found.append(Evidence("cuda", trace, _nvidia_driver(root)))
+    for kind in ("tpu", "cuda"):
+        if nodes[kind] or kind in pci:
+            trace = f"/{nodes[kind][0].relative_to(root)}" if nodes[kind] else f"PCI device {pci[kind]}"
+            found.append(Accelerator(kind, trace, bool(nodes[kind]), _nvidia_driver(root) if kind == "cuda" else None))
     return found
 
 
-def remedy(evidence: Evidence, plugin: str | None, install: str, platforms: str) -> str:
+def remedy(accelerator: Accelerator, plugin: str | None, install: str, platforms: str) -> str:
     """What brings an accelerator to jax when jax does not see it.
 
     Args:
-        evidence: the accelerator.
+        accelerator: what is there.
         plugin: name and version of the jax plugin that is installed for it, if one is.
-        install: the pip command that installs maxlm with the accelerator's extra.
+        install: the pip command that installs maxlm with the extra for it.
         platforms: JAX_PLATFORMS, or "".
     """
-    if platforms and not any(name in platforms.split(",") for name in (evidence.kind, "gpu" if evidence.kind == "cuda" else "")):
+    names = {"tpu": {"tpu"}, "cuda": {"cuda", "gpu"}}[accelerator.kind]
+    if platforms and not names.intersection(platforms.split(",")):
         return f"unset JAX_PLATFORMS, which is {platforms}"
-    if evidence.kind == "cuda":
-        if evidence.driver is None:
-            return "install NVIDIA's driver: it is not loaded (in a container, start it with --gpus all)"
-        if int(evidence.driver.partition(".")[0]) < CUDA13_DRIVER and (plugin is None or "cuda13" in plugin):
-            return f"update the driver from {evidence.driver} to {CUDA13_DRIVER} or later, or pip install 'jax[cuda12]'"
+    if accelerator.kind == "cuda" and accelerator.driver is None and not accelerator.node:
+        return "install NVIDIA's driver, which is not loaded (a container needs to be started with --gpus all)"
+    if accelerator.driver is not None and int(accelerator.driver.partition(".")[0]) < CUDA13_DRIVER and "cuda12" not in (plugin or ""):
+        return f"update NVIDIA's driver from {accelerator.driver} to {CUDA13_DRIVER} or later, or pip install 'jax[cuda12]'"
     if plugin is None:
         return install
-    return f"{plugin} is installed and finds nothing: is another process using the device, and may this user open {evidence.trace}?"
+    return f"{plugin} is there and finds nothing: see whether another process holds the device and whether you may open {accelerator.trace}"
 
 
-def _pci_devices(root: Path) -> list[tuple[str, str]]:
-    """(address, vendor) of the PCI devices that are accelerators by their class: a maker's network card is none."""
-    found = []
-    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+def _pci_accelerators(root: Path) -> dict[str, str]:
+    """Kind -> PCI address of an accelerator of that kind."""
+    found: dict[str, str] = {}
+    for device in sorted((root / "sys" / "bus" / "pci" / "devices").glob("*")):
         try:
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            vendor, number, kind = ((device / name).read_text().strip() for name in ("vendor", "device", "class"))
         except OSError:
             continue
-        if any(kind.startswith(begin) for begin in PCI_CLASSES.get(PCI_VENDORS.get(vendor, ""), ())):
-            found.append((device.name, vendor))
+        if vendor == "0x1ae0" and number in TPU_IDS:
+            found.setdefault("tpu", device.name)
+        if vendor == "0x10de" and kind.startswith(GPU_CLASSES):
+            found.setdefault("cuda", device.name)
     return found
 
 
 def _nvidia_driver(root: Path) -> str | None:
     try:
-        text = (root / "proc/driver/nvidia/version").read_text()
+        text = (root / "proc" / "driver" / "nvidia" / "version").read_text()
     except OSError:
         return None
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    match = re.search(r"\s(\d+\.\d[\d.]*)\s", text)
     return match.group(1) if match else None
-
-
-def may_open(path: str) -> bool:
-    """Whether this user may use a device node."""
-    return os.access(path, os.R_OK | os.W_OK)

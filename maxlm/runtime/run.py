@@ -1,7 +1,9 @@
 """A run from its config to its report: joins what the layers below build separately."""
 
 import contextlib
+import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ def run(config: Config, console: Console, show: Showing) -> int:
     Raises UserError before anything is written if the config cannot be honoured.
     """
     goodput = Goodput()
+    keep_compiled_programs()
     joined = cluster.join()
     primary = jax.process_index() == 0
     mesh = build_mesh(config)
@@ -69,12 +72,18 @@ def run(config: Config, console: Console, show: Showing) -> int:
     return EXIT_CODES[outcome.status]
 
 
+def keep_compiled_programs() -> None:
+    """Let a restart find the step compiled, unless the environment says where programs go. An unwritable folder only costs the gain."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlm" / "compiled"))
+
+
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
     """The training batches, and the held-out ones if evaluation is on. Raises UserError for a store that cannot be used."""
-    settings = {"global_batch": config.train.global_batch, "seed": config.train.seed, "vocab_size": config.model.vocab_size}
-    data = Pipeline.create(config.data, **settings)
-    wanted = config.train.eval_batches > 0
-    return data, Pipeline.create(config.data, **settings, split="eval") if wanted else None
+    create = functools.partial(
+        Pipeline.create, config.data, global_batch=config.train.global_batch, seed=config.train.seed, vocab_size=config.model.vocab_size
+    )
+    return create(), create(split="eval") if config.train.eval_batches > 0 else None
 
 
 def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
@@ -88,7 +97,9 @@ def _prepare(config: Config) -> None:
     if jax.process_count() == 1:
         prepare(config.data)
     elif not Path(config.data.store or "", "store.json").exists():
-        raise UserError(f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training.")
+        raise UserError(
+            f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training."
+        )
 
 
 def _facts(config: Config, joined: str) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def _run(session: Session, state: TrainState, start: int, total: int) -> Outcome
     meter = Meter(program, session.observers, start)
     batches = session.data.batches(start, program.batch_sharding, total)
     saved = start
-    step, status, message, eval_loss = start, "done", f"all {total:,} steps are done", None
+    step, eval_loss = start, None
+    status: Status = "done"
+    message = f"all {total:,} steps are done"
     try:
         for step in range(start, total):
             reason = session.stop(step)

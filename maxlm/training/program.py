@@ -1,6 +1,5 @@
 """A config turned into compiled functions on a mesh: the one place that says how step, state and batch are split."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.parallel import partition_spec
-from maxlm.training.loss import LossSums
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.state import TrainState, init_state, state_shardings
-from maxlm.training.step import Metrics, build_eval_step, build_train_step
+from maxlm.training.step import build_eval_step, build_train_step
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Program:
 
     @cached_property
     def state_shardings(self) -> TrainState:
+        """A NamedSharding for every leaf of the state."""
         return state_shardings(self.config.model, self.optimizer, self.mesh)
 
     @cached_property
@@ -51,12 +50,14 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            make = jax.jit(lambda: init_state(self.config.model, self.optimizer, self.config.train.seed), out_shardings=self.state_shardings)
+            make = jax.jit(
+                lambda: init_state(self.config.model, self.optimizer, self.config.train.seed), out_shardings=self.state_shardings
+            )
             return make()
 
     @cached_property
-    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The jitted update; its state is donated."""
+    def step(self) -> jax.stages.Wrapped:
+        """The jitted update, (state, batch) -> (state, Metrics); its state is donated."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             build_train_step(self.config, self.optimizer),
@@ -66,8 +67,8 @@ class Program:
         )
 
     @cached_property
-    def evaluate(self) -> Callable[[dict, Batch], LossSums]:
-        """The jitted evaluation of one batch."""
+    def evaluate(self) -> jax.stages.Wrapped:
+        """The jitted evaluation of one batch, (params, batch) -> LossSums."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(build_eval_step(self.config), in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
 

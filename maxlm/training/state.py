@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models import abstract_parameters, init_parameters, parameter_specs
@@ -19,8 +18,8 @@ from maxlm.models.parameters import Parameters
 class TrainState:
     """`step` batches have been consumed; `skipped` of them changed nothing, since loss or gradients were not finite."""
 
-    step: Int[Array, ""]
-    skipped: Int[Array, ""]
+    step: Any  # int32 scalar
+    skipped: Any  # int32 scalar
     params: Parameters
     opt_state: Any
 
@@ -37,7 +36,7 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every leaf of the state: optimizer moments are split as the parameter they belong to."""
+    """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to."""
     abstract = abstract_parameters(config)
     specs = parameter_specs(config, mesh)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

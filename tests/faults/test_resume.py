@@ -81,7 +81,8 @@ def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"), pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2")]
+    "mesh",
+    [pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"), pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2")],
 )
 def test_two_processes_joined_see_the_same_samples_and_losses(workspace, mesh):
     finish(start(workspace, "train.steps=12", *mesh, "run.name=one", devices=8))

@@ -13,10 +13,8 @@ from maxlm.kernels.attention.reference import attention_reference, visible
 
 
 def operands(seed=0, B=2, S=24, H=4, G=2, K=8):
-    q, k, v = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(jax.random.split(jax.random.key(seed), 3), [(B, S, H, K), (B, S, G, K), (B, S, G, K)])
-    )
+    keys, kv = jax.random.split(jax.random.key(seed), 3), (B, S, G, K)
+    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, [(B, S, H, K), kv, kv], strict=True))
     segments_BS = np.sort(np.random.default_rng(seed).integers(1, 4, (B, S)), axis=1).astype(np.int32)
     segments_BS[0, -3:] = 0  # padding
     return q, k, v, jnp.asarray(segments_BS)
@@ -103,6 +101,6 @@ def test_padding_gives_zero():
 )
 def test_shapes_that_do_not_fit_are_named(shapes, named):
     q, k, v = (jnp.zeros(shape) for shape in shapes[:3])
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match="attention: ") as error:
         run(q, k, v, jnp.ones(shapes[3], jnp.int32))
     assert named in str(error.value)

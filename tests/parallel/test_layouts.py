@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program, run_steps
+from tiny import run_steps, tiny_batch, tiny_program
 
 LAYOUTS = {
     "data": {"data": 8, "fsdp": 1},

@@ -64,7 +64,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(mesh):
             batch._replace(weights_BS=np.where(np.arange(SEQ_LEN) == 5, np.inf, batch.weights_BS).astype(np.float32)) if n == 1 else batch
         )
 
-    before, first = run_steps(program, 1)
+    before, _ = run_steps(program, 1)
     after, metrics = run_steps(program, 2, batches=poisoned)
     assert not np.isfinite(metrics[1].loss)
     assert [int(m.skipped) for m in metrics] == [0, 1]

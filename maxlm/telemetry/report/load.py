@@ -20,8 +20,8 @@ from maxlm.telemetry.strict_json import read_objects
 class Series(NamedTuple):
     """One figure over the steps: steps rise; a figure that was null is left out."""
 
-    steps_N: NDArray[np.float64]  # noqa: N815 (arrays wear their shape)
-    values_N: NDArray[np.float64]  # noqa: N815
+    steps_N: NDArray[np.float64]
+    values_N: NDArray[np.float64]
 
 
 EMPTY = Series(np.zeros(0), np.zeros(0))

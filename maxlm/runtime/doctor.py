@@ -1,0 +1,233 @@
+"""`maxlm doctor`: what this machine has, what is missing, and how to get it."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from maxlm.hardware.chips import chip_of
+from maxlm.runtime.accelerators import Accelerator, find_accelerators, remedy
+
+GIB = 2**30
+PYTHONS = ((3, 11), (3, 13))  # oldest and newest that maxlm is tested on
+SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore")
+PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # extra -> the packages that bring the platform
+PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # extra -> jax's name for it
+PROBE_SECONDS = 120  # a TPU slice answers only when all of its hosts ask
+LOW_MEMORY, LOW_DISK, NO_DISK = 4 * GIB, 10 * GIB, GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. A problem stops training; a warning is something to know."""
+
+    name: str
+    state: Literal["ok", "warning", "problem"]
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was looked at, in words, and the figures behind it."""
+
+    findings: tuple[Finding, ...]
+    facts: dict[str, Any]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing stands in the way of training."""
+        return all(finding.state != "problem" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON holds it; bytes are bytes."""
+        return {"healthy": self.healthy, "findings": [asdict(finding) for finding in self.findings], **self.facts}
+
+
+def examine() -> Report:
+    """Look at this machine. Changes nothing; devices are asked for in a process of their own, so a broken driver cannot take this one."""
+    versions = {name: _version(name) for name in (*SHOWN, *(name for names in PLUGINS.values() for name in names))}
+    devices = ask_for_devices([sys.executable, "-m", "maxlm.runtime.probe"])
+    disk, memory = shutil.disk_usage(Path.cwd()).free, _memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    findings = [
+        python_finding(sys.version_info[:2]),
+        *package_findings(importlib.metadata.requires("maxlm") or [], _version),
+        *device_findings(devices, find_accelerators(), versions, os.environ.get("JAX_PLATFORMS", "")),
+        *_cache_findings(devices),
+        Finding("cores", "ok", str(cores)),
+        memory_finding(memory),
+        disk_finding(disk, Path.cwd()),
+    ]
+    facts = {"python": platform.python_version(), "system": platform.platform(), "versions": versions, **devices}
+    return Report(tuple(findings), {**facts, "cores": cores, "memory_bytes": memory, "disk_free_bytes": disk})
+
+
+def as_text(report: Report) -> str:
+    """A line a finding, its fix below it, and what it comes to."""
+    width = max(len(finding.name) for finding in report.findings)
+    lines = []
+    for finding in report.findings:
+        lines.append(f"{finding.state:8} {finding.name:{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':8} {'':{width}}  fix: {finding.fix}")
+    counts = Counter(finding.state for finding in report.findings)
+    told = [f"{counts[state]} {state}{'s' if counts[state] > 1 else ''}" for state in ("problem", "warning") if counts[state]]
+    return "\n".join([*lines, "", f"{' and '.join(told)}." if told else "This machine is ready."])
+
+
+def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:
+    """What the probe says: `platform`, `devices` and `compilation_cache`; or `error`, in a line, where jax could not start."""
+    nothing = {"platform": None, "devices": [], "compilation_cache": None}
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {**nothing, "error": f"jax did not answer within {timeout:g} seconds; on a TPU slice all hosts must ask at the same time"}
+    last = (answer.stdout.strip().splitlines() or [""])[-1]
+    try:
+        return {**nothing, **json.loads(last), "error": None}
+    except json.JSONDecodeError:
+        said = [line for line in answer.stderr.splitlines() if line.strip()]
+        return {**nothing, "error": f"jax cannot start: {said[-1].strip() if said else f'it ended with {answer.returncode}'}"}
+
+
+def python_finding(version: tuple[int, ...]) -> Finding:
+    """Whether maxlm is tested on this Python."""
+    shown = platform.python_version()
+    if version > PYTHONS[1]:
+        newest = ".".join(map(str, PYTHONS[1]))
+        return Finding("python", "warning", f"{shown}, and maxlm is tested up to {newest}", f"use Python {newest} if something fails")
+    return Finding("python", "ok", shown)
+
+
+def package_findings(requirements: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Whether every package that `requirements` name, as `name>=version`, is there and new enough."""
+    fix = f"run {_install(None)}"
+    good = []
+    for name, wanted in re.findall(r"^([\w.-]+)\s*(?:>=([\w.]+))?\s*$", "\n".join(requirements), re.MULTILINE):
+        version = version_of(name)
+        if version is None:
+            yield Finding(name, "problem", "is not installed", fix)
+        elif wanted and _numbers(version) < _numbers(wanted):
+            yield Finding(name, "problem", f"is {version}, and maxlm needs {wanted} or later", fix)
+        elif name in SHOWN:
+            good.append(f"{name} {version}")
+    yield Finding("packages", "ok", ", ".join(good))
+
+
+def device_findings(
+    devices: dict[str, Any], accelerators: list[Accelerator], versions: dict[str, str | None], platforms: str
+) -> Iterator[Finding]:
+    """What jax sees, and every accelerator that is there and that it does not see."""
+    if devices["error"]:
+        fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else f"run {_install(None)} again"
+        yield Finding("devices", "problem", devices["error"], fix)
+    for kind, count in Counter((device["kind"], device["memory_bytes"]) for device in devices["devices"]).items():
+        yield _device_finding(devices["platform"], *kind, count)
+    for accelerator in accelerators:
+        if devices["platform"] == PLATFORMS[accelerator.kind]:
+            continue
+        plugin = next((f"{name} {versions[name]}" for name in PLUGINS[accelerator.kind] if versions.get(name)), None)
+        fix = remedy(accelerator, plugin, f"run {_install(accelerator.kind)}", platforms)
+        hidden = fix.startswith("unset")  # on purpose, perhaps
+        name = {"tpu": "TPU", "cuda": "NVIDIA GPU"}[accelerator.kind]
+        yield Finding(name, "warning" if hidden else "problem", f"is there ({accelerator.trace}), and jax does not use it", fix)
+    yield from _plugin_findings(versions)
+
+
+def _device_finding(backend: str, kind: str, memory: int | None, count: int) -> Finding:
+    held = f", {memory / GIB:.1f} GiB each for jax" if memory else ""
+    if backend == "cpu":
+        return Finding("devices", "ok", f"{count} x CPU; its peak is unknown, so no MFU is shown")
+    chip = chip_of(kind)
+    if chip is None:
+        fix = "add the chip to maxlm/hardware/chips.py, with the source of its peak"
+        return Finding("devices", "warning", f"{count} x {kind}{held}; its peak is unknown, so no MFU is shown", fix)
+    peak = f"{chip.peak_bf16_flops_per_device / 1e12:,.0f} TFLOP/s in bfloat16"
+    return Finding("devices", "ok", f"{count} x {kind} ({chip.name}){held}, {peak} each")
+
+
+def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
+    for names in PLUGINS.values():
+        for name in names:
+            version, jaxlib = versions.get(name), versions.get("jaxlib")
+            if version is None:
+                continue
+            if name.startswith("jax-") and jaxlib is not None and version != jaxlib:  # released together
+                fix = f"run {_install('cuda')} again"
+                yield Finding(name, "problem", f"is {version}, and must be {jaxlib} as jaxlib is", fix)
+            else:
+                yield Finding(name, "ok", version)
+
+
+def _cache_findings(devices: dict[str, Any]) -> Iterator[Finding]:
+    cache = devices["compilation_cache"]
+    if cache is None:
+        needed = devices["platform"] not in (None, "cpu")
+        fix = "set JAX_COMPILATION_CACHE_DIR to a folder, and a restart compiles nothing again"
+        yield Finding("compilation cache", "warning" if needed else "ok", "off", fix if needed else "")
+    else:
+        yield Finding("compilation cache", "ok", cache)
+
+
+def memory_finding(total: int | None) -> Finding:
+    """Whether the machine's memory, in bytes, holds more than a toy."""
+    if total is None:
+        return Finding("memory", "ok", "unknown")
+    if total < LOW_MEMORY:
+        return Finding(
+            "memory", "warning", f"{total / GIB:.1f} GiB", f"models beyond a few million parameters want {LOW_MEMORY // GIB} GiB"
+        )
+    return Finding("memory", "ok", f"{total / GIB:.1f} GiB")
+
+
+def disk_finding(free: int, folder: Path) -> Finding:
+    """Whether `folder`, where runs go by default, can be written and has room for checkpoints; `free` in bytes."""
+    found = f"{free / GIB:.1f} GiB free in {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", "warning", f"{folder} cannot be written", "give run.dir and data.store folders that can")
+    if free < NO_DISK:
+        return Finding("disk", "problem", found, f"free {NO_DISK // GIB} GiB, or give run.dir and data.store another disk")
+    if free < LOW_DISK:
+        return Finding("disk", "warning", found, "checkpoints of a larger model fill this: a parameter takes 12 bytes in each")
+    return Finding("disk", "ok", found)
+
+
+def _install(extra: str | None) -> str:
+    """The pip command that installs maxlm, as it was installed, with an extra."""
+    suffix = f"[{extra}]" if extra else ""
+    clone = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+    return f"pip install -e '.{suffix}' in the clone" if clone else f"pip install 'maxlm{suffix}'"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory this process may use: the machine's, or less where a container has a limit."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    try:
+        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -1,0 +1,253 @@
+"""Configs merge in the order they say, every value remembers who set it, and what is written reads back the same."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from maxlm.config import UserError, load
+from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
+from maxlm.config.rules import check_devices, cluster_devices
+from maxlm.config.schema import Config
+
+RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
+BASE = """
+model: {vocab_size: 300, d_model: 16, n_layers: 2, n_heads: 4, d_ff: 32}
+data: {store: tokens, seq_len: 8}
+train: {steps: 10, global_batch: 8}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes files below an empty folder that is the current one: write(base=..., sizes__big=...)."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**texts: str) -> None:
+        for name, text in texts.items():
+            path = tmp_path / f"{name.replace('__', '/')}.yml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    return write
+
+
+def test_later_configs_win_then_the_file_itself_then_the_command_line(write):
+    write(
+        base=BASE,
+        first="optimizer: {peak_lr: 1, warmup_steps: 1, weight_decay: 1, clip_norm: 1}",
+        second="optimizer: {warmup_steps: 2, weight_decay: 2, clip_norm: 2}",
+        own="extends: [base, first, second]\noptimizer: {weight_decay: 3, clip_norm: 3}",
+    )
+    optimizer = load("own", ["optimizer.clip_norm=4", "optimizer.beta1=0.5", "optimizer.beta1=0.6"]).config.optimizer
+    assert (optimizer.peak_lr, optimizer.warmup_steps, optimizer.weight_decay, optimizer.clip_norm) == (1, 2, 3, 4)
+    assert optimizer.beta1 == 0.6  # the last override wins
+
+
+def test_what_a_parent_extends_comes_before_the_parent(write):
+    write(grand=BASE + "optimizer: {peak_lr: 1, warmup_steps: 1}", parent="extends: grand\noptimizer: {peak_lr: 2}", own="extends: parent")
+    assert load("own").config.optimizer.peak_lr == 2
+    assert load("own").config.optimizer.warmup_steps == 1
+
+
+def test_two_ways_to_one_parent_are_no_circle(write):
+    write(base=BASE, left="extends: base\ntrain: {seed: 1}", right="extends: base\ntrain: {seed: 2}", own="extends: [left, right]")
+    assert load("own").config.train.seed == 2
+
+
+@pytest.mark.parametrize("circle", [["own"], ["other", "own"], ["other", "third", "other"]])
+def test_a_circle_is_refused_by_name(write, circle):
+    files = {"own": "extends: " + circle[0]} | {a: f"extends: {b}" for a, b in itertools.pairwise(circle)}
+    write(**files)
+    with pytest.raises(UserError, match="circle") as caught:
+        load("own")
+    assert f"{circle[-1]} -> " in str(caught.value)
+
+
+def test_a_name_means_the_neighbour_before_the_shipped_one(write):
+    """A copy of a size beside the config that extends it is the one that counts."""
+    write(mine__models__llama3_8b=BASE)
+    Path("mine/models/llama3_8b.yml").rename("mine/models/llama3-8b.yml")
+    write(mine__run="extends: models/llama3-8b", run=BASE + "extends: models/llama3-8b")
+    assert load("mine/run").config.model.n_layers == 2
+    assert load("run", ["model.n_kv_heads=4"]).config.model.rope.theta == 500000  # of the shipped one
+
+
+def test_names_and_paths_find_the_same_config(write):
+    write(deep__er__base=BASE)
+    spellings = ["deep/er/base", "deep/er/base.yml", str(Path("deep/er/base.yml").resolve()), "./deep/er/base"]
+    assert len({load(spelling).config for spelling in spellings}) == 1
+    assert load("runs/quickstart").config == load("runs/quickstart.yml").config
+
+
+def test_sections_merge_and_lists_are_replaced(write):
+    write(
+        base=BASE + "run: {sample_prompts: [a, b], dir: there}",
+        own="extends: base\nrun: {sample_prompts: [c]}",
+    )
+    run = load("own").config.run
+    assert (run.sample_prompts, run.dir) == (("c",), "there")
+
+
+SCALED = "model: {rope: {theta: 5e5, scaling: {kind: llama3, factor: 8, low_freq_factor: 2, original_seq_len: 64}}}"
+
+
+def test_the_same_kind_merges_and_another_kind_starts_afresh(write):
+    """No setting of a kind that is gone may linger: `low_freq_factor` means nothing to `linear`."""
+    scaling = "extends: [base, size]\nmodel: {{rope: {{scaling: {}}}}}"
+    write(base=BASE, size=SCALED, same=scaling.format("{factor: 4}"), other=scaling.format("{kind: linear, factor: 4}"))
+    write(none=scaling.format("null"))
+    same = load("same")
+    assert same.config.model.rope.scaling.model_dump() == {
+        "kind": "llama3",
+        "factor": 4,
+        "low_freq_factor": 2,
+        "high_freq_factor": 4,
+        "original_seq_len": 64,
+    }
+    other = load("other")
+    assert other.config.model.rope.scaling.model_dump() == {"kind": "linear", "factor": 4}
+    assert not [key for key, source in other.sources.items() if key.startswith("model.rope.scaling.") and source == "size.yml"]
+    assert load("none").config.model.rope.scaling is None
+    assert load("none").config.model.rope.theta == 5e5
+    assert load("none", ["model.rope.scaling={kind: linear, factor: 2}"]).config.model.rope.scaling.factor == 2
+
+
+def test_every_value_names_who_set_it_last(write):
+    write(base=BASE, mid="optimizer: {peak_lr: 1, beta1: 0.5}", own="extends: [base, mid]\noptimizer: {peak_lr: 2}\nrun: {dir: there}")
+    loaded = load("own", ["train.steps=20", "mesh={data: 8, fsdp: 1}"])
+    expected = {
+        "model.d_model": "base.yml",
+        "optimizer.beta1": "mid.yml",
+        "optimizer.peak_lr": "own.yml",
+        "run.dir": "own.yml",
+        "train.steps": COMMAND_LINE,
+        "mesh.data": COMMAND_LINE,
+        "mesh.fsdp": COMMAND_LINE,
+        "mesh.tensor": "default",
+        "run.name": "the name of own.yml",
+    }
+    assert {key: loaded.source(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sources_and_values_agree(name):
+    """A setting without a source has its default; one with a source is a setting that exists."""
+    loaded = load(name)
+    values = dict(flatten(loaded.config.model_dump(mode="json")))
+    bare = Config.model_validate({part: loaded.config.model_dump()[part] for part in ("model", "data", "train")})
+    defaults = dict(flatten(bare.model_dump(mode="json")))
+    for key, value in values.items():
+        if loaded.source(key) == "default" and key.split(".")[0] not in ("model", "data", "train", "cluster"):
+            assert defaults[key] == value, key
+    assert set(loaded.sources) <= set(values) | {key for key in loaded.sources if values.get(key.rpartition(".")[0], 0) is None}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_dumped_loads_to_an_equal_config(name, write):
+    config = load(name).config
+    write(again=dump(config))
+    assert load("again").config == config
+
+
+ODD = [
+    "1e-3",
+    "null",
+    "true",
+    "~",
+    " x ",
+    "a: b",
+    "# no comment",
+    "- a",
+    "tab\there",
+    "two\nlines\n",
+    "日本 'quoted' \"twice\"",
+    "0x10",
+    "x " * 200,
+]
+
+
+def test_odd_texts_and_numbers_survive_a_dump(write):
+    write(base=BASE)
+    config = load("base", ["optimizer.eps=1e-30", "optimizer.peak_lr=1e22", "train.seed=4294967295"]).config
+    odd = config.model_copy(update={"run": config.run.model_copy(update={"name": "1e-3", "sample_prompts": tuple(ODD)})})
+    write(again=dump(odd))
+    assert load("again").config == odd
+
+
+def test_yaml_means_what_it_says(write):
+    """YAML 1.2: `on`, `010` and `12:30:45` are no traps, and 3e-4 is a number."""
+    write(base=BASE + "optimizer: {peak_lr: 3e-4, warmup_steps: 010}\nrun: {sample_prompts: [on, no, 12:30:45]}")
+    config = load("base", ["train.steps=20"]).config
+    assert (config.optimizer.peak_lr, config.optimizer.warmup_steps) == (3e-4, 10)
+    assert config.run.sample_prompts == ("on", "no", "12:30:45")
+
+
+@pytest.mark.parametrize("text", ["train: {seed: 1, seed: 2}", "run: {dir: a}\nrun: {name: b}", "model: {rope: {theta: 2, theta: 2}}"])
+def test_a_key_given_twice_is_refused(write, text):
+    write(base=BASE, own=f"extends: base\n{text}")
+    with pytest.raises(UserError, match="duplicate key"):
+        load("own")
+
+
+@pytest.mark.parametrize("text", ["a: &x {b: 1}\nc: *x", "model: &m {rope: *m}", "run: {sample_prompts: &p [*p]}"])
+def test_an_alias_is_refused(write, text):
+    write(own=text)
+    with pytest.raises(UserError, match="alias"):
+        load("own")
+
+
+def test_derived_sizes_follow_what_they_derive_from(write):
+    write(base=BASE)
+    model = load("base").config.model
+    assert (model.n_kv_heads, model.head_dim) == (4, 4)
+    wider = load("base", ["model.d_model=32", "model.n_kv_heads=null"]).config.model
+    assert (wider.n_kv_heads, wider.head_dim) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "devices"),
+    [("v5p:4x4x4", 1, 64), ("v5e:4x8", 2, 64), ("tpu7x:2x2x1", 1, 8), ("H200:1x1x8", 1, 8), ("v6e:2x4", 1, 8)],
+)
+def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology, slices, devices):
+    write(base=BASE)
+    said = [f"cluster.topology={topology}", f"mesh.slices={slices}", "train.global_batch=64", "mesh.fsdp=4", "mesh.data=-1"]
+    config = load("base", said).config
+    assert cluster_devices(config) == devices
+    assert check_devices(config, devices)["data"] == devices // 4
+    with pytest.raises(UserError, match=f"number of devices, {devices}"):
+        load("base", [*said, "mesh.data=3"])
+
+
+def config_command(*arguments: str) -> str:
+    return subprocess.run([sys.executable, "-m", "maxlm", "config", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_shown_config_is_the_resolved_one(write):
+    write(base=BASE)
+    shown = json.loads(config_command("base", "train.seed=7", "--json"))
+    assert shown["train.seed"] == [7, COMMAND_LINE]
+    assert {key: value for key, (value, _) in shown.items()} == dict(flatten(load("base", ["train.seed=7"]).config.model_dump(mode="json")))
+    lines = {line.split()[0]: line.split()[1] for line in config_command("base", "train.seed=7").splitlines()}
+    assert set(lines) == set(shown)
+    assert lines["train.seed"] == "7"
+
+
+def test_a_diff_shows_what_differs_and_nothing_else(write):
+    write(base=BASE, other="extends: base\ntrain: {steps: 99}\nrun: {name: base}")
+    shown = json.loads(config_command("base", "--diff", "other", "--json"))
+    assert shown == {"train.steps": [10, "base.yml", 99, "other.yml"]}
+    (line,) = config_command("base", "--diff", "other").splitlines()
+    assert line.split() == ["train.steps", "10", "base.yml", "99", "other.yml"]
+    assert config_command("base", "--diff", "base").strip() == "no difference"
+
+
+def test_the_quickstart_reads_as_a_person_reads_it():
+    """The file's own words, key for key, are in the config that it loads to."""
+    said = dict(flatten(YAML(typ="safe", pure=True).load((SHIPPED / "runs" / "quickstart.yml").read_text(encoding="utf-8"))))
+    values = dict(flatten(load("runs/quickstart").config.model_dump(mode="json")))
+    assert {key: values[key] for key in said} == said

@@ -1,0 +1,63 @@
+"""Imports go down only, as pyproject.toml says; and import-linter would notice if one did not."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_files import ROOT
+
+LINT = "import sys; from importlinter.cli import lint_imports_command; sys.argv[0] = 'lint-imports'; lint_imports_command()"
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter on the package and the contracts in `folder`."""
+    command = [sys.executable, "-c", LINT, "--no-cache", "--no-logo"]
+    return subprocess.run(
+        command, cwd=folder, env={"PYTHONPATH": str(folder), "COLUMNS": "200"}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The package as it is, with kernels/ in its place rather than linked there."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "maxlm", folder / "maxlm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def test_the_contracts_hold():
+    answer = lint(ROOT)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "3 kept, 0 broken" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "planted", "contract"),
+    [
+        ("config/rules.py", "from maxlm.data.batch import Batch", "Imports go down only BROKEN"),
+        ("parallel/mesh.py", "def later():\n    import maxlm.training.loop", "Imports go down only BROKEN"),
+        ("data/store.py", "from maxlm.checkpoint import Checkpoints", "Imports go down only BROKEN"),
+        ("hardware/chips.py", "import jax.numpy", "instant BROKEN"),
+        ("kernels/attention/xla.py", "from maxlm.config import load", "nothing of maxlm BROKEN"),
+    ],
+)
+def test_an_upward_import_is_noticed(copy, module, planted, contract):
+    path = copy / "maxlm" / module
+    before = path.read_text(encoding="utf-8")
+    path.write_text(f"{before}\n{planted}\n", encoding="utf-8")
+    try:
+        answer = lint(copy)
+    finally:
+        path.write_text(before, encoding="utf-8")
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert contract in answer.stdout
+
+
+def test_every_package_has_a_layer():
+    """A package that no layer names would be free to import anything."""
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    packages = [path.name for path in (ROOT / "maxlm").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert [name for name in packages if f"maxlm.{name}" not in contracts] == []

@@ -1,0 +1,93 @@
+"""Nothing that maxlm reads can run code: no pickle, no eval, no unsafe YAML, no shell, no remote code, on any path."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from source_files import ROOT, SOURCES
+
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "pty", "commands"}
+BANNED_NAMES = {"eval", "exec", "compile", "__import__"}  # as builtins; methods such as jax's .compile() are something else
+BANNED_CALLS = {"os.system", "os.popen", "os.execv", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput", "builtins.eval"}
+BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}  # unless they are False
+
+
+def problems(source: str) -> list[str]:
+    """What in a module could run somebody else's code."""
+    return [f"line {node.lineno}: {what}" for node in ast.walk(ast.parse(source)) for what in problems_of(node)]
+
+
+def problems_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (f"imports {a.name}" for a in node.names if a.name.partition(".")[0] in BANNED_MODULES)
+    elif isinstance(node, ast.ImportFrom):
+        names = {f"{node.module}.{a.name}" for a in node.names} & BANNED_CALLS
+        if (node.module or "").partition(".")[0] in BANNED_MODULES or names or {a.name for a in node.names} & BANNED_MODULES:
+            yield f"imports from {node.module}"
+    elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
+        yield f"uses {node.id}"
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) in BANNED_CALLS:
+        yield f"uses {ast.unparse(node)}"
+    elif isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            harmless = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg in BANNED_ARGUMENTS and not harmless:
+                yield f"passes {keyword.arg}={ast.unparse(keyword.value)}"
+        if ast.unparse(node.func).rpartition(".")[2] == "YAML" and not any(
+            k.arg == "typ" and isinstance(k.value, ast.Constant) and k.value.value == "safe" for k in node.keywords
+        ):
+            yield f'makes a YAML reader that is not `typ="safe"`: {ast.unparse(node)}'
+
+
+def test_there_is_something_to_look_at():
+    folders = {path.relative_to(ROOT).parts[0] for path in SOURCES}
+    assert folders == {"maxlm", "kernels", "tools"}
+    assert len(SOURCES) > 50
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_path_runs_foreign_code(path):
+    assert problems(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "import os, shelve as s",
+        "from marshal import loads",
+        "from dill import load as harmless",
+        "import numpy.lib; from cloudpickle import dumps",
+        "eval('1')",
+        "f = exec",
+        "compile('1', 'x', 'eval')",
+        "__import__('pic' + 'kle')",
+        "import yaml",
+        "from ruamel import yaml",
+        "YAML(typ='unsafe')",
+        "ruamel.yaml.YAML()",
+        "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=wanted)",
+        "import os\nos.system('ls')",
+        "from os import system",
+        "np.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=flag)",
+    ],
+)
+def test_the_look_sees_what_is_planted(planted):
+    assert problems(f"def f(wanted, flag, path, name):\n    {'; '.join(planted.splitlines())}") != []
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "lowered.compile()",
+        "re.compile('x')",
+        "np.load(path, allow_pickle=False)",
+        "YAML(typ='safe', pure=True)",
+        "model.eval()",
+        "run([1], shell=False)",
+    ],
+)
+def test_the_look_lets_the_harmless_pass(harmless):
+    assert problems(harmless) == []
