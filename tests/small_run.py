@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIG = """\
@@ -77,12 +78,22 @@ def exact(records: list[dict]) -> list[tuple]:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, name: str = "small", timeout: float = 120) -> None:
     """Until the metrics of `step` are on disk."""
-    path, until = folder / "runs" / name / "metrics.jsonl", time.monotonic() + timeout
+    path = folder / "runs" / name / "metrics.jsonl"
+    _wait(lambda: path.exists() and f'"step":{step},' in path.read_text(), f"step {step}", process, timeout)
+
+
+def wait_for_checkpoint(folder: Path, step: int, process: subprocess.Popen, name: str = "small", timeout: float = 120) -> None:
+    """Until a checkpoint of `step` or later is complete."""
+    _wait(lambda: max(checkpoint_steps(folder, name), default=-1) >= step, f"checkpoint {step}", process, timeout)
+
+
+def _wait(there: Callable[[], bool], what: str, process: subprocess.Popen, timeout: float) -> None:
+    until = time.monotonic() + timeout
     while time.monotonic() < until and process.poll() is None:
-        if path.exists() and any(f'"step":{step},' in line for line in path.read_text().splitlines()):
+        if there():
             return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} never came: exit code {process.poll()}")
+        time.sleep(0.005)
+    raise AssertionError(f"{what} never came: exit code {process.poll()}")
 
 
 def saved_state(folder: Path, step: int, name: str = "small") -> dict:
@@ -98,4 +109,4 @@ def free_port() -> int:
 
 
 def checkpoint_steps(folder: Path, name: str = "small") -> list[int]:
-    return sorted(int(entry.name) for entry in (folder / "runs" / name / "checkpoints").iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in (folder / "runs" / name / "checkpoints").glob("*") if entry.name.isdigit())

@@ -98,7 +98,7 @@ def compare_steps(program: Program, batch: Batch, rounds: int, steps: int) -> tu
 
 def loop_overhead(program: Program, batch: Batch, steps: int = 300) -> float:
     """Seconds a step of everything around the step: observers to files and screen, the meter, the read of the metrics."""
-    state, metrics = program.step(program.init(), batch)
+    _, metrics = program.step(program.init(), batch)
     jax.block_until_ready(metrics)
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory.create(folder, "bench")

@@ -17,12 +17,13 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import cluster, digest, manifest
-from maxlm.checkpoint.errors import CheckpointError, DamagedError, explain_failed_save
+from maxlm.checkpoint.errors import CheckpointError, DamagedError, explain_failed_save, first_line
 from maxlm.checkpoint.leaves import PARAMS, abstract_leaf, bytes_here, named_leaves
 from maxlm.checkpoint.reader import STATE, read_checkpoint
 from maxlm.config.schema import CheckpointConfig
 
 _log = logging.getLogger(__name__)
+_PROBE_BYTES = 1 << 20
 _ASIDE = "aside"  # where checkpoints go that a resumed run has left behind
 
 
@@ -67,6 +68,27 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Step of the newest committed checkpoint, or None."""
         return max(self.steps(), default=None)
+
+    def claim(self) -> None:
+        """Makes the directory and lets every process write and remove a small file in it, so that the first save finds no closed door.
+
+        Raises CheckpointError, and then leaves nothing behind.
+        """
+        made = _missing(self.directory)
+        error: OSError | None = None
+        probe = self.directory / f".probe-{jax.process_index()}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        except OSError as failure:
+            error = failure
+        if cluster.worst(int(error is not None)):
+            for folder in made if error is not None else ():  # deepest first; what another process has filled stays
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
+            raise CheckpointError(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); choose another folder.") from error
 
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Begins to save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
@@ -231,3 +253,8 @@ class Checkpoints:
 
 def _like(tree: Any, names: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in names])
+
+
+def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:
+    """Folders that `folder` needs and that are not there, deepest first. A bucket has no folders to make."""
+    return [] if "://" in str(folder) else [place for place in (folder, *folder.parents) if not place.exists()]

@@ -63,7 +63,7 @@ def examine() -> Report:
         python_finding(sys.version_info[:2]),
         *package_findings(importlib.metadata.requires("maxlm") or [], _version),
         *device_findings(devices, find_accelerators(), versions, os.environ.get("JAX_PLATFORMS", "")),
-        *_cache_findings(devices),
+        *cache_findings(devices["compilation_cache"]),
         Finding("cores", "ok", str(cores)),
         memory_finding(memory),
         disk_finding(disk, Path.cwd()),
@@ -87,7 +87,7 @@ def as_text(report: Report) -> str:
 
 def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:
     """What the probe says: `platform`, `devices` and `compilation_cache`; or `error`, in a line, where jax could not start."""
-    nothing = {"platform": None, "devices": [], "compilation_cache": None}
+    nothing: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None}
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -97,7 +97,10 @@ def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[
         return {**nothing, **json.loads(last), "error": None}
     except json.JSONDecodeError:
         said = [line for line in answer.stderr.splitlines() if line.strip()]
-        return {**nothing, "error": f"jax cannot start: {said[-1].strip() if said else f'it ended with {answer.returncode}'}"}
+        return {
+            **nothing,
+            "error": f"the devices cannot be asked for: {said[-1].strip() if said else f'it ended with {answer.returncode}'}",
+        }
 
 
 def python_finding(version: tuple[int, ...]) -> Finding:
@@ -169,14 +172,16 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
                 yield Finding(name, "ok", version)
 
 
-def _cache_findings(devices: dict[str, Any]) -> Iterator[Finding]:
-    cache = devices["compilation_cache"]
-    if cache is None:
-        needed = devices["platform"] not in (None, "cpu")
-        fix = "set JAX_COMPILATION_CACHE_DIR to a folder, and a restart compiles nothing again"
-        yield Finding("compilation cache", "warning" if needed else "ok", "off", fix if needed else "")
+def cache_findings(folder: str | None) -> Iterator[Finding]:
+    """Whether compiled programs can be kept in `folder`, so that a restart need not compile again."""
+    if folder is None:
+        return
+    there = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
+    if "://" in folder or os.access(there, os.W_OK):
+        yield Finding("compiled programs", "ok", folder)
     else:
-        yield Finding("compilation cache", "ok", cache)
+        fix = "set JAX_COMPILATION_CACHE_DIR to a folder that can"
+        yield Finding("compiled programs", "warning", f"{folder} cannot be written, so every start compiles again", fix)
 
 
 def memory_finding(total: int | None) -> Finding:

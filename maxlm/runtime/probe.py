@@ -1,4 +1,4 @@
-"""`python -m maxlm.runtime.probe` prints the devices that jax finds as one JSON line.
+"""`python -m maxlm.runtime.probe` prints the devices that a run would find as one JSON line.
 
 A process of its own, because a broken driver can hang or kill it: `doctor` lives to tell.
 """
@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
+from maxlm.runtime.compiled import keep_compiled_programs
+
 
 def describe_devices() -> dict[str, Any]:
     """Platform and, for each device of this process, its kind and bytes of memory (null where the backend does not say)."""
     devices = [{"kind": device.device_kind, "memory_bytes": _memory(device)} for device in jax.local_devices()]
-    return {"platform": jax.default_backend(), "devices": devices, "compilation_cache": jax.config.jax_compilation_cache_dir}
+    return {"platform": jax.default_backend(), "devices": devices, "compilation_cache": keep_compiled_programs()}
 
 
 def _memory(device: jax.Device) -> int | None:

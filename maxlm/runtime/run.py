@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster
+from maxlm.runtime.compiled import keep_compiled_programs
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
@@ -30,7 +30,7 @@ from maxlm.telemetry.observer import Event, Observer, Observers
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
-from maxlm.training.loop import Outcome, Session, train
+from maxlm.training.loop import Outcome, Session, restore_or_init, train
 from maxlm.training.program import build_program
 
 EXIT_CODES = {"done": 0, "nothing_left": 0, "preempted": 3, "unhealthy": 4}
@@ -55,27 +55,25 @@ def run(config: Config, console: Console, show: Showing) -> int:
     if config.data.prepare is not None:
         _prepare(config)
     data, held_out = open_data(config)
-    directory = RunDirectory.create(config.run.dir, config.run.name, primary=primary)
-    checkpoints = Checkpoints(config.checkpoint.dir or directory.checkpoints, config.checkpoint, identity(config, data.tokenizer_hash))
     program = build_program(config, mesh)
+    directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
+    checkpoints = Checkpoints(config.checkpoint.dir or directory.checkpoints, config.checkpoint, identity(config, data.tokenizer_hash))
+    start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
+    if config.checkpoint.dir is not None:
+        checkpoints.claim()
+    RunDirectory.create(config.run.dir, config.run.name, primary=primary)
     with _observing(config, directory, console, primary) as observers, _stopping() as stop:
         directory.write_config(dump(config))
         if primary:
             keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-        observers.on_event(Event("start", checkpoints.latest() or 0, data=_facts(config, joined)))
-        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop))
+        observers.on_event(Event("start", start.step, data=_facts(config, joined)))
+        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         observers.on_event(Event("stop", outcome.step, data=summary))
     checkpoints.close()
     if primary:
         _conclude(config, directory, console, outcome, show)
     return EXIT_CODES[outcome.status]
-
-
-def keep_compiled_programs() -> None:
-    """Let a restart find the step compiled, unless the environment says where programs go. An unwritable folder only costs the gain."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlm" / "compiled"))
 
 
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:

@@ -47,26 +47,34 @@ class Session:
     stop: Callable[[int], str | None] = lambda step: None
 
 
-def train(session: Session) -> Outcome:
-    """Train until the last step, a reason to stop or an unhealthy run. The last state is saved whatever the reason."""
-    total = session.program.config.total_steps
-    state, start = restore_or_init(session)
-    if start >= total:
-        return Outcome("nothing_left", start, f"all {total:,} steps are done: there is nothing left to do", state=state)
-    with jax.set_mesh(session.program.mesh):
-        return _run(session, state, start, total)
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: a state that holds `step` updates, and what is told of its restore, if it was restored."""
+
+    state: TrainState
+    step: int
+    restored: dict[str, Any] | None = None
 
 
-def restore_or_init(session: Session) -> tuple[TrainState, int]:
-    """The newest good checkpoint, or a fresh state; and the updates it holds. Raises UserError for a foreign checkpoint."""
-    program, checkpoints = session.program, session.checkpoints
+def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
+    """The newest good checkpoint, or a fresh state. Writes nothing. Raises UserError for a foreign checkpoint."""
     if checkpoints.latest() is None:
-        return program.init(), 0
+        return Start(program.init(), 0)
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
     told = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
-    session.observers.on_event(Event("restore", restored.step, data=told))
-    return restored.state, restored.step
+    return Start(restored.state, restored.step, told)
+
+
+def train(session: Session, start: Start) -> Outcome:
+    """Train until the last step, a reason to stop or an unhealthy run. The last state is saved whatever the reason."""
+    total = session.program.config.total_steps
+    if start.restored is not None:
+        session.observers.on_event(Event("restore", start.step, data=start.restored))
+    if start.step >= total:
+        return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
+    with jax.set_mesh(session.program.mesh):
+        return _run(session, start.state, start.step, total)
 
 
 def _run(session: Session, state: TrainState, start: int, total: int) -> Outcome:

@@ -5,7 +5,19 @@ import signal
 
 import numpy as np
 import pytest
-from small_run import checkpoint_steps, events, exact, finish, free_port, make_workspace, metrics, saved_state, start, wait_for_step
+from small_run import (
+    checkpoint_steps,
+    events,
+    exact,
+    finish,
+    free_port,
+    make_workspace,
+    metrics,
+    saved_state,
+    start,
+    wait_for_checkpoint,
+    wait_for_step,
+)
 
 STEPS = 120
 
@@ -31,6 +43,7 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
     for reached in (13, 31):
         process = start(workspace, *settings)
         wait_for_step(workspace, reached, process)
+        wait_for_checkpoint(workspace, reached // 10 * 10, process)
         process.kill()
         finish(process, code=-signal.SIGKILL)
     killed_at = metrics(workspace)[-1]["step"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from source_files import ROOT
 
-LINT = "import sys; from importlinter.cli import lint_imports_command; sys.argv[0] = 'lint-imports'; lint_imports_command()"
+LINT = Path(sys.executable).with_name("lint-imports")
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     """import-linter on the package and the contracts in `folder`."""
-    command = [sys.executable, "-c", LINT, "--no-cache", "--no-logo"]
+    command = [LINT, "--no-cache", "--no-logo"]
     return subprocess.run(
         command, cwd=folder, env={"PYTHONPATH": str(folder), "COLUMNS": "200"}, capture_output=True, text=True, check=False
     )

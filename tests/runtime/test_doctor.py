@@ -9,7 +9,17 @@ import pytest
 
 from maxlm.runtime import doctor
 from maxlm.runtime.accelerators import find_accelerators
-from maxlm.runtime.doctor import GIB, Finding, Report, as_text, ask_for_devices, device_findings, disk_finding, package_findings
+from maxlm.runtime.doctor import (
+    GIB,
+    Finding,
+    Report,
+    as_text,
+    ask_for_devices,
+    cache_findings,
+    device_findings,
+    disk_finding,
+    package_findings,
+)
 
 CPU = {"platform": "cpu", "devices": [{"kind": "cpu", "memory_bytes": None}], "compilation_cache": None, "error": None}
 NOTHING = dict.fromkeys(("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"))
@@ -140,6 +150,14 @@ def test_a_driver_that_hangs_or_dies_is_told_and_survived(code, timeout, says):
 @pytest.mark.parametrize(("free", "state"), [(GIB // 2, "problem"), (5 * GIB, "warning"), (100 * GIB, "ok")])
 def test_a_filling_disk(tmp_path, free, state):
     assert disk_finding(free, tmp_path).state == state
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (good,) = cache_findings(str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    (bad,) = cache_findings(str(tmp_path / "not" / "yet"))
+    assert (good.state, bad.state) == ("ok", "warning")
+    assert not (tmp_path / "not").exists()
 
 
 def test_every_finding_that_is_not_ok_says_how_to_get_well(tmp_path, monkeypatch):

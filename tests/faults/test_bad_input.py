@@ -1,0 +1,273 @@
+"""Whatever is wrong with the input: one clear line that names it, exit code 2, nothing written and nothing lost."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from small_run import CONFIG, finish, make_workspace, start
+
+from maxlm import cli
+from maxlm.config import load
+from maxlm.data.prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A workspace with a prepared store and a run of two steps, saved."""
+    folder = make_workspace(tmp_path_factory.mktemp("trained"))
+    finish(start(folder, "train.steps=2", "optimizer.warmup_steps=0", "train.eval_batches=0", "checkpoint.every_steps=2"))
+    return folder
+
+
+@pytest.fixture
+def workspace(trained, tmp_path, monkeypatch) -> Path:
+    """A copy of it that is the current folder."""
+    folder = tmp_path / "work"
+    shutil.copytree(trained, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Every file below `folder` with its bytes, and every folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def refuse(folder: Path, capsys, monkeypatch, *arguments: str) -> str:
+    """The one line that `maxlm ARGUMENTS` ends with."""
+    before = snapshot(folder)
+    monkeypatch.setattr("sys.argv", ["maxlm", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2, f"{out}{err}"
+    assert err.startswith("maxlm: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert err[:-1].isprintable() and len(err) < 600, err
+    assert "Traceback" not in out + err
+    assert snapshot(folder) == before, "something was written or lost"
+    return err
+
+
+YAML = {  # the whole file -> words of the message
+    "broken: [": ["small.yml, line", "not valid YAML"],
+    "a: b: c": ["line 1", "not valid YAML"],
+    "model:\n\tvocab_size: 3": ["line 2", "not valid YAML"],
+    CONFIG + "train: {steps: 3, global_batch: 8}\n": ["train", "duplicate"],
+    CONFIG.replace("{steps: 20,", "{steps: 20, steps: 30,"): ["steps", "duplicate"],
+    "": ["holds nothing"],
+    "- model\n- data": ["must hold sections"],
+    "just text": ["must hold sections", "just text"],
+    "model: !!python/object/apply:os.system ['touch pwned']": ["not valid YAML"],
+    "model: &m {vocab_size: 3}\ndata: *m": ["alias"],
+    "1: 2": ["key 1", "not text"],
+    "extends: nowhere": ["nowhere", "does not exist"],
+    "extends: small": ["circle", "small"],
+    "extends: {models: llama}": ["extends", "list"],
+    "extends: models/lama3-8b": ["models/llama3-8b"],
+    "\0": ["small.yml", "not valid YAML"],
+    "train: {steps: 20}": ["model is missing"],
+    CONFIG.replace("seq_len: 32", ""): ["data.seq_len is missing", "data.seq_len=VALUE"],
+    CONFIG.replace("model:", "modle:"): ["modle", "nearest is model"],
+}
+
+
+@pytest.mark.parametrize("text", YAML, ids=range(len(YAML)))
+def test_a_file_that_is_no_config(workspace, capsys, monkeypatch, text):
+    (workspace / "small.yml").write_text(text)
+    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml")
+    assert all(word in line for word in YAML[text]), line
+
+
+SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
+    "train.stepz=5": ["train.stepz = 5", "no such setting", "nearest is train.steps"],
+    "optimizer.learning_rate=1": ["optimizer.learning_rate", "it has name, peak_lr"],
+    "quantize.bits=4": ["quantize", "no such setting"],
+    "train.steps=ten": ["train.steps = ten", "whole number"],
+    "train.steps=1.5": ["train.steps = 1.5", "whole number"],
+    "train.steps=true": ["train.steps = true", "whole number"],
+    "train.steps='5'": ["train.steps = '5'", "whole number"],
+    "train.steps=0": ["train.steps = 0", "at least 1"],
+    "train.steps=-3": ["train.steps = -3", "at least 1"],
+    "train.steps=99999999999999999999": ["train.steps", "at most"],
+    "train.steps=3000000000": ["train.steps", "2147483647"],
+    "train.steps=[1, 2]": ["train.steps = [1, 2]", "whole number"],
+    "train.steps=null": ["train.steps", "train.tokens", "set one"],
+    "train.tokens=1000": ["train.steps = 20", "exactly one"],
+    "train.global_batch=7 ; train.microbatches=2": ["train.global_batch = 7", "train.microbatches = 2"],
+    "train.seed=-1": ["train.seed = -1", "at least 0"],
+    "train.seed=4294967296": ["train.seed", "at most"],
+    "train.loss_chunks=5": ["train.loss_chunks = 5", "data.seq_len = 32"],
+    "train=3": ["train = 3", "section"],
+    "optimizer.peak_lr=.nan": ["optimizer.peak_lr = .nan", "finite"],
+    "optimizer.peak_lr=.inf": ["optimizer.peak_lr = .inf", "finite"],
+    "optimizer.peak_lr=0": ["optimizer.peak_lr = 0", "above 0"],
+    "optimizer.peak_lr=fast": ["optimizer.peak_lr = fast", "number"],
+    "optimizer.name=adam": ["optimizer.name = adam", "adamw"],
+    "optimizer.warmup_steps=20": ["optimizer.warmup_steps = 20", "step 20"],
+    "optimizer.warmup_tokens=100": ["optimizer.warmup_tokens = 100", "optimizer.warmup_steps = 4"],
+    "optimizer.decay_steps=5": ["optimizer.decay_steps = 5", "wsd"],
+    "optimizer.schedule=wsd ; optimizer.decay_steps=19": ["optimizer.decay_steps = 19", "do not fit"],
+    "optimizer.beta1=1.0": ["optimizer.beta1", "below 1"],
+    "optimizer.beta2=1.5": ["optimizer.beta2 = 1.5", "at most 1"],
+    "model.n_heads=5": ["model.d_model = 32", "n_heads = 5"],
+    "model.n_kv_heads=3": ["model.n_kv_heads = 3", "model.n_heads = 4", "use 1, 2 or 4"],
+    "model.head_dim=7": ["model.head_dim = 7", "even"],
+    "model.activation=relu": ["model.activation = relu", "swiglu, geglu"],
+    "model.positions=learned": ["model.max_seq_len", "learned"],
+    "model.max_seq_len=64": ["model.max_seq_len = 64", "rope"],
+    "model.positions=learned ; model.max_seq_len=16": ["data.seq_len = 32", "model.max_seq_len = 16"],
+    "model.layer_pattern=[local]": ["model.window", "local"],
+    "model.layer_pattern=[]": ["model.layer_pattern", "not be empty"],
+    "model.window=8": ["model.window = 8", "local"],
+    "model.rope.scaling={factor: 2}": ["model.rope.scaling", "kind"],
+    "model.rope.scaling={kind: magic}": ["model.rope.scaling", "llama3"],
+    "model.vocab_size=200": ["model.vocab_size", "200"],
+    "model.n_layers=2 ; model.layer_pattern=[global, global, global]": ["model.layer_pattern", "longer"],
+    "mesh.data=3": ["mesh", "number of devices, 8"],
+    "mesh.data=-1": ["mesh.fsdp = -1", "only one"],
+    "mesh.tensor=0": ["mesh.tensor = 0", "1 or more"],
+    "mesh.tensor=8": ["mesh.tensor = 8", "use 1 or 2"],
+    "mesh.expert=2": ["mesh.expert = 2", "no parallelism yet"],
+    "mesh.slices=3": ["mesh.slices = 3", "mesh.data"],
+    "mesh.across_slices=tensor": ["mesh.across_slices = tensor", "data"],
+    "train.global_batch=12": ["train.global_batch = 12", "8 shards", "use 16"],
+    "memory.remat=some": ["memory.remat = some", "none, full, dots"],
+    "memory.remat=[nothing]": ["memory.remat", "layer_input"],
+    "memory.offload=[query]": ["memory.offload", "memory.remat = none"],
+    "precision.compute=float16": ["precision.compute = float16", "bfloat16"],
+    "checkpoint.keep_every=7": ["checkpoint.keep_every = 7", "every_steps = 5"],
+    "checkpoint.keep=0": ["checkpoint.keep = 0", "at least 1"],
+    "data.mixture=[{store: a, weight: 1}]": ["data.store", "exactly one"],
+    "data.store=null": ["data.store", "exactly one"],
+    "cluster.topology=v9z:4x4": ["cluster.topology = v9z:4x4", "no chip"],
+    "cluster.topology=v5e:4x4": ["train.global_batch", "16 shards"],
+    "run.name=a/b": ["run.name = a/b", "one folder name"],
+    "run.name=..": ["run.name = ..", "one folder name"],
+    "run.name=../../up": ["run.name", "one folder name"],
+    "run.name=.hidden": ["run.name", "one folder name"],
+    'run.name="a\\0b"': ["run.name", "NUL"],
+    'run.name="a\\nb"': ["run.name", "control character"],
+    "run.name=''": ["run.name", "empty"],
+    "run.dir=gs://bucket/runs": ["run.dir = gs://bucket/runs", "gcsfuse"],
+    "train.steps": ["key=value"],
+    "=5": ["key=value"],
+    "train.steps=[1": ["train.steps", "not valid YAML"],
+}
+
+
+@pytest.mark.parametrize("overrides", SETTINGS)
+def test_a_setting_that_cannot_be_honoured(workspace, capsys, monkeypatch, overrides):
+    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", "run.name=other", *overrides.split(" ; "))
+    assert all(word in line for word in SETTINGS[overrides]), line
+
+
+def truncate(path: Path) -> None:
+    """Keep the first half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def other_tokenizer(folder: Path) -> None:
+    """A store of the same words under another tokenizer, in place of the first."""
+    shutil.rmtree(folder / "store")
+    text = CONFIG.replace("vocab_size: 300", "vocab_size: 290")
+    (folder / "other.yml").write_text(text)
+    prepare(load("other.yml").config.data)
+    (folder / "other.yml").unlink()
+    (folder / "small.yml").write_text(text)
+
+
+def edit(path: str, change) -> object:
+    """A change to one JSON file of the workspace."""
+
+    def apply(folder: Path) -> None:
+        values = json.loads((folder / path).read_text())
+        change(values)
+        (folder / path).write_text(json.dumps(values))
+
+    return apply
+
+
+NEW_RUN = ["run.name=other"]
+DATA = {  # name -> (what is done to the workspace, overrides, words of the message)
+    "no store": (lambda f: shutil.rmtree(f / "store"), [*NEW_RUN, "data.prepare=null"], ["store", "maxlm data prepare"]),
+    "empty folder": (
+        lambda f: [shutil.rmtree(f / "store"), (f / "store").mkdir()],
+        [*NEW_RUN, "data.prepare=null"],
+        ["store", "maxlm data prepare"],
+    ),
+    "foreign folder": (lambda f: None, [*NEW_RUN, "data.store=texts", "data.prepare=null"], ["texts", "maxlm data prepare"]),
+    "store is a file": (lambda f: None, [*NEW_RUN, "data.store=small.yml", "data.prepare=null"], ["small.yml"]),
+    "truncated manifest": (lambda f: truncate(f / "store" / "store.json"), [*NEW_RUN, "data.prepare=null"], ["store.json"]),
+    "truncated tokens": (lambda f: truncate(largest(f / "store" / "train")), [*NEW_RUN, "data.prepare=null"], ["store"]),
+    "missing tokens": (lambda f: largest(f / "store" / "train").unlink(), [*NEW_RUN, "data.prepare=null"], ["store"]),
+    "no such sources": (lambda f: None, [*NEW_RUN, "data.store=new", "data.prepare.sources=[nowhere/]"], ["nowhere"]),
+    "empty sources": (lambda f: (f / "empty").mkdir(), [*NEW_RUN, "data.store=new", "data.prepare.sources=[empty]"], ["empty"]),
+    "settings of another store": (lambda f: None, [*NEW_RUN, "data.prepare.eval_fraction=0.5"], ["eval_fraction", "0.5"]),
+    "small vocabulary": (lambda f: None, [*NEW_RUN, "model.vocab_size=296"], ["model.vocab_size", "296", "300"]),
+    "run folder is a file": (lambda f: (f / "runs" / "other").write_text("mine"), NEW_RUN, ["run.dir", "is a file"]),
+    "runs is a file": (lambda f: (f / "afile").write_text("mine"), [*NEW_RUN, "run.dir=afile"], ["run.dir", "is a file"]),
+    "other model's checkpoint": (lambda f: None, ["model.d_ff=48"], ["model.d_ff", "48", "64"]),
+    "other seed's checkpoint": (lambda f: None, ["train.seed=1"], ["train.seed"]),
+    "other batch's checkpoint": (lambda f: None, ["train.global_batch=16"], ["train.global_batch"]),
+    "other optimizer's checkpoint": (lambda f: None, ["optimizer.name=muon"], ["optimizer.name"]),
+    "other tokenizer's checkpoint": (other_tokenizer, [], ["tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_or_checkpoints_that_do_not_fit(workspace, capsys, monkeypatch, name):
+    spoil, overrides, said = DATA[name]
+    spoil(workspace)
+    capsys.readouterr()
+    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", *overrides)
+    assert all(word in line for word in said), line
+
+
+@pytest.mark.parametrize("field", ["run.dir", "checkpoint.dir"])
+def test_a_place_that_cannot_be_written(workspace, capsys, monkeypatch, field):
+    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", "run.name=other", f"{field}=/proc/no/such")
+    assert f"{field} = /proc/no/such" in line and "cannot be written" in line, line
+
+
+def test_a_full_disk(workspace, capsys, monkeypatch):
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", "run.name=other")
+    assert "run.dir = runs" in line and "full disk" in line, line
+
+
+COMMANDS = {
+    ("train",): ["CONFIG"],
+    ("train", "nowhere.yml"): ["nowhere.yml", "does not exist"],
+    ("train", "runs"): ["runs", "is a folder"],
+    ("train", "a\0b"): ["not a file name"],
+    ("train", "small.yml", "--fast"): ["--fast"],
+    ("trian",): ["trian"],
+    ("config", "small.yml", "--diff", "nowhere"): ["nowhere", "does not exist"],
+    ("data", "inspect", "nowhere"): ["nowhere"],
+    ("data", "inspect", "texts"): ["texts"],
+    ("data", "prepare", "models/llama3-8b"): ["data"],
+    ("data", "prepare", "small.yml", "data.prepare=null"): ["data.prepare"],
+    ("generate", "nowhere", "a"): ["nowhere"],
+    ("generate", "texts", "a"): ["texts"],
+    ("generate", "runs/small", "a", "--step", "7"): ["checkpoint 7", "2"],
+    ("generate", "runs/small", "a", "--tokens", "0"): ["--tokens", "greater than or equal to 1"],
+    ("report", "nowhere"): ["nowhere"],
+    ("report", "texts"): ["texts"],
+    ("report", "runs/small", "--out", "nowhere/deep/x.html"): ["nowhere"],
+}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_command_that_cannot_be_done(workspace, capsys, monkeypatch, arguments):
+    line = refuse(workspace, capsys, monkeypatch, *arguments)
+    assert all(word in line for word in COMMANDS[arguments]), line
