@@ -55,17 +55,18 @@ def _attend(
     scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
     if softcap is not None:
         scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
-    seen_B11ST = _visible(query_at, key_at, window)[:, None, None]
-    lowest = jnp.finfo(jnp.float32).min
-    weights_BGRST = jax.nn.softmax(jnp.where(seen_B11ST, scores_BGRST, lowest), axis=-1)
+    # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.
+    weights_BGRST = jax.nn.softmax(scores_BGRST + _mask(query_at, key_at, window)[:, None, None], axis=-1)
     out_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
-    # A query that sees nothing (padding) has uniform weights here; it must give 0.
+    # Padding must give 0.
     out_BSGRK = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRK, 0)
     return out_BSGRK.reshape(q_BSHK.shape)
 
 
-def _visible(query_at: At, key_at: At, window: int | None) -> jax.Array:
-    same_BST = (query_at[0][:, :, None] == key_at[0][:, None, :]) & (query_at[0] != 0)[:, :, None]
-    distance_BST = query_at[1][:, :, None] - key_at[1][:, None, :]
-    near_BST = distance_BST >= 0
-    return same_BST & (near_BST if window is None else near_BST & (distance_BST < window))
+def _mask(query_at: At, key_at: At, window: int | None) -> Float[Array, "B S T"]:
+    """0 where a query sees a key, else so low that exp gives 0. Padding sees padding here."""
+    seen_BST = query_at[0][:, :, None] == key_at[0][:, None, :]
+    seen_BST &= query_at[1][:, :, None] >= key_at[1][:, None, :]
+    if window is not None:
+        seen_BST &= query_at[1][:, :, None] - key_at[1][:, None, :] < window
+    return jnp.where(seen_BST, 0.0, jnp.finfo(jnp.float32).min)

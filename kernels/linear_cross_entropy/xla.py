@@ -82,5 +82,6 @@ def _one_chunk(
         dlogits_BsV *= 1 - (logits_BsV / softcap) ** 2
     dlogits_BsV = (dlogits_BsV * weights_Bs[..., None]).astype(x_BsD.dtype)
     dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
-    dw_VD = jnp.einsum("BsV,BsD->VD", dlogits_BsV, x_BsD, preferred_element_type=jnp.float32)
-    return sums, dx_BsD, dw_VD
+    # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
+    dw_DV = jnp.einsum("BsD,BsV->DV", x_BsD, dlogits_BsV, preferred_element_type=jnp.float32)
+    return sums, dx_BsD, dw_DV.T
