@@ -127,8 +127,9 @@ def first_step_seconds(process: subprocess.Popen[bytes], contender: Contender, b
 
 def measure(contender: Contender, log: Path, limit_s: float) -> Measurement:
     """Run the program to its end. Exits with the end of its log where it fails, takes too long or tells of too few steps."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"}}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    no_programs_kept = str(log.with_suffix(".compiled"))  # a new folder
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": no_programs_kept}
     others_before, begin = machine_seconds() - own_seconds(), time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -28,17 +28,17 @@ class Cache(NamedTuple):
 class Attention(nnx.Module):
     """softmax(scale * q k^T) v over what causality, window and document leave (arXiv 1706.03762; GQA: 2305.13245)."""
 
-    def __init__(self, config: ModelConfig, *, local: bool, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool) -> None:
         width, heads, groups, dim = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
         self.local = local
         self.window = config.window if local else None
         self.scale = config.attention_scale or dim**-0.5
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
-        self.query_DHK = weight(rngs, (width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
-        self.key_DGK = weight(rngs, (width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
-        self.value_DGK = weight(rngs, (width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
-        self.out_HKD = weight(rngs, (heads, dim, width), ("heads", "head_dim", "embed"), out_std)
+        self.query_DHK = weight((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
+        self.key_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.value_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.out_HKD = weight((heads, dim, width), ("heads", "head_dim", "embed"), out_std)
         biased = config.bias != "none"
         self.query_bias_HK = constant(0.0, (heads, dim), ("heads", "head_dim")) if biased else None
         self.key_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None

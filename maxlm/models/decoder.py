@@ -24,13 +24,13 @@ Caches = tuple[tuple[Cache, ...], tuple[Cache, ...]]  # as `layers` and `tail`
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms what each sublayer adds."""
 
-    def __init__(self, config: ModelConfig, *, local: bool, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool) -> None:
         sandwich = config.norm_position == "sandwich"
         self.attention_norm = Norm(config.d_model, config)
-        self.attention = Attention(config, local=local, rngs=rngs)
+        self.attention = Attention(config, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
         self.mlp_norm = Norm(config.d_model, config)
-        self.mlp = Mlp(config, rngs=rngs)
+        self.mlp = Mlp(config)
         self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
 
     def __call__(
@@ -56,19 +56,19 @@ def _region(x_BSD: jax.Array) -> jax.Array:
 class Decoder(nnx.Module):
     """A decoder-only transformer. `layers[i]` holds, stacked, the i-th block of every period; `tail` the blocks left over."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.config = config
         pattern = [kind == "local" for kind in config.layer_pattern]
         periods, rest = divmod(config.n_layers, len(pattern))
-        self.embedding_VD = weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
+        self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
         learned = config.positions == "learned"
         position_shape = (config.max_seq_len or 0, config.d_model)
-        self.position_PD = weight(rngs, position_shape, ("position", "embed_act"), config.init_std) if learned else None
-        self.layers = nnx.List([_stacked(config, local, periods, rngs) for local in pattern])
-        self.tail = nnx.List([Block(config, local=local, rngs=rngs) for local in pattern[:rest]])
+        self.position_PD = weight(position_shape, ("position", "embed_act"), config.init_std) if learned else None
+        self.layers = nnx.List([_stacked(config, local, periods) for local in pattern])
+        self.tail = nnx.List([Block(config, local=local) for local in pattern[:rest]])
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
-        self.output_VD = None if tied else weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
+        self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
 
     def __call__(
         self,
@@ -141,10 +141,9 @@ class Decoder(nnx.Module):
         return unembedding + sum(block.flops_per_token(seq_len, masked=masked) for block in blocks)
 
 
-def _stacked(config: ModelConfig, local: bool, periods: int, rngs: nnx.Rngs) -> Block:
+def _stacked(config: ModelConfig, local: bool, periods: int) -> Block:
     """`periods` blocks in one, their parameters stacked along a leading `layers` dim."""
-    keys = jax.random.split(rngs.params(), periods)
-    return jax.vmap(lambda key: Block(config, local=local, rngs=nnx.Rngs(key)))(keys)
+    return jax.vmap(lambda _: Block(config, local=local))(jnp.arange(periods))
 
 
 def _apply(

@@ -13,14 +13,14 @@ from maxlm.config.schema import Llama3Scaling, ModelConfig, RopeConfig, YarnScal
 # B batch, S sequence, D width, K head dim, F = K / 2 frequencies
 
 
-def weight(rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
-    """A float32 matrix, normal with deviation `std`; `axes` name the logical axis of each dim."""
-    return nnx.Param(std * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), axes=tuple(axes))
+def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
+    """Declares a float32 matrix, at first normal with deviation `std`; `axes` name the logical axis of each dim."""
+    return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=0.0, std=std)
 
 
 def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param:
-    """A float32 scale or bias, filled with `value`."""
-    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=tuple(axes))
+    """Declares a float32 scale or bias, at first filled with `value`."""
+    return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
 
 
 def matrix_size(*parameters: nnx.Param | None) -> int:

@@ -15,13 +15,13 @@ from maxlm.parallel import constrain
 class Mlp(nnx.Module):
     """W_down(act(x W_gate) * (x W_up)) (Shazeer 2020, arXiv 2002.05202), or W_down(act(x W_up)) without a gate."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         width, hidden, std = config.d_model, config.d_ff, config.init_std
         self.activation = config.activation
         gated = config.activation in ("swiglu", "geglu")
-        self.gate_DF = weight(rngs, (width, hidden), ("embed", "mlp"), std) if gated else None
-        self.up_DF = weight(rngs, (width, hidden), ("embed", "mlp"), std)
-        self.down_FD = weight(rngs, (hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
+        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if gated else None
+        self.up_DF = weight((width, hidden), ("embed", "mlp"), std)
+        self.down_FD = weight((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
         biased = config.bias == "all"
         self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and gated else None
         self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None

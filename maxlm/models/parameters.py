@@ -1,11 +1,14 @@
 """Parameters as a plain nested dict, and everything derived from their one declaration: shapes, axes, shardings, count."""
 
 import functools
+import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -16,14 +19,31 @@ from maxlm.parallel import partition_spec
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
-def init_parameters(config: ModelConfig, key: jax.Array) -> Parameters:
-    """Fresh float32 parameters. The same values on any mesh: jit it with `out_shardings` and nothing is ever whole."""
-    return _nested(Decoder(config, rngs=nnx.Rngs(key)))
+def init_parameters(config: ModelConfig, seed: int) -> Parameters:
+    """Fresh float32 parameters, each a function of the seed and its own name.
+
+    The same values on any mesh: jit it with `out_shardings` and nothing is ever whole.
+    """
+    parameters: Parameters = {}
+    for name, variable in _variables(config):
+        values = jnp.full(variable.shape, variable.mean, jnp.float32)
+        if variable.std:
+            values += variable.std * jax.random.normal(_key(seed, name), variable.shape, jnp.float32)
+        _put(parameters, name, values)
+    return parameters
+
+
+def _key(seed: int, name: Sequence[str]) -> jax.Array:
+    data = hashlib.sha256(f"{seed} {'/'.join(name)}".encode()).digest()[:8]
+    return jax.random.wrap_key_data(np.frombuffer(data, "<u4"), impl="threefry2x32")
 
 
 def abstract_parameters(config: ModelConfig) -> Parameters:
     """Shapes and dtypes of `init_parameters`, with no memory used."""
-    return jax.eval_shape(lambda: init_parameters(config, jax.random.key(0)))
+    shapes: Parameters = {}
+    for name, variable in _variables(config):
+        _put(shapes, name, variable.get_value())
+    return shapes
 
 
 def bind(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -36,11 +56,10 @@ def bind(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 def parameter_axes(config: ModelConfig) -> Parameters:
     """The logical axes of every parameter, a tuple of names one a dim; stacked blocks lead with `layers`."""
-    variables = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     axes: Parameters = {}
-    for path, variable in variables:
+    for name, variable in _variables(config):
         declared = variable.axes
-        _put(axes, _name(path), ("layers",) * (len(variable.shape) - len(declared)) + declared)
+        _put(axes, name, ("layers",) * (len(variable.shape) - len(declared)) + declared)
     return axes
 
 
@@ -63,7 +82,14 @@ def count_parameters(config: ModelConfig) -> int:
 @functools.lru_cache(maxsize=16)
 def abstract_decoder(config: ModelConfig) -> Decoder:
     """The model with shapes for arrays."""
-    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return jax.eval_shape(lambda: Decoder(config))
+
+
+def _variables(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], nnx.Variable]]:
+    """(name, declaration) of every parameter."""
+    paths = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    for path, variable in paths:
+        yield _name(path), variable
 
 
 def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) -> Parameters:
@@ -75,13 +101,6 @@ def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) ->
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes."""
     return "embed" in axes or "position" in axes
-
-
-def _nested(model: Decoder) -> Parameters:
-    nested: Parameters = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
-        _put(nested, _name(path), leaf)
-    return nested
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ The loop never waits for the device to log: figures of step n - 1 are read while
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,9 +58,22 @@ class Start:
 
 
 def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
-    """The newest good checkpoint, or a fresh state. Writes nothing. Raises UserError for a foreign checkpoint."""
-    if checkpoints.latest() is None:
-        return Start(program.init(), 0)
+    """The newest good checkpoint, or a fresh state; meanwhile the step is compiled. Writes nothing.
+
+    Raises UserError for a foreign checkpoint.
+    """
+    latest = checkpoints.latest()
+    if latest is not None and latest >= program.config.total_steps:
+        return _restore(program, checkpoints)
+    pool = ThreadPoolExecutor(1)
+    compiled = pool.submit(lambda: program.step)
+    pool.shutdown(wait=False)  # an error below is told at once
+    start = Start(program.init(), 0) if latest is None else _restore(program, checkpoints)
+    compiled.result()
+    return start
+
+
+def _restore(program: Program, checkpoints: Checkpoints) -> Start:
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
     told = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}

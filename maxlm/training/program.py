@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
+from maxlm.hardware.xla_flags import compiler_options
 from maxlm.parallel import partition_spec
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.state import TrainState, init_state, state_shardings
@@ -18,7 +19,7 @@ from maxlm.training.step import build_eval_step, build_train_step
 
 @dataclass(frozen=True)
 class Program:
-    """The step of `config` on `mesh`; nothing is compiled before it is called or lowered."""
+    """The step of `config` on `mesh`; nothing is compiled before it is asked for."""
 
     config: Config
     mesh: Mesh
@@ -47,35 +48,41 @@ class Program:
         integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for dtype in (jnp.int32, jnp.float32))
         return Batch(tokens_BS=integers, targets_BS=integers, weights_BS=floats, segment_ids_BS=integers, positions_BS=integers)
 
+    @property
+    def compiler_options(self) -> dict[str, bool | int | str]:
+        """What XLA is told for this mesh."""
+        return compiler_options(self.mesh.devices.flat[0].platform)
+
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
             make = jax.jit(
                 lambda: init_state(self.config.model, self.optimizer, self.config.train.seed), out_shardings=self.state_shardings
             )
-            return make()
+            return make.lower().compile(compiler_options=self.compiler_options)()
 
     @cached_property
-    def step(self) -> jax.stages.Wrapped:
-        """The jitted update, (state, batch) -> (state, Metrics); its state is donated."""
+    def step(self) -> jax.stages.Compiled:
+        """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
+        return self.lower().compile(compiler_options=self.compiler_options)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The update, traced and lowered for this mesh without any array: what planning compiles."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(
+        update = jax.jit(
             build_train_step(self.config, self.optimizer),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
             donate_argnums=0,
         )
+        with jax.set_mesh(self.mesh):
+            return update.lower(self.abstract_state, self.abstract_batch)
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
         """The jitted evaluation of one batch, (params, batch) -> LossSums."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(build_eval_step(self.config), in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
-
-    def lower(self) -> jax.stages.Lowered:
-        """The update, traced and lowered for this mesh without any array: what planning compiles."""
-        with jax.set_mesh(self.mesh):
-            return self.step.lower(self.abstract_state, self.abstract_batch)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

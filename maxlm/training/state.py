@@ -30,7 +30,7 @@ class TrainState:
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first update: a pure function of the seed."""
-    params = init_parameters(config, jax.random.key(seed))
+    params = init_parameters(config, seed)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(step=zero, skipped=zero, params=params, opt_state=optimizer.init(params))
 

@@ -67,7 +67,7 @@ def embedding_gradient(config, params, positions, segments, target):
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request):
     config = model_config(request.param)
-    return config, init_parameters(config, jax.random.key(0))
+    return config, init_parameters(config, 0)
 
 
 def test_future_tokens_get_no_gradient(case):
@@ -98,7 +98,7 @@ def test_packed_documents_do_not_see_each_other(case):
 
 def test_window_limits_what_one_layer_sees():
     config = model_config("mistral", n_layers=1)
-    params = init_parameters(config, jax.random.key(0))
+    params = init_parameters(config, 0)
     _, positions, segments = inputs(1)
     norms = embedding_gradient(config, params, positions, segments, target=12)
     assert not np.any(norms[:7])
@@ -123,7 +123,7 @@ def test_cached_generation_equals_one_pass(case):
 )
 def test_remat_changes_no_gradient(remat):
     config = model_config("gemma3")
-    params = init_parameters(config, jax.random.key(0))
+    params = init_parameters(config, 0)
     batch = inputs()
     direction = jax.random.normal(jax.random.key(2), (2, 16, config.d_model))
 
@@ -138,7 +138,7 @@ def test_remat_changes_no_gradient(remat):
 def test_remat_by_name_keeps_just_those_tensors():
     """Bytes that the backward pass needs grow from `full` over one named tensor to `none`."""
     config = model_config("llama", n_layers=8)
-    params = init_parameters(config, jax.random.key(0))
+    params = init_parameters(config, 0)
     batch = inputs(4, 32)
 
     def temporaries(remat):
@@ -154,7 +154,7 @@ def test_remat_by_name_keeps_just_those_tensors():
 def test_scan_by_period_equals_layer_after_layer():
     """The third layer of the pattern is global: moving a layer's weights elsewhere must change the output."""
     config = model_config("gemma3", n_layers=7)
-    params = init_parameters(config, jax.random.key(1))
+    params = init_parameters(config, 1)
     batch = inputs()
     model = bind(config, params)
     x = model._embed(batch[0], batch[1])
@@ -170,7 +170,7 @@ def test_scan_by_period_equals_layer_after_layer():
 
 def test_rope_sees_only_distances():
     config = model_config("llama")
-    params = init_parameters(config, jax.random.key(0))
+    params = init_parameters(config, 0)
     tokens, positions, segments = inputs()
     np.testing.assert_allclose(
         hidden(config, params, tokens, positions + 100, segments), hidden(config, params, tokens, positions, segments), atol=2e-4
