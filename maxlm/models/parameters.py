@@ -35,7 +35,7 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
 def _key(seed: int, name: Sequence[str]) -> jax.Array:
     data = hashlib.sha256(f"{seed} {'/'.join(name)}".encode()).digest()[:8]
-    return jax.random.wrap_key_data(np.frombuffer(data, "<u4"), impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, "<u4")), impl="threefry2x32")
 
 
 def abstract_parameters(config: ModelConfig) -> Parameters:

@@ -49,7 +49,7 @@ class Program:
         return Batch(tokens_BS=integers, targets_BS=integers, weights_BS=floats, segment_ids_BS=integers, positions_BS=integers)
 
     @property
-    def compiler_options(self) -> dict[str, bool | int | str]:
+    def compiler_options(self) -> dict[str, str | bool]:
         """What XLA is told for this mesh."""
         return compiler_options(self.mesh.devices.flat[0].platform)
 
