@@ -146,4 +146,4 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
         show(config, directory.path, outcome.state.params, console)
     report = write_report([directory.path], directory.report)
     console.rule(style="dim")
-    console.print(f"{outcome.message}; report: {report}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
