@@ -51,6 +51,21 @@ def show_config(
     typer.echo(show.as_json(loaded, other) if json_ else show.as_text(loaded, other))
 
 
+@app.command(name="compile")
+def compile_(
+    config: ConfigName,
+    overrides: Overrides = None,
+    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
+    slices: Annotated[int | None, typer.Option(min=1, help="How many of them, joined by the data-centre network.")] = None,
+    hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
+    json_: Json = False,
+) -> None:
+    """Compile the training step for any TPU topology, with no TPU, and say what it needs and where its time goes."""
+    from maxlm.planning import compile as planning
+
+    raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
+
+
 @data_app.command()
 def prepare(config: ConfigName, overrides: Overrides = None) -> None:
     """Build the token store of a config's data.prepare section."""
@@ -91,7 +106,9 @@ def generate(
     """Continue a prompt with the model of a run."""
     from maxlm.inference import Sampler
     from maxlm.inference.text import generate_from_run
+    from maxlm.runtime.jax_setup import look_for_devices
 
+    look_for_devices()
     sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
 

@@ -1,11 +1,29 @@
 """Attention: softmax(scale * q k^T + mask) v, masked by causality, window and document."""
 
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.attention.tpu import LANES, SAVED, attention_splash
 from maxlm.kernels.attention.xla import attention_xla
 
+_log = logging.getLogger(__name__)
+
 # B batch, S queries, T keys, H query heads, G key/value heads, K head dim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh axes that split the operands: batch rows, and heads (query and key/value alike). Empty: not split."""
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
 
 def attention(
@@ -20,14 +38,18 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    layout: Layout | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B S H K"]:
     """Causal attention inside documents.
 
     A query sees a key when their segment ids are equal and not 0, the key does not stand later, and, with a `window`, it
     stands fewer than `window` tokens before. Order is by the given positions (any integers that grow along a document);
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
-    `softcap` c bends scaled scores to c * tanh(score / c). Scores, softmax and accumulation are float32; a query that sees
-    nothing gets 0. Raises ValueError for shapes that do not fit.
+    `softcap` c bends scaled scores to c * tanh(score / c). Scores, softmax and accumulation are float32; padding gets 0.
+    `layout` says how the mesh in force splits the operands. `implementation`: "xla", "splash", or None for the best that the
+    device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
+    that the implementation asked for cannot run.
     """
     heads, groups = q_BSHK.shape[2], k_BTGK.shape[2]
     if heads % groups:
@@ -38,10 +60,46 @@ def attention(
         raise ValueError(
             f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}"
         )
+    places = query_positions_BS is None and key_positions_BT is None and q_BSHK.shape[1] == k_BTGK.shape[1]
+    problem = "" if places else "queries and keys must stand at the same places of the sequence"
+    problem = problem or (f"a sequence of {q_BSHK.shape[1]} is no multiple of {LANES}" if q_BSHK.shape[1] % LANES else "")
+    chosen = implementation or _choose(problem)
+    if chosen == "splash":
+        if problem:
+            raise ValueError(f"attention: splash cannot run this: {problem}")
+        run = functools.partial(attention_splash, scale=scale, window=window, softcap=softcap, interpret=_platform() != "tpu")
+        return _on_each_device(run, layout or Layout())(q_BSHK, k_BTGK, v_BTGK, query_segments_BS)
     positions_BS = query_positions_BS if query_positions_BS is not None else _places(query_segments_BS)
     positions_BT = key_positions_BT if key_positions_BT is not None else _places(key_segments_BT)
     query_at, key_at = (query_segments_BS, positions_BS), (key_segments_BT, positions_BT)
-    return attention_xla(q_BSHK, k_BTGK, v_BTGK, query_at, key_at, scale=scale, window=window, softcap=softcap)
+    out_BSHK = attention_xla(q_BSHK, k_BTGK, v_BTGK, query_at, key_at, scale=scale, window=window, softcap=softcap)
+    return checkpoint_name(out_BSHK, SAVED)
+
+
+def _choose(problem: str) -> str:
+    """The implementation for the device of the mesh in force, logged once with the reason."""
+    if _platform() != "tpu":
+        return _logged("xla", "the device is no TPU")
+    return _logged("xla", problem) if problem else _logged("splash", "the device is a TPU")
+
+
+@functools.cache
+def _logged(chosen: str, reason: str) -> str:
+    _log.info("attention: %s, since %s", chosen, reason)
+    return chosen
+
+
+def _platform() -> str:
+    """Of the mesh in force: programs are also compiled for devices that are not there."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
+def _on_each_device(run: Callable[..., jax.Array], layout: Layout) -> Callable[..., jax.Array]:
+    if not (layout.batch or layout.heads):
+        return run
+    spec, tokens = P(layout.batch or None, None, layout.heads or None), P(layout.batch or None)
+    return jax.shard_map(run, in_specs=(spec, spec, spec, tokens), out_specs=spec, check_vma=False)
 
 
 def _places(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:

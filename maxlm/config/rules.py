@@ -1,13 +1,13 @@
 """Rules that join several settings. Each problem says field, value, rule and fix."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
-from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.hardware import topologies
+from maxlm.hardware.topologies import Topology, TopologyError, either
 
 Problem = tuple[str, Any, str, str]  # field, value, rule, fix
 MOST_STEPS = 2**31 - 1
@@ -42,28 +42,17 @@ def check_run_name(name: str, source: str = "") -> None:
 
 
 def cluster_devices(config: Config, source: str = "") -> int:
-    """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology nobody knows."""
+    """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology that does not exist."""
+    return topology_of(config, source).devices
+
+
+def topology_of(config: Config, source: str = "") -> Topology:
+    """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
     assert config.cluster is not None, "asked about a cluster that the config does not name"
-    chip, sides = _topology(config.cluster.topology, source)
-    return math.prod(sides) * chip.devices_per_chip * config.mesh.slices
-
-
-def _topology(topology: str, source: str) -> tuple[Chip, list[int]]:
-    """The chip, and chips along each side of one slice."""
-    known = {chip.name.lower(): chip for chip in CHIPS}
-    name, colon, shape = topology.partition(":")
-    chip = known.get(name.lower())
-    if chip is None:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.4) or list(known)
-        fix = f"use {_either([known[key].name.lower() for key in near])}, as in v5p:4x4x4"
-        raise ConfigError("cluster.topology", topology, f"no chip {name!r} is known", fix, source)
-    count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim; GPUs are named slices x hosts x GPUs
-    example = f"{chip.name.lower()}:{'x'.join('4' * count) if chip.device_kinds[0].startswith('TPU') else '1x1x8'}"
-    sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit()]
-    if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
-        rule = f"must be a chip, a colon and {count} sizes with `x` between them"
-        raise ConfigError("cluster.topology", topology, rule, f"write it as in {example}", source)
-    return chip, sides
+    try:
+        return topologies.parse(config.cluster.topology, config.mesh.slices)
+    except TopologyError as error:
+        raise ConfigError("cluster.topology", config.cluster.topology, error.rule, error.fix, source) from None
 
 
 def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
@@ -124,11 +113,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 def _divisors(number: int, most: int = 8) -> str:
     """The largest divisors of `number`, as a choice in words."""
     found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return _either([str(d) for d in found[-most:]])
-
-
-def _either(choices: Sequence[str]) -> str:
-    return ", ".join(choices[:-1]) + f" or {choices[-1]}" if len(choices) > 1 else choices[0]
+    return either([str(d) for d in found[-most:]])
 
 
 def _model(config: Config) -> Iterator[Problem]:

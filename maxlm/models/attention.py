@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
 from maxlm.config.schema import ModelConfig
+from maxlm.kernels.attention import Layout
 from maxlm.models.flops import attended_pairs
-from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, weight
-from maxlm.parallel import constrain
+from maxlm.models.layers import Angles, Norm, constant, matrix_size, project, rotate, weight
+from maxlm.parallel import constrain, mesh_axes
 
 # B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim
 
@@ -51,9 +52,9 @@ class Attention(nnx.Module):
         self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding."""
-        q_BSHK = _project(x_BSD, self.query_DHK, self.query_bias_HK)
-        k_BSGK = _project(x_BSD, self.key_DGK, self.key_bias_GK)
-        v_BSGK = _project(x_BSD, self.value_DGK, self.value_bias_GK)
+        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK)
+        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK)
+        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
@@ -65,10 +66,8 @@ class Attention(nnx.Module):
             mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)
         else:
             mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
-        mixed_BSHK = checkpoint_name(constrain(mixed_BSHK, "batch", "seq", "heads", None), "attention")
-        out_BSD = jnp.einsum("BSHK,HKD->BSD", mixed_BSHK, self.out_HKD[...])
-        if self.out_bias_D is not None:
-            out_BSD += self.out_bias_D[...].astype(out_BSD.dtype)
+        mixed_BSHK = constrain(mixed_BSHK, "batch", "seq", "heads", None)
+        out_BSD = project("BSHK,HKD->BSD", mixed_BSHK, self.out_HKD, self.out_bias_D)
         return checkpoint_name(constrain(out_BSD, "batch", "seq_between", "embed_act"), "attention_out"), cache
 
     def _attend(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
@@ -81,6 +80,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            layout=_layout(),
         )
 
     def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -112,6 +112,7 @@ class Attention(nnx.Module):
         return 6 * matrices + 12 * heads * dim * pairs / seq_len
 
 
-def _project(x_BSD: jax.Array, w_DHK: nnx.Param, bias_HK: nnx.Param | None) -> jax.Array:
-    y_BSHK = jnp.einsum("BSD,DHK->BSHK", x_BSD, w_DHK[...])
-    return y_BSHK if bias_HK is None else y_BSHK + bias_HK[...].astype(y_BSHK.dtype)
+def _layout() -> Layout:
+    """How the mesh in force splits attention's operands."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))

@@ -1,12 +1,11 @@
 """Feed-forward layers: gated (SwiGLU, GeGLU) and plain (GELU)."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import ACTIVATIONS, constant, matrix_size, weight
+from maxlm.models.layers import ACTIVATIONS, constant, matrix_size, project, weight
 from maxlm.parallel import constrain
 
 # B batch, S sequence, D width, F feed-forward width
@@ -35,16 +34,12 @@ class Mlp(nnx.Module):
             hidden_BSF = act(gate_BSF) * up_BSF
         else:
             hidden_BSF = act(up_BSF)
-        out_BSD = jnp.einsum("BSF,FD->BSD", hidden_BSF, self.down_FD[...])
-        if self.down_bias_D is not None:
-            out_BSD += self.down_bias_D[...].astype(out_BSD.dtype)
+        out_BSD = project("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D)
         return checkpoint_name(constrain(out_BSD, "batch", "seq_between", "embed_act"), "mlp_out")
 
     @staticmethod
     def _into(x_BSD: Array, w_DF: nnx.Param, bias_F: nnx.Param | None) -> Array:
-        y_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, w_DF[...])
-        y_BSF = y_BSF if bias_F is None else y_BSF + bias_F[...].astype(y_BSF.dtype)
-        return constrain(y_BSF, "batch", "seq", "mlp")
+        return constrain(project("BSD,DF->BSF", x_BSD, w_DF, bias_F), "batch", "seq", "mlp")
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""

@@ -35,6 +35,12 @@ def find_accelerators(root: Path = Path("/")) -> list[Accelerator]:
     return found
 
 
+def may_be_there(root: Path = Path("/")) -> bool:
+    """Whether any accelerator may be behind the device files, of a kind known here or not."""
+    device = root / "dev"
+    return any(next(device.glob(pattern), None) for pattern in ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd"))
+
+
 def remedy(accelerator: Accelerator, plugin: str | None, install: str, platforms: str) -> str:
     """What brings an accelerator to jax when jax does not see it.
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from maxlm.runtime.compiled import keep_compiled_programs
+from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 
 
 def describe_devices() -> dict[str, Any]:
     """Platform and, for each device of this process, its kind and bytes of memory (null where the backend does not say)."""
+    look_for_devices()
     devices = [{"kind": device.device_kind, "memory_bytes": _memory(device)} for device in jax.local_devices()]
     return {"platform": jax.default_backend(), "devices": devices, "compilation_cache": keep_compiled_programs()}
 

@@ -21,7 +21,7 @@ from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster
-from maxlm.runtime.compiled import keep_compiled_programs
+from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
@@ -48,6 +48,7 @@ def run(config: Config, console: Console, show: Showing) -> int:
     Raises UserError before anything is written if the config cannot be honoured.
     """
     goodput = Goodput()
+    look_for_devices()
     keep_compiled_programs()
     joined = cluster.join()
     primary = jax.process_index() == 0

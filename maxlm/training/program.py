@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
+from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
 from maxlm.parallel import partition_spec
 from maxlm.training.optimizer import build_optimizer
@@ -51,7 +52,9 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """What XLA is told for this mesh."""
-        return compiler_options(self.mesh.devices.flat[0].platform)
+        device = self.mesh.devices.flat[0]
+        chip = chip_of(device.device_kind)
+        return compiler_options(chip.name if chip is not None else device.platform)
 
     def init(self) -> TrainState:
         """The first state, created where it will live."""

@@ -59,6 +59,28 @@ def test_gradients_equal_those_of_the_definition(options):
         np.testing.assert_allclose(mine, other, atol=5e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0}])
+def test_splash_equals_definition(options):
+    """The TPU's kernel, interpreted: values and gradients, documents that end inside a block, a head dim below a lane."""
+    q, k, v, segments = operands(5, B=1, S=256, H=2, G=1, K=16)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def total(implementation, *qkv):
+        out = reference(*qkv, segments, **options) if implementation is None else run(*qkv, segments, implementation="splash", **options)
+        return jnp.sum(weights * out), out
+
+    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total("splash", *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
+def test_splash_refuses_what_it_cannot_run():
+    q, k, v, segments = operands(S=24)
+    with pytest.raises(ValueError, match="a sequence of 24 is no multiple of 128"):
+        run(q, k, v, segments, implementation="splash")
+
+
 def test_blocks_of_queries_change_nothing(monkeypatch):
     q, k, v, segments = operands(2)
     whole = run(q, k, v, segments, window=7)

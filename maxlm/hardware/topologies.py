@@ -1,0 +1,120 @@
+"""Names such as `v5p:4x4x4`: which chips, how many, on how many hosts, and along which sides the links close to a ring. No jax here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from maxlm.hardware.chips import CHIPS, Chip
+
+CHIPS_PER_HOST = 4  # TPU VMs hold 2x2; a v5e or v6e VM may hold 1 or 8, which the compiler does not need to know
+
+# Largest pods in chips, and the shapes that Cloud TPU lends. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
+_MOST = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
+
+
+class TopologyError(ValueError):
+    """A topology that does not exist: `rule` says what is wrong with the name, `fix` what to write instead."""
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__(f"{rule}; {fix}")
+        self.rule, self.fix = rule, fix
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One slice or several alike. `sides` are chips along each dim of a slice; of GPUs they are slices x hosts x GPUs, as XLA counts."""
+
+    chip: Chip
+    sides: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of one slice, as the compiler names it: v5p:4x4x4."""
+        return f"{self.chip.name.lower()}:{'x'.join(map(str, self.sides))}"
+
+    @property
+    def is_tpu(self) -> bool:
+        return _is_tpu(self.chip)
+
+    @property
+    def chips(self) -> int:
+        """Of all slices."""
+        return math.prod(self.sides) * self.slices
+
+    @property
+    def devices(self) -> int:
+        """What jax counts, all slices: a tpu7x chip is two."""
+        return self.chips * self.chip.devices_per_chip
+
+    @property
+    def hosts(self) -> int:
+        """Virtual machines, all slices, at 4 chips each (a GPU node: as its name says)."""
+        return math.prod(self.sides[:-1]) * self.slices if not self.is_tpu else max(1, self.chips // CHIPS_PER_HOST)
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether the links along each dim close to a ring.
+
+        v4, v5p and tpu7x are cubes of 4x4x4 joined by optical switches, which close every dim of a slice made of whole cubes; v5e and v6e
+        are a pod of 16x16 whose edges are joined, so a dim closes only where it has all 16 (jax-ml.github.io/scaling-book, part 2).
+        """
+        if not self.is_tpu:
+            return (False,) * len(self.sides)
+        if len(self.sides) == 2:
+            return tuple(side == 16 for side in self.sides)
+        return (all(side % 4 == 0 for side in self.sides),) * len(self.sides)
+
+
+def parse(name: str, slices: int = 1) -> Topology:
+    """The topology a name means, chip names in any case. Raises TopologyError with near names when there is none."""
+    known = {chip.name.lower(): chip for chip in CHIPS}
+    chip_name, colon, shape = name.partition(":")
+    chip = known.get(chip_name.lower())
+    if chip is None:
+        near = get_close_matches(chip_name.lower(), known, n=3, cutoff=0.4) or list(known)
+        raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in v5p:4x4x4")
+    count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim
+    sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit() and len(side) < 9]
+    if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
+        example = f"{chip.name.lower()}:{'x'.join('4' * count) if _is_tpu(chip) else '1x1x8'}"
+        raise TopologyError(f"must be a chip, a colon and {count} sizes with `x` between them", f"write it as in {example}")
+    topology = Topology(chip, tuple(sides), slices)
+    if topology.is_tpu:
+        _check_shape(topology)
+    return topology
+
+
+def near(chip: Chip, chips: int, most: int = 3) -> list[str]:
+    """Names of the topologies of `chip` that Cloud TPU lends, nearest in size to `chips`, smallest first."""
+    shapes = [shape for shape in (_FLAT if chip.ici_links == 4 else _DEEP) if _count(shape) <= _MOST[chip.name]]
+    nearest = sorted(shapes, key=lambda shape: abs(math.log(_count(shape) / max(chips, 1))))[:most]
+    return [f"{chip.name}:{shape}" for shape in sorted(nearest, key=_count)]
+
+
+def _check_shape(topology: Topology) -> None:
+    chip, sides = topology.chip, topology.sides
+    fix = f"near it there are {', '.join(near(chip, math.prod(sides)))}"
+    if math.prod(sides) > _MOST[chip.name]:
+        raise TopologyError(f"has {math.prod(sides):,} chips, and a {chip.name} pod has {_MOST[chip.name]:,}", fix)
+    single = set(sides) == {1} and len(sides) == 2
+    if not single and (sides[0] % 2 or sides[1] % 2):
+        raise TopologyError("cannot be made of hosts of 2x2 chips", fix)
+    if len(sides) == 2 and max(sides) > 16:
+        raise TopologyError(f"has a side above 16, and a {chip.name} pod is 16x16", fix)
+
+
+def _is_tpu(chip: Chip) -> bool:
+    return chip.device_kinds[0].startswith("TPU")
+
+
+def _count(shape: str) -> int:
+    return math.prod(int(side) for side in shape.split("x"))
+
+
+def either(choices: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return ", ".join(choices[:-1]) + f" or {choices[-1]}" if len(choices) > 1 else choices[0]

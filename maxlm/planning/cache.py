@@ -1,0 +1,37 @@
+"""What the compiler said, kept on disk: a JSON file and the compressed text of the program, by key. Losing it costs only time."""
+
+import gzip
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from maxlm.telemetry.atomic import replacing
+
+
+def folder() -> Path:
+    """Where it is kept: `planning` in $MAXLM_CACHE_DIR, by default ~/.cache/maxlm."""
+    return Path(os.environ.get("MAXLM_CACHE_DIR") or Path.home() / ".cache" / "maxlm") / "planning"
+
+
+def read(key: str) -> tuple[dict[str, Any], str] | None:
+    """(figures, text) as they were written; None when they were not, or are damaged."""
+    try:
+        figures = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+        text = gzip.decompress((folder() / f"{key}.hlo.gz").read_bytes()).decode()
+    except (OSError, ValueError, EOFError, zlib.error):
+        return None
+    return (figures, text) if isinstance(figures, dict) else None
+
+
+def write(key: str, figures: dict[str, Any], text: str) -> None:
+    """Keep `figures` and `text`. A folder that cannot be written is no reason to fail."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with replacing(folder() / f"{key}.hlo.gz") as file:
+            file.write(gzip.compress(text.encode(), mtime=0))
+        with replacing(folder() / f"{key}.json") as file:  # last: its being there says that both are
+            file.write(json.dumps(figures).encode())
+    except OSError:
+        return

@@ -1,0 +1,66 @@
+"""The command `maxlm compile`: settings in, report out. Imports jax only once the settings are known to be good."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from maxlm.config import load, rules
+from maxlm.config.errors import UserError
+from maxlm.config.schema import Config
+from maxlm.hardware.topologies import Topology
+
+LOG_WIDTH = 120  # columns of a file or a pipe, which do not say how wide they are
+
+
+def run(name: str, overrides: Sequence[str], topology: str | None, slices: int | None, hlo_out: Path | None, *, as_json: bool) -> int:
+    """Compile the step of a config and print what it needs, takes and waits for; 0 when it fits, else 2. Raises UserError."""
+    config, machine = meant(name, overrides, topology, slices)
+    if hlo_out is not None and not hlo_out.absolute().parent.is_dir():
+        raise UserError(f"--hlo-out {hlo_out}: there is no folder {hlo_out.absolute().parent}; make it first.")
+    from maxlm.planning.aot import leave_chips_alone
+
+    leave_chips_alone()
+    from maxlm.planning.page import show
+    from maxlm.planning.report import examine
+
+    progress = Console(stderr=True)
+    with progress.status("") as status:
+
+        def tell(text: str) -> None:
+            if progress.is_terminal:
+                status.update(f"{text} ...")
+            else:
+                progress.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+
+        report = examine(config, machine, tell)
+    if hlo_out is not None and report.step.fits:
+        _write(hlo_out, report.step.text)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json()) + "\n")
+    else:
+        screen = Console()
+        show(report, screen if screen.is_terminal else Console(width=LOG_WIDTH))
+    return 0 if report.step.fits else 2
+
+
+def meant(name: str, overrides: Sequence[str], topology: str | None, slices: int | None) -> tuple[Config, Topology]:
+    """The config, with the machine of the command line in the place of its own, and that machine."""
+    said = list(overrides)
+    if topology is not None:
+        said += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
+    if slices is not None:
+        said.append(f"mesh.slices={slices}")
+    config = load(name, said).config
+    if config.cluster is None:
+        raise UserError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
+    return config, rules.topology_of(config)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--hlo-out {path} cannot be written: {error.strerror}; give another place.") from None

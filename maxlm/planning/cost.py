@@ -1,0 +1,222 @@
+"""How long one step of a compiled program takes a chip, and what it spends it on.
+
+Compute is XLA's own estimate in cycles, loops times their turns; Pallas kernels, which XLA cannot see into, are charged what they state;
+communication is what the replay of the schedule finds exposed. It predicts; it has measured nothing.
+"""
+
+import heapq
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from maxlm.config.errors import UserError
+from maxlm.hardware.chips import Chip
+from maxlm.planning.collectives import AxisLinks, Network
+from maxlm.planning.hlo import Computation, Module, Op
+from maxlm.planning.replay import Replay, Said, Segment, Timed
+from maxlm.planning.work import ATTENTION, attention_flops, matmul_flops
+
+# Cycles/s of a TensorCore: the published peak over the FLOPs a cycle of its matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and
+# each core of tpu7x 4 times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
+CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+
+# Shares of the bf16 peak that a kernel's stated FLOPs are charged at. They are those of the ruler the peers are measured with.
+ATTENTION_SHARE = 0.45  # a causal flash kernel wastes half of the blocks on the diagonal, and its softmax keeps the vector unit busy
+GROUPED_SHARE = 0.70  # grouped matmuls reload weights where groups meet within a tile
+MATMUL_SHARE = 0.85  # what XLA's own large matmuls reach
+OTHER_SHARE = 0.45
+HBM_SHARE = 0.9  # of the stated bandwidth, that long copies reach
+
+_GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
+_MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
+# Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
+_MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", "reduce", "pad", "dynamic-slice", "dynamic-update-slice"}
+_PALLAS = "tpu_custom_call"
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operation over a whole step: `seconds` and `flops` are of all `times` together."""
+
+    name: str
+    kind: str  # "matmul", "attention", "kernel", "memory" or "communication"
+    where: str
+    times: int
+    seconds: float
+    flops: int = 0
+    share_of_peak: float | None = None  # achieved over peak, where there are FLOPs
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind from one place, over a whole step."""
+
+    axes: tuple[str, ...]
+    opcode: str
+    where: str
+    how: str
+    link: str
+    count: int
+    bytes: int  # a chip
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One step of one chip, in seconds by kind. FLOPs are those the program runs, what it computes again included."""
+
+    matmul_s: float
+    attention_s: float
+    kernel_s: float
+    memory_s: float
+    exposed_s: float
+    hidden_s: float  # communication that compute hides
+    matmul_flops: int
+    attention_flops: int
+    kernel_flops: int
+    assumed: tuple[str, ...]  # attention kernels that state no cost and are charged by their shapes
+    uncharged: tuple[str, ...]  # kernels that state no cost and are charged nothing
+    unknown_loops: tuple[str, ...]  # loops counted once, because data decides how often they turn
+    top: tuple[OpCost, ...]  # longest first
+    traffic: tuple[Traffic, ...]  # longest first
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds the chip computes."""
+        return self.matmul_s + self.attention_s + self.kernel_s + self.memory_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        return self.compute_s + self.exposed_s
+
+
+def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: Mapping[str, AxisLinks], top: int = 20) -> StepCost:
+    """What one step of `module` costs on `chip`.
+
+    `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: how those of more than one device lie on
+    the machine. `top`: how many operations to list. Raises UserError for a chip whose clock is not known.
+    """
+    pricing = _Pricing(module, chip)
+    root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
+    costs, said = _costs(root, pricing), list(_said(root, 1))
+    by_kind: dict[str, float] = defaultdict(float)
+    flops: dict[str, int] = defaultdict(int)
+    for cost in costs:
+        by_kind[cost.kind] += cost.seconds
+        flops[cost.kind] += cost.flops
+    seconds = sum(times * item.collective.seconds for item, times in said)
+    exposed = sum(times * item.exposed_s for item, times in said)
+    talk = (OpCost(i.collective.name, "communication", i.collective.where, n, n * i.exposed_s) for i, n in said if i.exposed_s > 0)
+    return StepCost(
+        matmul_s=by_kind["matmul"],
+        attention_s=by_kind["attention"],
+        kernel_s=by_kind["kernel"],
+        memory_s=by_kind["memory"],
+        exposed_s=exposed,
+        hidden_s=max(0.0, seconds - exposed),
+        matmul_flops=flops["matmul"],
+        attention_flops=flops["attention"],
+        kernel_flops=flops["kernel"],
+        assumed=tuple(sorted(pricing.assumed)),
+        uncharged=tuple(sorted(pricing.uncharged)),
+        unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and module.trip_count(run.op) is None),
+        top=tuple(heapq.nlargest(top, itertools.chain(costs, talk), key=lambda cost: cost.seconds)),
+        traffic=_traffic(said),
+    )
+
+
+class _Pricing:
+    """Seconds of an operation that computes."""
+
+    def __init__(self, module: Module, chip: Chip) -> None:
+        if chip.name not in CLOCK_HZ:
+            raise UserError(f"The clock of {chip.name} is not known, so its step cannot be predicted; take one of {', '.join(CLOCK_HZ)}.")
+        self.module = module
+        self.clock_hz = CLOCK_HZ[chip.name]
+        self.peak = chip.peak_bf16_flops_per_device
+        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
+        self.assumed: set[str] = set()
+        self.uncharged: set[str] = set()
+
+    def seconds(self, op: Op, computation: Computation) -> float:
+        if op.target == _PALLAS:
+            return self._kernel(op, computation)
+        if op.cycles is not None:
+            return op.cycles / self.clock_hz
+        if op.opcode not in _MOVES:
+            return 0.0
+        written = op.shapes
+        if op.opcode == "dynamic-update-slice":  # in place: only the update is written
+            written = computation.operand(op, 1).shapes
+        return 2 * sum(shape.bytes for shape in written if shape.memory_space == 0) / self.hbm  # read once, written once
+
+    def kind(self, op: Op, computation: Computation) -> str:
+        if op.target == _PALLAS:
+            return "attention" if _is_attention(op) else "kernel"
+        return "matmul" if matmul_flops(self.module, op, computation) else "memory"
+
+    def flops(self, op: Op, computation: Computation) -> int:
+        if op.target != _PALLAS:
+            return matmul_flops(self.module, op, computation)
+        if op.stated:
+            return op.stated.flops
+        return attention_flops(op, computation) if _is_attention(op) else 0
+
+    def _kernel(self, op: Op, computation: Computation) -> float:
+        name = op.name.split(".")[0]
+        flops = self.flops(op, computation)
+        if op.stated is None:
+            (self.assumed if flops else self.uncharged).add(name)
+        share = OTHER_SHARE
+        if _is_attention(op):
+            share = ATTENTION_SHARE
+        elif _GROUPED.search(name):
+            share = GROUPED_SHARE
+        elif _MATMUL.search(name):
+            share = MATMUL_SHARE
+        return max(flops / (share * self.peak), (op.stated.bytes_accessed if op.stated else 0) / self.hbm)
+
+
+def _is_attention(op: Op) -> bool:
+    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
+
+
+def _timed(segment: Segment, times: int) -> Iterator[tuple[Timed, int]]:
+    for item in segment.timed:
+        yield item, times
+    for inner, turns in segment.inner:
+        yield from _timed(inner, times * turns)
+
+
+def _said(segment: Segment, times: int) -> Iterator[tuple[Said, int]]:
+    for item in segment.said:
+        yield item, times
+    for inner, turns in segment.inner:
+        yield from _said(inner, times * turns)
+
+
+def _costs(root: Segment, pricing: _Pricing) -> list[OpCost]:
+    costs = []
+    for item, times in _timed(root, 1):
+        flops = times * pricing.flops(item.op, item.computation)
+        seconds = times * item.seconds
+        share = flops / seconds / pricing.peak if flops else None
+        costs.append(OpCost(item.op.name, pricing.kind(item.op, item.computation), item.op.where, times, seconds, flops, share))
+    return costs
+
+
+def _traffic(said: list[tuple[Said, int]]) -> tuple[Traffic, ...]:
+    rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
+    for item, times in said:
+        one = item.collective
+        figures = (times, times * one.bytes, times * one.seconds, times * item.exposed_s)
+        rows[(one.axes, one.opcode, one.where, one.how, one.link)].append(figures)
+    found = [
+        Traffic(*key, sum(f[0] for f in figures), sum(f[1] for f in figures), sum(f[2] for f in figures), sum(f[3] for f in figures))
+        for key, figures in rows.items()
+    ]
+    return tuple(sorted(found, key=lambda row: -row.seconds))

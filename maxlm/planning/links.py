@@ -1,0 +1,30 @@
+"""How the axes of a mesh lie on the machine: along which dims of the torus, closed to rings or not, inside a slice or across."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from maxlm.hardware.topologies import Topology
+from maxlm.planning.collectives import AxisLinks
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Place = tuple[int, tuple[int, ...]]  # slice, and where in it along each dim of the torus
+
+
+def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
+    """Of every axis of more than one device, read off the coordinates of the devices along it."""
+    links = {}
+    for number, (axis, size) in enumerate(mesh.shape.items()):
+        if size > 1:
+            line = mesh.devices.swapaxes(0, number).reshape(size, -1)[:, 0]
+            links[axis] = links_of([(getattr(device, "slice_index", None) or 0, tuple(device.coords)) for device in line], topology)
+    return links
+
+
+def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
+    """Of devices in a row. A dim that they fill closes to a ring where the slice does; two cores of one chip are as good as a ring."""
+    seen = [{place[dim] for _, place in line} for dim in range(len(topology.sides))]
+    spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
+    wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)
+    return AxisLinks(dims=max(1, len(spanned)), wrapped=wrapped, dcn=len({number for number, _ in line}) > 1)

@@ -1,0 +1,155 @@
+"""What fills the HBM of a chip during a step: the state and the batch to the byte, temporaries by what the program's text says of them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from maxlm.config.schema import Config
+from maxlm.planning.aot import CompiledStep
+from maxlm.planning.hlo import Module
+from maxlm.planning.liveness import Buffer, at_peak
+
+if TYPE_CHECKING:
+    from maxlm.training.program import Program
+
+KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD = (
+    "kept for backward: ",
+    "gradients",
+    "weights as matmuls read them",
+    "gathered weights",
+    "logits and loss",
+    "attention",
+    "feed-forward",
+)
+_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD)  # the surest first
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many bytes of one device: `group` is state, batch, temporaries or code."""
+
+    group: str
+    name: str
+    bytes: int
+
+
+def split(program: "Program", step: CompiledStep, module: Module | None) -> tuple[Part, ...]:
+    """What `step.needed` consists of; the parts sum to it. Without a `module`, since it did not fit, temporaries are one part."""
+    parts = state_parts(program)
+    if step.memory is not None:
+        padding = step.memory.argument - sum(part.bytes for part in parts)
+        parts = (*parts[:-1], Part("state", "counters, and padding of layouts", padding), parts[-1])
+    code = step.memory.code if step.memory is not None else 0
+    temporaries = max(0, step.needed - code - sum(part.bytes for part in parts))
+    if module is None:
+        return (*parts, Part("temporaries", "activations, gradients and the rest", temporaries))
+    return (*parts, *_temporaries(program, at_peak(module), temporaries), Part("code", "program", code))
+
+
+def state_parts(program: "Program") -> tuple[Part, ...]:
+    """Parameters, optimizer state and batch on one device, to the byte."""
+    state = program.abstract_state
+    return (
+        Part("state", "parameters (float32)", _bytes(state.params)),
+        Part("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
+        Part("batch", "batch", _bytes(program.abstract_batch)),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    import jax
+
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[Part]:
+    """`total` bytes, divided by what the buffers alive at the peak are. What no buffer accounts for is the last part."""
+    names = _Names(program)
+    sums: dict[str, int] = {}
+    for buffer in buffers:
+        name = names.of(buffer)
+        sums[name] = sums.get(name, 0) + buffer.bytes
+    rest, parts = total, []
+    for name in sorted(filter(None, sums), key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start))):
+        size = min(sums[name], rest)  # the replay may hold more alive than XLA does: then less is left for what is less sure
+        rest -= size
+        parts.append(Part("temporaries", name, size))
+    return [*(part for part in parts if part.bytes), Part("temporaries", "other", rest)]
+
+
+class _Names:
+    """Tells what a buffer is by its shape, the place that made it, and the shapes that the config implies."""
+
+    def __init__(self, program: "Program") -> None:
+        import jax
+
+        config, mesh = program.config, program.mesh.shape
+        leaves = jax.tree.leaves(program.abstract_state.params)
+        self.shards = {_core(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
+        self.layers = config.model.n_layers // len(config.model.layer_pattern)
+        tensor = mesh["tensor"]
+        self.vocab = config.model.vocab_size // tensor
+        self.d_ff = config.model.d_ff // tensor
+        self.rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
+        self.kept = kept_sizes(config, self.rows * (config.data.seq_len // mesh["context"]), tensor)
+        unsharded = {"fsdp"}
+        self.gathered = {_core(_without(leaf, unsharded)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
+        self.gathered |= {_core(_without(leaf, unsharded)[1:]) for leaf in leaves if len(leaf.shape) > 2}
+
+    def of(self, buffer: Buffer) -> str:
+        """The name of the part that `buffer` belongs to; empty when nothing is known."""
+        dims, where = buffer.shape.dims, buffer.where
+        backward = any("transpose(" in op.where for op in buffer.writers)
+        if len(dims) > 1 and dims[0] == self.layers and "while/body" in where and "transpose(" not in where:
+            names = self.kept.get(math.prod(dims[1:]))
+            if names:
+                return KEPT + ", ".join(names)
+        if _core(dims) in self.shards:
+            return GRADIENTS if backward or buffer.shape.dtype == "f32" else CAST
+        if self.vocab in dims:
+            return GRADIENTS if backward and _core(dims) in self.gathered else LOSS
+        if _core(dims) in self.gathered:
+            return GRADIENTS if backward else GATHERED
+        if any(mark in where for mark in ("splash", "BGRST", "BSGRK", "flash")):
+            return ATTENTION
+        return FEED_FORWARD if self.d_ff in dims else ""
+
+
+def kept_sizes(config: Config, tokens: int, tensor: int) -> dict[int, tuple[str, ...]]:
+    """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
+    model, remat = config.model, config.memory.remat
+    heads, groups = model.n_heads * model.head_dim // tensor, model.n_kv_heads * model.head_dim // tensor
+    between = model.d_model // tensor  # the sequence is split over `tensor` there
+    widths = {
+        "layer_input": between,
+        "query": heads,
+        "key": groups,
+        "value": groups,
+        "attention": heads,
+        "attention_out": between,
+        "gate": model.d_ff // tensor,
+        "up": model.d_ff // tensor,
+        "mlp_out": between,
+    }
+    names = list(widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
+    sizes: dict[int, tuple[str, ...]] = {}
+    for name in dict.fromkeys(names):
+        size = tokens * widths[name]
+        sizes[size] = (*sizes.get(size, ()), name)
+    return sizes
+
+
+def _core(dims: Sequence[int]) -> tuple[int, ...]:
+    """Dims in any order, those of 1 left out: layouts and transpositions change neither."""
+    return tuple(sorted(dim for dim in dims if dim != 1))
+
+
+def _without(leaf: Any, axes: set[str]) -> tuple[int, ...]:
+    """The shape of `leaf` on one device if the mesh axes in `axes` did not split it."""
+    mesh, spec = leaf.sharding.mesh.shape, leaf.sharding.spec
+    shape = list(leaf.sharding.shard_shape(leaf.shape))
+    for dim, entry in enumerate(spec):
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            shape[dim] *= mesh[axis] if axis in axes else 1
+    return tuple(shape)

@@ -1,0 +1,21 @@
+"""What jax is told before it touches a device: where compiled programs are kept, and what not to look for."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from maxlm.runtime.accelerators import may_be_there
+
+
+def look_for_devices() -> None:
+    """Where no device file is, spare a libtpu that was installed for planning its search, which is loud and takes seconds."""
+    if not may_be_there() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def keep_compiled_programs() -> str:
+    """Let a restart find the step compiled; the folder, which the environment may choose. An unwritable one only costs the gain."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    return folder

@@ -1,0 +1,93 @@
+"""A topology's name says what it says: chips, hosts, rings; and a name that means nothing is answered with one that does."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.hardware.chips import CHIPS
+from maxlm.hardware.topologies import TopologyError, near, parse
+
+TPUS = [chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU")]
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "chips", "devices", "hosts"),
+    [
+        ("v5p:4x4x4", 1, 64, 64, 16),
+        ("v4:4x4x8", 1, 128, 128, 32),
+        ("v5e:16x16", 2, 512, 512, 128),
+        ("v5e:1x1", 1, 1, 1, 1),
+        ("v6e:2x4", 1, 8, 8, 2),
+        ("tpu7x:2x2x1", 1, 4, 8, 1),
+        ("v5p:16x20x28", 1, 8960, 8960, 2240),
+        ("H200:1x2x8", 1, 16, 16, 2),
+    ],
+)
+def test_chips_devices_and_hosts(name, slices, chips, devices, hosts):
+    topology = parse(name, slices)
+    assert (topology.chips, topology.devices, topology.hosts) == (chips, devices, hosts)
+    assert topology.name == name.lower()
+    assert parse(topology.name, slices) == topology
+
+
+@pytest.mark.parametrize(
+    ("name", "wraps"),
+    [
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),  # half a cube: no optical switch to go through
+        ("v4:2x2x1", (False, False, False)),
+        ("v5e:16x16", (True, True)),
+        ("v5e:8x16", (False, True)),
+        ("v6e:8x8", (False, False)),
+        ("h100:1x1x8", (False, False, False)),
+    ],
+)
+def test_which_dims_close_to_rings(name, wraps):
+    assert parse(name).wraps == wraps
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "fix"),
+    [
+        ("v9z:4x4", "no chip 'v9z'", "as in v5p:4x4x4"),
+        ("v5:4x4", "no chip 'v5'", "v5e"),
+        ("", "no chip ''", "tpu7x"),
+        ("v5p", "a colon and 3 sizes", "v5p:4x4x4"),
+        ("v5p:4x4", "3 sizes", "v5p:4x4x4"),
+        ("v5e:4x4x4", "2 sizes", "v5e:4x4"),
+        ("v5e:0x4", "2 sizes", "v5e:4x4"),
+        ("v5e:-4x4", "2 sizes", "v5e:4x4"),
+        ("v5e:٤x4", "2 sizes", "v5e:4x4"),
+        ("h100:8", "3 sizes", "h100:1x1x8"),
+        ("v5p:3x5x7", "hosts of 2x2", "v5p:4x4x8"),
+        ("v5e:1x2", "hosts of 2x2", "v5e:2x2"),
+        ("v5e:8x32", "side above 16", "v5e:16x16"),
+        ("v6e:32x32", "a v6e pod has 256", "v6e:16x16"),
+        ("v5p:64x64x64", "a v5p pod has 8,960", "v5p:16x20x28"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_a_right_one(name, rule, fix):
+    with pytest.raises(TopologyError) as caught:
+        parse(name)
+    assert rule in caught.value.rule
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("wanted", [1, 7, 64, 100, 5000, 10**6])
+def test_what_is_offered_exists_and_is_near(chip, wanted):
+    offered = near(chip, wanted)
+    sizes = [parse(name).chips for name in offered]
+    assert sizes == sorted(sizes)
+    assert len(offered) == 3
+    everything = near(chip, wanted, most=100)
+    closest = min((parse(name).chips for name in everything), key=lambda size: abs(math.log(size / wanted)))
+    assert closest in sizes
+
+
+def test_names_need_no_jax():
+    code = "import sys, maxlm.hardware.topologies; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

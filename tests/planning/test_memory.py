@@ -1,0 +1,128 @@
+"""What fills memory: to the byte where it can be known, by a replay of the schedule where it cannot."""
+
+import math
+
+import jax
+import pytest
+from tiny import tiny_config
+
+from maxlm.models import count_parameters
+from maxlm.parallel import build_mesh
+from maxlm.planning.hlo import read
+from maxlm.planning.liveness import at_peak
+from maxlm.planning.memory import kept_sizes, state_parts
+from maxlm.training.program import build_program
+
+KIB = 1024
+
+
+def peak(*computations: str) -> dict[str, int]:
+    """KiB alive at the fullest moment of a program, by the operation that made each buffer first; the last computation is the entry."""
+    *called, entry = computations
+    text = "HloModule m, is_scheduled=true\n\n" + "\n\n".join([*called, f"ENTRY {entry}"]) + "\n"
+    return {buffer.writers[0].name: buffer.bytes // KIB for buffer in at_peak(read(text))}
+
+
+def test_a_buffer_is_alive_until_its_last_reader():
+    assert peak("""%e (p: f32[256]) -> f32[512] {
+  %p = f32[256]{0} parameter(0)
+  %a = f32[1024]{0} broadcast(%p), dimensions={}
+  %b = f32[2048]{0} concatenate(%a, %a), dimensions={0}
+  %c = f32[512]{0} slice(%b), slice={[0:512]}
+  ROOT %d = f32[512]{0} sort(%c), dimensions={0}
+}""") == {"a": 4, "b": 8}
+
+
+def test_views_take_no_memory_and_keep_what_they_show_alive():
+    assert peak("""%e (p: f32[256]) -> f32[1024] {
+  %p = f32[256]{0} parameter(0)
+  %a = f32[1024]{0} broadcast(%p), dimensions={}
+  %t = (f32[1024]{0}, f32[256]{0}) tuple(%a, %p)
+  %g = f32[1024]{0} get-tuple-element(%t), index=0
+  %v = f32[32,32]{1,0} bitcast(%g)
+  %x = f32[4096]{0} broadcast(%p), dimensions={}
+  ROOT %r = f32[1024]{0} custom-call(%v, %x), custom_call_target="f"
+}""") == {"a": 4, "x": 16, "r": 4}
+
+
+def test_what_lies_in_fast_memory_is_not_counted():
+    assert peak("""%e (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %a = f32[4096]{0:T(1024)S(1)} broadcast(%p), dimensions={}
+  ROOT %r = f32[512]{0} slice(%a), slice={[0:512]}
+}""") == {"r": 2}
+
+
+def test_an_output_takes_the_place_of_its_donated_argument():
+    assert peak("""%e (p: f32[2048]) -> f32[2048] {
+  %p = f32[2048]{0} parameter(0)
+  %a = f32[1024]{0} slice(%p), slice={[0:1024]}
+  ROOT %r = f32[2048]{0} custom-call(%p, %a), custom_call_target="f"
+}""") == {"a": 4}
+
+
+LOOP = (
+    """%body (s: (s32[], f32[8,256], f32[256])) -> (s32[], f32[8,256], f32[256]) {
+  %s = (s32[], f32[8,256]{1,0}, f32[256]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %kept = f32[8,256]{1,0} get-tuple-element(%s), index=1
+  %x = f32[256]{0} get-tuple-element(%s), index=2
+  %wide = f32[4096]{0} broadcast(%x), dimensions={}
+  %y = f32[256]{0} slice(%wide), slice={[0:256]}, metadata={op_name="step/jvp()/while/body/y"}
+  %row = f32[1,256]{1,0} bitcast(%y)
+  %put = f32[8,256]{1,0} dynamic-update-slice(%kept, %row, %i, %i), metadata={op_name="step/jvp()/while/body/put"}
+  ROOT %out = (s32[], f32[8,256]{1,0}, f32[256]{0}) tuple(%i, %put, %y)
+}""",
+    """%cond (s: (s32[], f32[8,256], f32[256])) -> pred[] {
+  %s = (s32[], f32[8,256]{1,0}, f32[256]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(8)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}""",
+    """%e (p: f32[256]) -> f32[8,256] {
+  %p = f32[256]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %stack = f32[8,256]{1,0} broadcast(%zero), dimensions={}
+  %x = f32[256]{0} copy(%p)
+  %start = (s32[], f32[8,256]{1,0}, f32[256]{0}) tuple(%zero, %stack, %x)
+  %loop = (s32[], f32[8,256]{1,0}, f32[256]{0}) while(%start), condition=%cond, body=%body
+  ROOT %r = f32[8,256]{1,0} get-tuple-element(%loop), index=1
+}""",
+)
+
+
+def test_a_loop_carries_one_buffer_and_adds_what_lives_inside():
+    """The stack that is written row by row exists once; the row that the next turn reads takes the place of the last."""
+    found = peak(*LOOP)
+    assert {name: size for name, size in found.items() if size} == {"stack": 8, "x": 1, "wide": 16}
+
+
+def test_a_buffer_tells_where_the_loop_fills_it():
+    buffers = at_peak(read("HloModule m, is_scheduled=true\n\n" + "\n\n".join([*LOOP[:2], f"ENTRY {LOOP[2]}"]) + "\n"))
+    (stack,) = [buffer for buffer in buffers if buffer.shape.dims == (8, 256)]
+    assert stack.where == "step/jvp()/while/body/put"
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_the_state_is_what_the_devices_hold(mesh):
+    config = tiny_config(mesh=mesh)
+    program = build_program(config, build_mesh(config, jax.devices()[: math.prod(mesh.values())]))
+    parameters, optimizer, batch = (part.bytes for part in state_parts(program))
+    device = jax.devices()[0]
+
+    def held(tree):
+        return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == device)
+
+    state = program.init()
+    assert (parameters, optimizer) == (held(state.params), held(state.opt_state))
+    assert optimizer == 2 * parameters + 8  # two moments, and two counters
+    if not mesh:
+        assert parameters == 4 * count_parameters(config.model)
+    rows = config.train.global_batch // (mesh.get("data", 1) * mesh.get("fsdp", 1))
+    assert batch == 5 * 4 * rows * config.data.seq_len
+
+
+def test_kept_tensors_are_told_apart_by_their_size():
+    config = tiny_config(memory={"remat": ("query", "key", "gate")})  # width 64, 8 heads and 4 key/value heads of 8, 128 hidden units
+    assert kept_sizes(config, tokens=10, tensor=1) == {640: ("layer_input", "query"), 320: ("key",), 1280: ("gate",)}
+    assert kept_sizes(tiny_config(), tokens=10, tensor=2) == {320: ("layer_input",)}
