@@ -181,10 +181,16 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
 
 
 def _exposed(cost: StepCost) -> Iterator[str]:
+    """Of each kind of collective over an axis, wherever it arises, when the step waits for it; the worst place is named."""
+    kinds: dict[tuple[tuple[str, ...], str], list[Traffic]] = {}
     for traffic in cost.traffic:
-        if traffic.exposed_s > EXPOSED * cost.total_s:
-            share = traffic.exposed_s / cost.total_s
-            yield f"{share:.0%} of the step waits for {describe(traffic)}."
+        kinds.setdefault((traffic.axes, traffic.opcode), []).append(traffic)
+    for (axes, opcode), rows in kinds.items():
+        share = sum(row.exposed_s for row in rows) / (cost.total_s or 1.0)
+        if share > EXPOSED:
+            worst = max(rows, key=lambda row: row.exposed_s)
+            most = f", most of all in {place(worst.where)}" if worst.where else ""
+            yield f"{share:.0%} of the step waits for {opcode} over {' and '.join(axes)}{most}."
 
 
 def describe(traffic: Traffic) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
 
     started = time.monotonic()
     try:
-        compiled = lowered.compile(compiler_options=options)
+        with warnings.catch_warnings():  # where JAX_COMPILATION_CACHE_DIR is set, jax cannot read what it kept for chips that are not there
+            warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
+            compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         sizes = _needed_and_available(str(error))
         if sizes is None:  # not about memory: a flag or a kernel that the compiler rejects

@@ -14,12 +14,24 @@ Place = tuple[int, tuple[int, ...]]  # slice, and where in it along each dim of 
 
 def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
     """Of every axis of more than one device, read off the coordinates of the devices along it."""
-    links = {}
+    return {axis: links_of(line, topology) for axis, line in _lines(mesh).items() if len(line) > 1}
+
+
+def within_slice(mesh: "Mesh", topology: Topology) -> tuple[dict[str, int], Mapping[str, AxisLinks]]:
+    """The mesh of one slice, axis to size, and its links: what a program says, since it is compiled for one slice of several."""
+    lines = {axis: [place for place in line if place[0] == line[0][0]] for axis, line in _lines(mesh).items()}
+    return {axis: len(line) for axis, line in lines.items()}, {
+        axis: links_of(line, topology) for axis, line in lines.items() if len(line) > 1
+    }
+
+
+def _lines(mesh: "Mesh") -> dict[str, list[Place]]:
+    """Axis -> the places of the devices along it, from the first device of the mesh."""
+    lines = {}
     for number, (axis, size) in enumerate(mesh.shape.items()):
-        if size > 1:
-            line = mesh.devices.swapaxes(0, number).reshape(size, -1)[:, 0]
-            links[axis] = links_of([(getattr(device, "slice_index", None) or 0, tuple(device.coords)) for device in line], topology)
-    return links
+        devices = mesh.devices.swapaxes(0, number).reshape(size, -1)[:, 0]
+        lines[axis] = [(getattr(device, "slice_index", None) or 0, tuple(device.coords)) for device in devices]
+    return lines
 
 
 def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:

@@ -12,8 +12,9 @@ from maxlm.planning.advice import Suggestion
 from maxlm.planning.aot import CompiledStep, build, compile_program
 from maxlm.planning.cost import StepCost, estimate
 from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
+from maxlm.planning.links import axis_links, within_slice
 from maxlm.planning.memory import Part, split
+from maxlm.planning.slices import with_slices
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,10 @@ def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> 
     cost, remarks, suggestions = None, [], []
     parts = split(program, step, module)
     if module is not None:
-        links = axis_links(program.mesh, topology)
-        cost = estimate(module, topology.chip, sizes, links)
-        remarks = advice.remarks(config, topology, sizes, links, step, cost)
+        cost = estimate(module, topology.chip, *within_slice(program.mesh, topology))
+        if topology.slices > 1:
+            cost = with_slices(cost, module, topology, config.mesh.across_slices)
+        remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
     else:
         hopeless = _too_small(config, topology, parts, step.available)
         remarks = [hopeless] if hopeless else []

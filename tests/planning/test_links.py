@@ -4,7 +4,10 @@ import pytest
 
 from maxlm.hardware.topologies import parse
 from maxlm.planning.collectives import AxisLinks
+from maxlm.planning.cost import CLOCK_HZ, StepCost
+from maxlm.planning.hlo import read
 from maxlm.planning.links import links_of
+from maxlm.planning.slices import with_slices
 
 
 @pytest.mark.parametrize(
@@ -22,3 +25,36 @@ from maxlm.planning.links import links_of
 )
 def test_an_axis_knows_its_links(topology, line, links):
     assert links_of(line, parse(topology)) == links
+
+
+def step_between_slices(cycles: int) -> StepCost:
+    """One all-reduce of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    module = read(f"""HloModule m, is_scheduled=true
+
+ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
+  %p = f32[1048576]{{0}} parameter(0)
+  %after = token[] after-all()
+  %send = (f32[1048576]{{0}}, u32[], token[]) send(%p, %after), channel_id=1, {attributes}
+  %recv = (f32[1048576]{{0}}, u32[], token[]) recv(%after), channel_id=2, {attributes}
+  %work = f32[1048576]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+  %done = token[] send-done(%send), channel_id=1, is_host_transfer=true
+  %got = (f32[1048576]{{0}}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
+  ROOT %r = f32[1048576]{{0}} get-tuple-element(%got), index=0
+}}
+""")
+    nothing = StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, (), (), (), (), ())
+    return with_slices(nothing, module, parse("v5e:2x2", slices=2), "data")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
+    chip = parse("v5e:2x2").chip
+    (row,) = step_between_slices(0).traffic
+    assert (row.axes, row.opcode, row.link, row.count, row.bytes) == (("data",), "all-reduce", "dcn", 1, 4 * 2**20)
+    assert row.seconds == pytest.approx(2 * 4 * 2**20 / 2 / chip.dcn_bytes_per_s, rel=0.05)  # half goes and half comes, twice
+    cost = step_between_slices(round(share * row.seconds * CLOCK_HZ["v5e"]))
+    assert cost.exposed_s == pytest.approx(row.seconds * max(0.0, 1 - share), rel=1e-3)
+    assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)
