@@ -63,6 +63,8 @@ def attention(
     places = query_positions_BS is None and key_positions_BT is None and q_BSHK.shape[1] == k_BTGK.shape[1]
     problem = "" if places else "queries and keys must stand at the same places of the sequence"
     problem = problem or (f"a sequence of {q_BSHK.shape[1]} is no multiple of {LANES}" if q_BSHK.shape[1] % LANES else "")
+    if implementation not in (None, "xla", "splash"):
+        raise ValueError(f"attention: no implementation {implementation!r}: there are xla and splash")
     chosen = implementation or _choose(problem)
     if chosen == "splash":
         if problem:

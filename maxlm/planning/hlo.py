@@ -1,7 +1,7 @@
 """Reads the text of a program XLA has compiled and scheduled (`compiled.as_text()`) into typed records. Standard library only.
 
 What is kept of an operation is what a planner asks: how often it runs, what it weighs, what the compiler thinks it costs, which
-chips it talks to and where in the model it arises. Seen with libtpu 0.0.51 for v5e, v5p and v6e, and with jaxlib 0.10.2 on CPU.
+chips it talks to and where in the model it arises. Seen with libtpu 0.0.42.1 for v5e, v5p and v6e, and with jaxlib 0.10.2 on CPU.
 """
 
 import itertools

@@ -81,6 +81,12 @@ def test_splash_refuses_what_it_cannot_run():
         run(q, k, v, segments, implementation="splash")
 
 
+def test_an_unknown_implementation_is_refused():
+    q, k, v, segments = operands()
+    with pytest.raises(ValueError, match="no implementation 'flash'"):
+        run(q, k, v, segments, implementation="flash")
+
+
 def test_blocks_of_queries_change_nothing(monkeypatch):
     q, k, v, segments = operands(2)
     whole = run(q, k, v, segments, window=7)
