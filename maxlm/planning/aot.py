@@ -182,7 +182,7 @@ def _devices(topology: Topology) -> tuple["jax.Device", ...]:
     if not topology.is_tpu:
         raise UserError(f"{topology.name} is no TPU: maxlm compile knows the TPU compiler only; use for example --topology v5p:4x4x4.")
     if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
-        raise UserError("libtpu, which holds the TPU compiler, is not installed: run pip install 'maxlm[tpu]' (no TPU is needed).")
+        raise UserError("libtpu, which holds the TPU compiler, is not installed: run pip install -e '.[tpu]' (no TPU is needed).")
     leave_chips_alone()
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
