@@ -40,10 +40,10 @@ def test_chip_accepts_its_flags(chip):
 
 def test_weights_are_gathered_and_attention_is_a_kernel():
     """The step on v5p: weights come by all-gather, not as zeros that are all-reduced; no score matrix is in memory."""
-    overrides = "cluster.topology=v5p:2x2x1 cluster.accelerator=null train.global_batch=4 train.microbatches=1 data.seq_len=512"
+    overrides = "cluster.topology=v5p:4x4x4 cluster.accelerator=null train.global_batch=64 train.microbatches=1 data.seq_len=512"
     model = "model.d_model=512 model.d_ff=1024 model.n_layers=4 model.n_heads=4 model.n_kv_heads=2 model.head_dim=128 model.vocab_size=1024"
     config = load("runs/llama3-8b-v5p-128", [*overrides.split(), *model.split()]).config
-    program = build_program(config, build_mesh(config, devices("v5p:2x2x1")))
+    program = build_program(config, build_mesh(config, devices("v5p:4x4x4")))
     with jax.set_mesh(program.mesh):
         text = program.step.as_text()
     assert text.count(" all-gather(") + text.count(" all-gather-start(") >= 7  # q, k, v, out, gate, up, down
