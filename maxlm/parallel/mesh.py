@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxlm.config import rules
 from maxlm.config.schema import AXES, Config
+from maxlm.parallel import torus
 
 
 def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -25,7 +26,10 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
         within = tuple(size // crossing for size, crossing in zip(shape, across, strict=True))
         grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     elif devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        try:
+            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        except TypeError:  # jax 0.10 loses the factors 2 of a side of 28, and then finds no place for them
+            grid = torus.lay(shape, devices)
     else:
         grid = np.asarray(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
