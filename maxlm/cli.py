@@ -66,6 +66,26 @@ def compile_(
     raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
 
 
+@app.command(name="plan")
+def plan_(
+    config: ConfigName,
+    overrides: Overrides = None,
+    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
+    slices: Annotated[int | None, typer.Option(min=1, help="How many of them, joined by the data-centre network.")] = None,
+    chips_at_most: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips instead.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Of the run whose days are told, such as 15e12.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
+    json_: Json = False,
+) -> None:
+    """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
+    from maxlm.planning.search import machines, plan
+
+    request = plan.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
+    if chips_at_most is not None:
+        raise typer.Exit(machines.compare(request, chips_at_most, as_json=json_))
+    raise typer.Exit(plan.run(request, as_json=json_))
+
+
 @data_app.command()
 def prepare(config: ConfigName, overrides: Overrides = None) -> None:
     """Build the token store of a config's data.prepare section."""

@@ -35,8 +35,11 @@ class LoadedConfig:
         return self.sources.get(key, "default")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input."""
+def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False) -> LoadedConfig:
+    """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input.
+
+    `any_mesh`: the mesh need not match the devices of the cluster, since another is going to be found.
+    """
     path = find(name)
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -47,7 +50,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
     config = validate(merged, sources)
-    rules.check(config, sources)
+    rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources)
 
 

@@ -15,15 +15,20 @@ NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name n
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
 
-def check(config: Config, sources: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be."""
+def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh: bool = False) -> None:
+    """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be.
+
+    `any_mesh`: whether the mesh splits that cluster is not asked.
+    """
     sources = sources or {}
     for problems in (_model, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run):
         for field, value, rule, fix in problems(config):
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
     check_run_name(config.run.name, sources.get("run.name", ""))
     if config.cluster is not None:
-        check_devices(config, cluster_devices(config, sources.get("cluster.topology", "")), sources)
+        devices = cluster_devices(config, sources.get("cluster.topology", ""))
+        if not any_mesh:
+            check_devices(config, devices, sources)
 
 
 def check_run_name(name: str, source: str = "") -> None:

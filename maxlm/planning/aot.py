@@ -90,11 +90,11 @@ def leave_chips_alone() -> None:
 
 def build(config: Config, topology: Topology) -> "Program":
     """The training program of `config` on the devices of `topology`. Raises ConfigError when its mesh does not match them."""
-    devices = _devices(topology)
+    there = devices(topology)  # first, since it may say that the compiler is missing
     from maxlm.parallel import build_mesh
     from maxlm.training.program import build_program
 
-    return build_program(config, build_mesh(config, devices))
+    return build_program(config, build_mesh(config, there))
 
 
 def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
@@ -127,7 +127,7 @@ def available_hbm(topology: Topology) -> int:
     import jax
     import jax.numpy as jnp
 
-    sharding = jax.sharding.SingleDeviceSharding(_devices(topology)[0])
+    sharding = jax.sharding.SingleDeviceSharding(devices(topology)[0])
     huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32, sharding=sharding)
     try:
         jax.jit(lambda x: x + 1).lower(huge).compile()
@@ -177,7 +177,7 @@ def _needed_and_available(message: str) -> tuple[int, int] | None:
 
 
 @lru_cache
-def _devices(topology: Topology) -> tuple["jax.Device", ...]:
+def devices(topology: Topology) -> tuple["jax.Device", ...]:
     """Devices that are not there. Raises UserError when libtpu is missing or does not know the topology."""
     if not topology.is_tpu:
         raise UserError(f"{topology.name} is no TPU: maxlm compile knows the TPU compiler only; use for example --topology v5p:4x4x4.")

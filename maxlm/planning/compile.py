@@ -2,22 +2,28 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from maxlm.config import load, rules
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config
+from maxlm.config.loader import LoadedConfig
 from maxlm.hardware.topologies import Topology
 
 LOG_WIDTH = 120  # columns of a file or a pipe, which do not say how wide they are
 
 
+class NoClusterError(UserError):
+    """Neither the config nor the command line says for which machine."""
+
+
 def run(name: str, overrides: Sequence[str], topology: str | None, slices: int | None, hlo_out: Path | None, *, as_json: bool) -> int:
     """Compile the step of a config and print what it needs, takes and waits for; 0 when it fits, else 2. Raises UserError."""
-    config, machine = meant(name, overrides, topology, slices)
+    loaded, machine = meant(name, overrides, topology, slices)
+    config = loaded.config
     if hlo_out is not None and not hlo_out.absolute().parent.is_dir():
         raise UserError(f"--hlo-out {hlo_out}: there is no folder {hlo_out.absolute().parent}; make it first.")
     from maxlm.planning.aot import leave_chips_alone
@@ -26,37 +32,51 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.planning.page import show
     from maxlm.planning.report import examine
 
-    progress = Console(stderr=True)
-    with progress.status("") as status:
-
-        def tell(text: str) -> None:
-            if progress.is_terminal:
-                status.update(f"{text} ...")
-            else:
-                progress.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
-
+    with progress() as tell:
         report = examine(config, machine, tell)
     if hlo_out is not None and report.step.fits:
         _write(hlo_out, report.step.text)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
     else:
-        screen = Console()
-        show(report, screen if screen.is_terminal else Console(width=LOG_WIDTH))
+        show(report, screen())
     return 0 if report.step.fits else 2
 
 
-def meant(name: str, overrides: Sequence[str], topology: str | None, slices: int | None) -> tuple[Config, Topology]:
-    """The config, with the machine of the command line in the place of its own, and that machine."""
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is going on: a live line on a terminal, a line each in a log."""
+    console = Console(stderr=True)
+    with console.status("") as status:
+
+        def tell(text: str) -> None:
+            if console.is_terminal:
+                status.update(f"{text} ...")
+            else:
+                console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+
+        yield tell
+
+
+def screen() -> Console:
+    """Where results go: as wide as the terminal, or as a log should be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
+
+
+def meant(
+    name: str, overrides: Sequence[str], topology: str | None, slices: int | None, *, any_mesh: bool = False
+) -> tuple[LoadedConfig, Topology]:
+    """The config, with the machine of the command line in the place of its own, and that machine. `any_mesh`: as in `load`."""
     said = list(overrides)
     if topology is not None:
         said += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
     if slices is not None:
         said.append(f"mesh.slices={slices}")
-    config = load(name, said).config
-    if config.cluster is None:
-        raise UserError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
-    return config, rules.topology_of(config)
+    loaded = load(name, said, any_mesh=any_mesh)
+    if loaded.config.cluster is None:
+        raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
+    return loaded, rules.topology_of(loaded.config)
 
 
 def _write(path: Path, text: str) -> None:

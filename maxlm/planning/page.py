@@ -44,21 +44,21 @@ def _memory(report: Report, console: Console) -> None:
     step = report.step
     holder = "chip" if report.topology.chip.devices_per_chip == 1 else "device (half a chip)"
     if step.fits:
-        said = f"{_size(step.needed)} of {_size(step.available)} a {holder}, {percent(1 - step.needed / step.available)} free"
+        said = f"{size(step.needed)} of {size(step.available)} a {holder}, {percent(1 - step.needed / step.available)} free"
     else:
-        said = f"does not fit: at least {_size(step.needed)} of {_size(step.available)} a {holder}, {_size(step.missing)} too much"
+        said = f"does not fit: at least {size(step.needed)} of {size(step.available)} a {holder}, {size(step.missing)} too much"
     _title(console, f"HBM: {said}")
     rows = []
     previous = ""
     for part in report.parts:
         group = part.group if part.group != previous else ""
         previous = part.group
-        rows.append((group, part.name if part.name != part.group else "", _size(part.bytes), percent(part.bytes / step.available)))
+        rows.append((group, part.name if part.name != part.group else "", size(part.bytes), percent(part.bytes / step.available)))
     if step.fits:
-        rows.append(("free", "", _size(step.available - step.needed), percent(1 - step.needed / step.available)))
+        rows.append(("free", "", size(step.available - step.needed), percent(1 - step.needed / step.available)))
     _table(console, ("", "", ">", ">"), rows)
     if step.memory is not None and step.memory.host:
-        _line(console, f"  and {_size(step.memory.host)} of host memory")
+        _line(console, f"  and {size(step.memory.host)} of host memory")
 
 
 def _time(report: Report, console: Console) -> None:
@@ -115,7 +115,7 @@ def _ways(report: Report, console: Console) -> None:
         return
     _title(console, "It would fit with, each checked by compiling:")
     for way in report.suggestions:
-        _line(console, f"  {way}   ({_size(way.used)} of {_size(way.available)})")
+        _line(console, f"  {way}   ({size(way.used)} of {size(way.available)})")
 
 
 def _bar(shares: list[tuple[str, float]], width: int) -> str:
@@ -151,6 +151,6 @@ def _some(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' if number != 1 else ''}"
 
 
-def _size(number: int) -> str:
+def size(number: int) -> str:
     """Bytes as GiB, or as MiB where that says more."""
     return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.1f} MiB"

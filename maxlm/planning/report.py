@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maxlm.config import rules
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
 from maxlm.planning import advice
 from maxlm.planning.advice import Suggestion
 from maxlm.planning.aot import CompiledStep, build, compile_program
 from maxlm.planning.cost import StepCost, estimate
-from maxlm.planning.hlo import read
+from maxlm.planning.hlo import Module, read
 from maxlm.planning.links import axis_links, within_slice
 from maxlm.planning.memory import Part, split
 from maxlm.planning.slices import with_slices
+
+if TYPE_CHECKING:
+    from maxlm.training.program import Program
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> 
     cost, remarks, suggestions = None, [], []
     parts = split(program, step, module)
     if module is not None:
-        cost = estimate(module, topology.chip, *within_slice(program.mesh, topology))
-        if topology.slices > 1:
-            cost = with_slices(cost, module, topology, config.mesh.across_slices)
+        cost = price(program, module, topology)
         remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
     else:
-        hopeless = _too_small(config, topology, parts, step.available)
+        state = sum(part.bytes for part in parts if part.group == "state")
+        shards = topology.devices // sizes["data"]
+        hopeless = too_small(topology, state * shards, step.available)
         remarks = [hopeless] if hopeless else []
         suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, tell)
     return Report(
@@ -113,14 +115,20 @@ def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> 
     )
 
 
-def _too_small(config: Config, topology: Topology, parts: tuple[Part, ...], available: int) -> str:
-    """That no mesh of this machine holds parameters and optimizer, and by how much; empty when one may."""
-    state = sum(part.bytes for part in parts if part.group == "state")
-    shards = topology.devices // rules.check_devices(config, topology.devices)["data"]
-    least = state * shards / topology.devices
+def price(program: "Program", module: Module, topology: Topology) -> StepCost:
+    """What a step of `program`, compiled to `module`, takes on `topology`, all slices."""
+    cost = estimate(module, topology.chip, *within_slice(program.mesh, topology))
+    if topology.slices == 1:
+        return cost
+    return with_slices(cost, module, topology, program.config.mesh.across_slices)
+
+
+def too_small(topology: Topology, state: int, available: int) -> str:
+    """That no mesh of this machine holds `state` bytes of parameters and optimizer, all devices together; empty when one may."""
+    least = state / topology.devices
     if least <= available:
         return ""
-    chips = -(-int(state * shards) // (available * topology.chip.devices_per_chip))
+    chips = -(-state // (available * topology.chip.devices_per_chip))
     return (
         f"No mesh fits: parameters and optimizer take {least / 2**30:.1f} GiB a chip when split over all {topology.chips:,} chips, "
         f"{(least - available) / 2**30:.1f} GiB more than there is; at least {chips:,} chips are needed."

@@ -193,7 +193,7 @@ def test_bad_input_is_one_line_with_the_fix(capfd, arguments, said):
 def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    aot._devices.cache_clear()
+    aot.devices.cache_clear()
     code, _, err = run(capfd, "tiny", "--topology", "v5e:2x2")
     assert code == 2
     assert "pip install" in err.splitlines()[-1]
@@ -202,7 +202,8 @@ def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
 
 def test_the_machine_of_the_command_line_replaces_that_of_the_config():
     said = ["cluster.topology=v5p:4x4x4", "cluster.accelerator=v5p-128", "mesh.data=2"]
-    config, machine = compile.meant("tiny", said, "v5e:4x4", 2)
+    loaded, machine = compile.meant("tiny", said, "v5e:4x4", 2)
+    config = loaded.config
     assert (machine.name, machine.slices, machine.devices) == ("v5e:4x4", 2, 32)
     assert (config.cluster.topology, config.cluster.accelerator) == ("v5e:4x4", None)
 

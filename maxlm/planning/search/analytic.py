@@ -1,0 +1,243 @@
+"""How long a step of a layout takes and what it holds, without compiling it: a fraction of a millisecond a layout.
+
+The constants say what XLA made of Llama-3.1-8B for v5p (libtpu 0.0.42; seconds of `cost.estimate`). They only rank layouts: what decides is
+compiled, and what was compiled corrects them (`calibrate`). The two `least_*` figures are true lower bounds, by which layouts are dropped.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from maxlm.config.schema import Config
+from maxlm.hardware.topologies import Topology
+from maxlm.planning.advice import MXU
+from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
+from maxlm.planning.cost import ATTENTION_SHARE, HBM_SHARE
+from maxlm.planning.search.layouts import Layout
+from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
+
+MATMUL_SHARE = {"v5p": 0.985, "v6e": 0.82}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
+OTHER_SHARE = 0.9
+WINDOWED = 3.0  # matmuls under both tensor and fsdp are cut into one part a shard, and what is lost at the seams
+# Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
+MODEL_WIDE, HEADS_WIDE, HIDDEN_WIDE = 91, 100, 15  # norms and residuals; rotation, and what surrounds attention; the activation
+QUERY_AGAIN, ATTENTION_AGAIN = 25, 13  # multiples of the heads' width when these are made again
+KEPT_MOVES, HOST_MOVES = 5.2, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
+LOGIT_BYTES, CHUNK_BYTES = 2, 8  # a logit; a number of the unembedding, each time its gradient is added to
+GATHERED_BYTES, TABLE_BYTES = 7, 26  # a gathered weight, a number of the unembedding; once a microbatch
+STATE_BYTES = 100  # a parameter, once a step
+# Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile.
+GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 1.0, 0.5, 0.4, 0.1
+
+
+PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout on one device. The first five are seconds of a step; host_s: waiting for copies between chip and host."""
+
+    matmul_s: float
+    attention_s: float
+    memory_s: float
+    exposed_s: float
+    host_s: float
+    state: int  # bytes of parameters, optimizer and batch, exact but for norms and biases
+    temporaries: int  # bytes of everything else at the fullest moment
+    least_bytes: int  # no program of this layout can do with less
+    least_s: float  # nor be faster
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Seconds: matmul, attention, memory-bound, waiting for other chips, waiting for the host."""
+        return self.matmul_s, self.attention_s, self.memory_s, self.exposed_s, self.host_s
+
+
+class Analytic:
+    """The fast model of one config on one machine. `links` says how the axes of a mesh lie on the machine."""
+
+    def __init__(self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
+        self.config, self.topology = config, topology
+        self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
+        self._speech = lru_cache(maxsize=None)(self._speech_s)
+        self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
+        chip = topology.chip
+        passes = PASSES[config.precision.matmul] if self.number == 4 else 1
+        self.peak = chip.peak_bf16_flops_per_device / passes
+        self.share = MATMUL_SHARE.get(chip.name, OTHER_SHARE)
+        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
+        self.widths = widths(config.model)
+        self.matmuls = matmuls(config.model)
+        self.attention_flops = attention_flops(config.model, config.data.seq_len)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Parameters, and what the optimizer adds to them."""
+        return held(self.config)
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """What `layout` takes and holds."""
+        sizes = layout.sizes
+        tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
+        compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
+        state = self._state_bytes(layout.mesh) + 20 * tokens // sizes["context"]
+        least_bytes = self._least_bytes(layout, tokens)
+        return Estimate(
+            *compute,
+            exposed_s=self._exposed_s(layout, tokens, sum(compute)),
+            host_s=self._host_s(layout, tokens, sum(compute)),
+            state=state,
+            temporaries=max(self._temporaries(layout, tokens), least_bytes - state),
+            least_bytes=least_bytes,
+            least_s=self._least_s(layout, tokens),
+        )
+
+    # Time
+
+    def again(self, layout: Layout) -> tuple[Matmul, ...]:
+        """The matmuls of a layer that run a second time, since what they make was not kept."""
+        model = self.config.model
+        if layout.remat == "none":
+            return ()
+        saved = {*layout.kept, *layout.offload}
+        found = []
+        for matmul in self.matmuls:
+            needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else nobody asks for it
+            normed = model.qk_norm and matmul.name in ("query", "key") and layout.remat != "dots"  # kept behind the norm, asked for before
+            if needed and (matmul.name not in saved or normed):
+                found.append(matmul)
+        return tuple(found)
+
+    def attention_again(self, layout: Layout) -> bool:
+        """Whether attention's forward pass runs twice."""
+        return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
+
+    def _matmul_s(self, layout: Layout, tokens: int) -> float:
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        rows, parts = tokens // layout.microbatches, layout.microbatches
+        again = self.again(layout)
+        layer = sum((3 + (matmul in again)) * self._one_s(rows, *matmul.local(tensor)) for matmul in self.matmuls)
+        vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
+        waste = WINDOWED if tensor > 1 and layout.sizes["fsdp"] > 1 else 1.0
+        return parts * (model.n_layers * layer * waste + vocab)
+
+    def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
+        tile = MXU.get(self.topology.chip.name, 128)
+        padded = math.ceil(wide_in / tile) * math.ceil(wide_out / tile) * tile**2
+        moved = self.number * (rows * (wide_in + wide_out) + wide_in * wide_out)
+        return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
+
+    def _attention_s(self, layout: Layout, tokens: int) -> float:
+        passes = 3.5 + self.attention_again(layout)  # forward two matmuls, backward five
+        return passes * tokens * self.attention_flops / layout.sizes["tensor"] / (ATTENTION_SHARE * self.peak)
+
+    def _memory_s(self, layout: Layout, tokens: int) -> float:
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        heads = model.n_heads * model.head_dim
+        saved = {*layout.kept, *layout.offload}
+        around = HEADS_WIDE
+        if layout.remat != "none":
+            around += QUERY_AGAIN * ("query" not in saved) + ATTENTION_AGAIN * ("attention" not in saved)
+        wide = MODEL_WIDE * model.d_model + around * heads + HIDDEN_WIDE * model.d_ff
+        moved = self.number * model.n_layers * tokens / tensor * wide
+        moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
+        moved += HOST_MOVES * self._host_bytes(layout, tokens)
+        chunks = layout.microbatches * layout.loss_chunks
+        moved += model.vocab_size / tensor * (tokens * LOGIT_BYTES + chunks * model.d_model * CHUNK_BYTES)
+        weights = model.n_layers * sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls)
+        moved += layout.microbatches / tensor * (weights * GATHERED_BYTES + model.vocab_size * model.d_model * TABLE_BYTES)
+        moved += STATE_BYTES * self._numbers(layout.mesh)
+        return moved / self.hbm
+
+    def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
+        gathers, sums, crossing = self._speech(layout.mesh, layout.across_slices)
+        gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
+        shared = crossing * tokens  # between tensor-parallel regions
+        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums + TENSOR_WAIT * shared
+        return max(waits, gathers + sums + shared - compute_s)
+
+    def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
+        one_way = self._host_bytes(layout, tokens) / HOST_BYTES_PER_S.get(self.topology.chip.name, math.inf)
+        return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+
+    def _speech_s(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
+        """Seconds of gathering weights and of summing gradients, a microbatch; and of what tensor parallelism says, a token."""
+        model, sizes = self.config.model, dict(mesh)
+        network = Network(self.topology.chip, sizes, self._links(mesh, across))
+        tensor, n = sizes["tensor"], model.n_layers
+        layer = self.number * sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls) // tensor
+        table = self.number * model.vocab_size * model.d_model // tensor
+        gathers = sums = crossing = 0.0
+        if sizes["fsdp"] > 1:  # weights are gathered forward and backward, and their gradients summed
+            gathers = 2 * n * network.seconds("all-gather", layer, ("fsdp",), sizes["fsdp"])
+            gathers += 2 * network.seconds("all-gather", table, ("fsdp",), sizes["fsdp"])
+            sums = n * network.seconds("reduce-scatter", layer, ("fsdp",), sizes["fsdp"])
+            sums += 3 * network.seconds("reduce-scatter", table, ("fsdp",), sizes["fsdp"])
+        if sizes["data"] > 1:
+            sums += n * network.seconds("all-reduce", layer // sizes["fsdp"], ("data",), sizes["data"])
+            sums += 3 * network.seconds("all-reduce", table // sizes["fsdp"], ("data",), sizes["data"])
+        if tensor > 1:  # a large message, so that the hops do not count: entering and leaving two regions, there, back and again
+            tokens = 1 << 14
+            crossing = 10 * n * network.seconds("all-gather", self.number * tokens * model.d_model, ("tensor",), tensor) / tokens
+        return gathers, sums, crossing
+
+    # Memory
+
+    def _host_bytes(self, layout: Layout, tokens: int) -> int:
+        wide = sum(self.widths[name] for name in layout.offload)
+        return self.number * self.config.model.n_layers * tokens * wide // layout.sizes["tensor"]
+
+    def _state_bytes(self, mesh: tuple[tuple[str, int], ...]) -> int:
+        sizes = dict(mesh)
+        return 4 * sum((1 + leaf.moments) * leaf.on_device(sizes) for leaf in self.held)
+
+    def _numbers(self, mesh: tuple[tuple[str, int], ...]) -> int:
+        """Parameters of one device."""
+        sizes = dict(mesh)
+        return sum(leaf.on_device(sizes) for leaf in self.held)
+
+    def _stack_bytes(self, layout: Layout, tokens: int) -> int:
+        """What is kept on the device for the backward pass of one microbatch of `tokens` tokens."""
+        names = {*layout.kept, "layer_input"} - set(layout.offload)
+        if layout.remat == "none":
+            names = set(self.widths) - ({"gate"} if self.config.model.activation == "gelu" else set())
+        return self.number * self.config.model.n_layers * tokens * sum(self.widths[name] for name in names) // layout.sizes["tensor"]
+
+    def _temporaries(self, layout: Layout, tokens: int) -> int:
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        rows = tokens // layout.microbatches
+        numbers = self._numbers(layout.mesh)
+        stack = self._stack_bytes(layout, rows) * (2.5 if layout.remat == "none" else 1)  # float32 of norms and rotations is kept as well
+        table, number = model.vocab_size * model.d_model // tensor, self.number
+        layer = sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls) // tensor
+        loss = table * (2 * number + 4) + rows // layout.loss_chunks * model.vocab_size // tensor * 6 + 6 * number * rows * model.d_model
+        inside = 4 * number * rows * model.d_ff // tensor + 6 * number * rows * model.d_model
+        backward = inside + 2 * number * layer + 4 * numbers
+        gradients = 4 * numbers if layout.microbatches > 1 else 0
+        return int(stack + max(loss, backward) + gradients + number * numbers)
+
+    # Bounds
+
+    def _least_bytes(self, layout: Layout, tokens: int) -> int:
+        """State, and with it either every gradient or all that is kept; a sum over microbatches is there all the time."""
+        names = set(layout.kept) - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
+        if layout.remat in ("none", "dots"):
+            names -= {"layer_input", "attention_out"}  # another tensor may stand for these
+        rows = tokens // layout.microbatches
+        stack = self.number * self.config.model.n_layers * rows * sum(self.widths[name] for name in names) // layout.sizes["tensor"]
+        numbers = sum(leaf.on_device(layout.sizes) for leaf in self.held if leaf.matrix)
+        if layout.microbatches > 1:
+            return self._state_bytes(layout.mesh) + 4 * numbers + stack
+        return self._state_bytes(layout.mesh) + max(self.number * numbers, stack)
+
+    def _least_s(self, layout: Layout, tokens: int) -> float:
+        """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        turns = model.n_layers // len(model.layer_pattern)
+        surely = max(0, turns - 2) / turns  # part of the layers that stay in a loop
+        again = self.again(layout)
+        layer = sum((3 + surely * (matmul in again)) * matmul.wide_in * matmul.wide_out for matmul in self.matmuls)
+        matmul = 2 * (model.n_layers * layer + 3 * model.d_model * model.vocab_size)
+        attention = (3 + surely * self.attention_again(layout)) * self.attention_flops
+        return tokens * (matmul + attention) / tensor / self.topology.chip.peak_bf16_flops_per_device

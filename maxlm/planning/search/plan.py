@@ -1,0 +1,268 @@
+"""The command `maxlm plan`: settings in, the fastest layout out, as a table, a picture and a config."""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.loader import LoadedConfig, find
+from maxlm.config.schema import Config
+from maxlm.hardware.topologies import Topology
+from maxlm.planning.compile import meant, progress, screen
+from maxlm.telemetry.words import count, duration
+
+if TYPE_CHECKING:
+    from maxlm.planning.search.calibrate import Found
+    from maxlm.planning.search.explore import Search
+    from maxlm.planning.search.frontier import Point
+    from maxlm.planning.search.layouts import Layout
+    from maxlm.planning.search.table import Scale
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line: config, overrides, machine, tokens of the run to speak of, and where the plan is written."""
+
+    name: str
+    overrides: tuple[str, ...]
+    topology: str | None
+    slices: int | None
+    tokens: float | None
+    out: Path | None
+
+    @property
+    def file(self) -> Path:
+        """The config to write."""
+        return self.out if self.out is not None else Path(f"{find(self.name).stem}-planned.yml")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the search came to. `own`: the user's settings, where they are a layout of this machine."""
+
+    request: Request
+    loaded: LoadedConfig
+    topology: Topology
+    search: "Search"
+    own: "Layout | None"
+    scale: "Scale"
+    points: "tuple[Point, ...]"
+
+    @property
+    def chosen(self) -> "Found | None":
+        return self.search.best
+
+
+def run(request: Request, *, as_json: bool) -> int:
+    """Find the layout, print and write it; 0 when one fits, else 2. Raises UserError."""
+    loaded, machine = meant(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    if not request.file.absolute().parent.is_dir():
+        raise UserError(f"--out {request.file}: there is no folder {request.file.absolute().parent}; make it first.")
+    try:
+        plan = _plan(request, loaded, machine)
+    except KeyboardInterrupt:
+        raise UserError("Stopped before anything was compiled.") from None
+    written, refused = _write(plan)
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(plan, written)) + "\n")
+    else:
+        _show(plan, written)
+    if refused is not None:
+        raise refused
+    return 0 if plan.chosen else 2
+
+
+def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
+    from maxlm.planning.aot import available_hbm, leave_chips_alone
+
+    leave_chips_alone()
+    from maxlm.planning.search.explore import MOST_COMPILES, begin, explore
+    from maxlm.planning.search.frontier import points
+    from maxlm.planning.search.layouts import layouts
+    from maxlm.planning.search.table import words
+    from maxlm.planning.search.verify import Compiler
+
+    config, started = loaded.config, time.monotonic()
+    with progress() as tell, Compiler() as compiler:
+        tell(f"enumerating layouts of {config.run.name} for {topology.name}")
+        model = analytic(config, topology)
+        own = _own(config, topology)
+        candidates = itertools.chain([own] if own is not None else [], layouts(config, topology.devices))
+        search = begin(candidates, model, available_hbm(topology))
+        if not search.open:
+            raise UserError(_why_none(search, config, topology))
+
+        def said(search: "Search", layout: "Layout") -> None:
+            best = f"best so far {duration(search.best.verdict.step_s)}, " if search.best else ""
+            number = f"{len(search.found) + 1} of at most {MOST_COMPILES}"
+            tell(f"compiling {words(layout)} ({number}; {best}{duration(time.monotonic() - started)} so far; Ctrl-C keeps what was found)")
+
+        explore(search, config, own, lambda candidate: compiler(candidate, topology), said)
+    return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
+
+
+def analytic(config: Config, topology: Topology) -> Any:
+    """The fast model of `config` on `topology`; the links of each mesh are read off its devices."""
+    from maxlm.parallel import build_mesh
+    from maxlm.planning.aot import devices
+    from maxlm.planning.links import axis_links
+    from maxlm.planning.search.analytic import Analytic
+
+    def links(layout: "Layout") -> Mapping[str, Any]:
+        return axis_links(build_mesh(layout.apply(config), devices(topology)), topology)
+
+    return Analytic(config, topology, links)
+
+
+def scale_of(config: Config, topology: Topology, tokens: float | None) -> "Scale":
+    """What turns seconds a step into MFU and days; `tokens` of the whole run, by default those of the config."""
+    from maxlm.models import step_flops
+    from maxlm.planning.search.table import Scale
+
+    return Scale(
+        tokens_per_step=config.tokens_per_step,
+        model_flops=step_flops(config),
+        peak_flops=topology.devices * topology.chip.peak_bf16_flops_per_device,
+        tokens=tokens if tokens is not None else config.total_steps * config.tokens_per_step,
+        chips=topology.chips,
+    )
+
+
+def _own(config: Config, topology: Topology) -> "Layout | None":
+    """The user's layout; None where it does not match the machine, which is then not asked of it."""
+    from maxlm.planning.search.layouts import layout_of
+
+    try:
+        return layout_of(config, topology.devices)
+    except ConfigError:
+        return None
+
+
+def _why_none(search: "Search", config: Config, topology: Topology) -> str:
+    from maxlm.planning.report import too_small
+    from maxlm.planning.search.shapes import held
+
+    if not search.counted:
+        batch = f"train.global_batch = {config.train.global_batch:,}"
+        return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
+    state = 4 * sum((1 + leaf.moments) * leaf.numbers for leaf in held(config))
+    short = (search.leanest - search.available) / GIB
+    return too_small(topology, state, search.available) or (
+        f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than there is; "
+        "use a smaller train.global_batch or data.seq_len, or more chips."
+    )
+
+
+def _write(plan: Plan) -> tuple[tuple[Path, Path] | None, UserError | None]:
+    """Write config and picture of the chosen layout: (their paths, None), or (None, why not)."""
+    from maxlm.planning.search.chart import draw
+    from maxlm.planning.search.written import as_yaml, write
+
+    chosen, request = plan.chosen, plan.request
+    if chosen is None:
+        return None, None
+    config, picture = request.file, request.file.with_suffix(".png")
+    size = f"{chosen.verdict.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
+    remark = (
+        f"Chosen by `maxlm plan` for {_machine(plan.topology)}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
+    )
+    try:
+        write(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
+        star = next(point for point in plan.points if point.compiled and point.layout == chosen.layout)
+        draw(picture, f"{plan.loaded.config.run.name} on {_machine(plan.topology)}", plan.points, star, plan.search.available)
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        return None, UserError(f"{picture} cannot be written: {error.strerror}; give another place with --out.")
+    return (config, picture), None
+
+
+def _show(plan: Plan, written: tuple[Path, Path] | None) -> None:
+    from maxlm.planning.search.frontier import rows
+    from maxlm.planning.search.table import frontier, words
+
+    console, search = screen(), plan.search
+
+    def line(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+    line(f"{plan.loaded.config.run.name} on {_machine(plan.topology)}", "bold")
+    dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
+    line(f"{search.counted:,} layouts: {dropped}, {len(search.found)} compiled; {search.end}.")
+    console.print()
+    frontier(rows(plan.points), plan.scale, console)
+    console.print()
+    chosen = plan.chosen
+    if chosen is None:
+        line("Nothing that was compiled fits: use a smaller train.global_batch or data.seq_len, or more chips.", "bold")
+        return
+    step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
+    run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
+    line(f"Chosen: {words(chosen.layout)}", "bold")
+    line(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_own_words(plan)}")
+    if written is not None:
+        config, picture = written
+        line(f"{config} holds it, {picture} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
+
+
+def _own_words(plan: Plan) -> str:
+    own = next((one for one in plan.search.found if one.layout == plan.own), None)
+    if plan.own is None:
+        return "the mesh of your own settings does not match"
+    if own is None or not own.verdict.fits:
+        return "your own settings do not fit"
+    return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
+
+
+def _machine(topology: Topology) -> str:
+    slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
+    return f"{slices}{topology.name} ({topology.chips:,} chip{'s' if topology.chips > 1 else ''})"
+
+
+def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
+    """Plain values. Seconds of a step, bytes of one device, tokens and chip-hours of all."""
+    from maxlm.planning.search.frontier import rows
+
+    search, topology = plan.search, plan.topology
+    found = rows(plan.points)
+    by_layout = {point.layout: point for point in found if point.compiled}
+    own = next((by_layout[one.layout] for one in search.found if one.layout == plan.own), None)
+    return {
+        "run": plan.loaded.config.run.name,
+        "topology": topology.name,
+        "slices": topology.slices,
+        "chips": topology.chips,
+        "devices": topology.devices,
+        "tokens": plan.scale.tokens,
+        "available_bytes": search.available,
+        "layouts": {
+            "counted": search.counted,
+            "too_large": len(search.too_large),
+            "too_slow": len(search.too_slow),
+            "compiled": len(search.found),
+        },
+        "end": search.end,
+        "chosen": point_json(by_layout[plan.chosen.layout], plan.scale) if plan.chosen else None,
+        "own": point_json(own, plan.scale) if own is not None else None,
+        "frontier": [point_json(point, plan.scale) for point in found],
+        "config": str(written[0]) if written else None,
+        "chart": str(written[1]) if written else None,
+    }
+
+
+def point_json(point: "Point", scale: "Scale") -> dict[str, Any]:
+    """A row of the frontier; None for the times of what does not fit."""
+    figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "run_s", "chip_hours"))
+    if point.fits:
+        step_s = point.step_s
+        rates = (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, scale.seconds(step_s), scale.chip_hours(step_s))
+        figures = dict(zip(figures, rates, strict=True))
+    marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
+    return {"settings": point.layout.settings(), "needed_bytes": point.needed, **marks, **figures}
