@@ -24,7 +24,7 @@ WINDOWED = 3.0  # matmuls under both tensor and fsdp are cut into one part a sha
 MODEL_WIDE, HEADS_WIDE, HIDDEN_WIDE = 91, 100, 15  # norms and residuals; rotation, and what surrounds attention; the activation
 QUERY_AGAIN, ATTENTION_AGAIN = 25, 13  # multiples of the heads' width when these are made again
 KEPT_MOVES, HOST_MOVES = 5.2, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
-LOGIT_BYTES, CHUNK_BYTES = 2, 8  # a logit; a number of the unembedding, each time its gradient is added to
+LOGIT_BYTES = 10
 GATHERED_BYTES, TABLE_BYTES = 7, 26  # a gathered weight, a number of the unembedding; once a microbatch
 STATE_BYTES = 100  # a parameter, once a step
 # Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile.
@@ -98,13 +98,13 @@ class Analytic:
     def again(self, layout: Layout) -> tuple[Matmul, ...]:
         """The matmuls of a layer that run a second time, since what they make was not kept."""
         model = self.config.model
-        if layout.remat == "none":
+        if layout.remat in ("none", "dots"):
             return ()
         saved = {*layout.kept, *layout.offload}
         found = []
         for matmul in self.matmuls:
             needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else nobody asks for it
-            normed = model.qk_norm and matmul.name in ("query", "key") and layout.remat != "dots"  # kept behind the norm, asked for before
+            normed = model.qk_norm and matmul.name in ("query", "key")  # kept behind the norm, asked for before it
             if needed and (matmul.name not in saved or normed):
                 found.append(matmul)
         return tuple(found)
@@ -143,8 +143,7 @@ class Analytic:
         moved = self.number * model.n_layers * tokens / tensor * wide
         moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
-        chunks = layout.microbatches * layout.loss_chunks
-        moved += model.vocab_size / tensor * (tokens * LOGIT_BYTES + chunks * model.d_model * CHUNK_BYTES)
+        moved += tokens * model.vocab_size / tensor * LOGIT_BYTES
         weights = model.n_layers * sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls)
         moved += layout.microbatches / tensor * (weights * GATHERED_BYTES + model.vocab_size * model.d_model * TABLE_BYTES)
         moved += STATE_BYTES * self._numbers(layout.mesh)
@@ -221,7 +220,7 @@ class Analytic:
 
     def _least_bytes(self, layout: Layout, tokens: int) -> int:
         """State, and with it either every gradient or all that is kept; a sum over microbatches is there all the time."""
-        names = set(layout.kept) - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
+        names = {*layout.kept, "layer_input"} - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches

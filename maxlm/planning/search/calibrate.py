@@ -15,7 +15,8 @@ from maxlm.planning.search.analytic import Estimate
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.verify import Verdict
 
-PRIOR = 0.05  # weight of the model as it is, against 1 of a neighbour that is the layout itself
+DOUBT = 0.3  # layouts' worth of belief that the model is right as it is, on the whole
+PRIOR = 0.05  # weight of what all have in common, against 1 of a neighbour that is the layout itself
 NEAR = 2.0  # weights fall by e in half a unit of distance
 MOST = 5.0  # no ratio is believed beyond this: it would come from a part that is next to nothing
 OVER = 1.005  # what did not fit needed at least so many times what there is
@@ -47,12 +48,30 @@ def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], found: Seq
         np.array([getattr(one, name) for one in estimates], np.float64) for name in ("state", "temporaries", "least_bytes")
     )
     timed = [one for one in found if one.verdict.parts]
-    weights_NK, trust_N = _weights(features_NF, timed)
+    near_NK = _nearness(features_NF, timed)
     ratios_KP = np.array([_log_ratios(one) for one in timed]).reshape(len(timed), parts_NP.shape[1])
-    step_s_N = np.sum(parts_NP * np.exp(weights_NK @ ratios_KP), axis=1)
-    near_NK, _ = _weights(features_NF, found)
-    needed_N = state_N + temporaries_N * np.exp(near_NK @ np.array([_log_memory(one) for one in found]).reshape(len(found)))
-    return Predictions(step_s_N, np.maximum(needed_N, least_N), trust_N)
+    step_s_N = np.sum(parts_NP * np.exp(_spread(near_NK, ratios_KP)), axis=1)
+    sizes_K1 = np.array([_log_memory(one) for one in found]).reshape(len(found), 1)
+    needed_N = state_N + temporaries_N * np.exp(_spread(_nearness(features_NF, found), sizes_K1)[:, 0])
+    return Predictions(step_s_N, np.maximum(needed_N, least_N), near_NK.max(axis=1, initial=0.0))
+
+
+def _spread(near_NK: np.ndarray, logs_KP: np.ndarray) -> np.ndarray:
+    """Logarithms for N layouts out of those of K: what all have in common, and what is particular to the neighbours of each."""
+    count = len(logs_KP)
+    if not count:
+        return np.zeros((len(near_NK), logs_KP.shape[1]))
+    common_P = np.median(logs_KP, axis=0) * count / (count + DOUBT)
+    weights_NK = near_NK / (near_NK.sum(axis=1, keepdims=True) + PRIOR)
+    return common_P + weights_NK @ (logs_KP - common_P)
+
+
+def _nearness(features_NF: np.ndarray, found: Sequence[Found]) -> np.ndarray:
+    """From 1, the same, to 0, nothing alike: of N layouts to those compiled."""
+    if not found:
+        return np.zeros((len(features_NF), 0))
+    others_KF = np.array([features(one.layout) for one in found], np.float32)
+    return np.stack([np.exp(-NEAR * np.abs(features_NF - other_F).sum(axis=1)) for other_F in others_KF], axis=1)
 
 
 def features(layout: Layout) -> list[float]:
@@ -64,16 +83,6 @@ def features(layout: Layout) -> list[float]:
     found += [0.25 * (layout.remat == policy) for policy in ("none", "dots")] + [0.25 * (layout.remat not in ("none", "dots"))]
     found += [0.15 * (name in layout.kept) for name in names]
     return found + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]
-
-
-def _weights(features_NF: np.ndarray, found: Sequence[Found]) -> tuple[np.ndarray, np.ndarray]:
-    """(weights of each compiled layout for each layout, which with the prior's sum to 1; the greatest before that)."""
-    others_KF = np.array([features(one.layout) for one in found], np.float32).reshape(len(found), features_NF.shape[1])
-    distance_NK = (
-        np.stack([np.abs(features_NF - other_F).sum(axis=1) for other_F in others_KF], axis=1) if found else np.zeros((len(features_NF), 0))
-    )
-    near_NK = np.exp(-NEAR * distance_NK)
-    return near_NK / (near_NK.sum(axis=1, keepdims=True) + PRIOR), near_NK.max(axis=1, initial=0.0)
 
 
 def _log_ratios(found: Found) -> list[float]:

@@ -66,7 +66,7 @@ def explore(
     own: Layout | None,
     verify: Callable[[Config], Verdict],
     tell: Callable[[Search, Layout], None],
-    most: int = MOST_COMPILES,
+    most: int,
 ) -> None:
     """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
 

@@ -83,7 +83,7 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
     from maxlm.planning.aot import available_hbm, leave_chips_alone
 
     leave_chips_alone()
-    from maxlm.planning.search.explore import MOST_COMPILES, begin, explore
+    from maxlm.planning.search import explore
     from maxlm.planning.search.frontier import points
     from maxlm.planning.search.layouts import layouts
     from maxlm.planning.search.table import words
@@ -95,16 +95,16 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
         model = analytic(config, topology)
         own = _own(config, topology)
         candidates = itertools.chain([own] if own is not None else [], layouts(config, topology.devices))
-        search = begin(candidates, model, available_hbm(topology))
+        search = explore.begin(candidates, model, available_hbm(topology))
         if not search.open:
             raise UserError(_why_none(search, config, topology))
 
         def said(search: "Search", layout: "Layout") -> None:
             best = f"best so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = f"{len(search.found) + 1} of at most {MOST_COMPILES}"
+            number = f"{len(search.found) + 1} of at most {explore.MOST_COMPILES}"
             tell(f"compiling {words(layout)} ({number}; {best}{duration(time.monotonic() - started)} so far; Ctrl-C keeps what was found)")
 
-        explore(search, config, own, lambda candidate: compiler(candidate, topology), said)
+        explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), said, explore.MOST_COMPILES)
     return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
 
 

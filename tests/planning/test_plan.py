@@ -1,0 +1,203 @@
+"""`maxlm plan` from the command line: what it writes is what it chose, Ctrl-C costs nothing, and what cannot be is said in a line."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxlm import cli
+from maxlm.config.loader import find, load
+from maxlm.hardware.topologies import parse
+from maxlm.planning import aot
+from maxlm.planning.search import explore
+from maxlm.planning.search.layouts import Layout, layout_of, layouts
+from maxlm.planning.search.plan import analytic
+from maxlm.planning.search.verify import Verdict, verify
+from maxlm.planning.search.written import as_yaml
+
+TINY = """
+model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
+data: {store: unused, seq_len: 512}
+train: {steps: 10, global_batch: 32}
+"""
+SAID = ("tiny", "--topology", "v5e:2x2", "train.global_batch=64", "model.rope.theta=5e5")
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(autouse=True)
+def place(folder, monkeypatch):
+    """An empty folder with the config `tiny`, and a cache of its own that these tests share."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(explore, "MOST_COMPILES", 3)
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "cache"))
+    for path in folder.glob("*-planned.*"):
+        path.unlink()
+    (folder / "tiny.yml").write_text(TINY, encoding="utf-8")
+
+
+def run(capfd, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `maxlm plan`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["maxlm", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    out, err = capfd.readouterr()
+    return end.value.code or 0, out, err
+
+
+def settings(config, keys) -> dict:
+    values = config.model_dump()
+    return {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in keys}
+
+
+@needs_libtpu
+def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
+    code, out, _ = run(capfd, *SAID, "--json")
+    plan = json.loads(out)
+    chosen = plan["chosen"]
+    assert code == 0
+    assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 3
+    assert plan["own"]["step_s"] >= chosen["step_s"]
+    loaded = load(plan["config"])
+    assert (loaded.config.train.global_batch, loaded.config.model.rope.theta) == (64, 5e5)
+    assert loaded.config.cluster.topology == "v5e:2x2"
+    assert json.loads(json.dumps(settings(loaded.config, chosen["settings"]))) == chosen["settings"]
+    assert set(loaded.sources) - {"run.name"} <= set(load("tiny").sources) | set(chosen["settings"]) | {
+        "train.global_batch", "model.rope.theta", "cluster.topology", "cluster.accelerator",
+    }  # fmt: skip
+    verdict = verify(loaded.config, parse("v5e:2x2"))
+    assert verdict.cached
+    assert (verdict.step_s, verdict.needed) == (chosen["step_s"], chosen["needed_bytes"])
+    picture = Path(plan["chart"]).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+
+
+@needs_libtpu
+def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folder):
+    first = run(capfd, *SAID, "--json")
+    written = Path("tiny-planned.yml").read_text(encoding="utf-8")
+    started = time.monotonic()
+    second = run(capfd, *SAID, "--json")
+    assert time.monotonic() - started < 30
+    assert first[:2] == second[:2]
+    Path("tiny-planned.yml").write_text("mine: 1\n", encoding="utf-8")
+    code, page, err = run(capfd, *SAID)
+    assert (code, Path("tiny-planned.yml").read_text(encoding="utf-8")) == (2, "mine: 1\n")
+    assert "--out tiny-planned.yml" in err.splitlines()[-1]
+    assert "Chosen: " in page
+    code, page, _ = run(capfd, *SAID, "--out", "tiny-planned.yml")
+    assert (code, Path("tiny-planned.yml").read_text(encoding="utf-8")) == (0, written)
+    assert "maxlm train tiny-planned.yml" in page
+    assert max(map(len, page.splitlines())) < 200
+
+
+@needs_libtpu
+def test_ctrl_c_prints_and_writes_what_was_found(folder):
+    """The terminal sends the signal to the compiler's process as well, which must not answer it."""
+    command = [sys.executable, "-m", "maxlm", "plan", "tiny", "--topology", "v5e:2x2", "model.d_ff=768"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    lines = []
+    while not any("(2 of" in line for line in lines):
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert "1 compiled; stopped." in out
+    assert "Traceback" not in err
+    assert load(str(folder / "tiny-planned.yml")).config.model.d_ff == 768
+
+
+@needs_libtpu
+def test_topologies_are_compared(capfd, monkeypatch):
+    answers = []
+
+    def stand_in(self, config, topology):
+        own = layout_of(config, topology.devices)
+        said = analytic(config, topology).estimate(own)
+        answers.append(topology.name)
+        return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
+
+    monkeypatch.setattr("maxlm.planning.search.verify.Compiler.__call__", stand_in)
+    arguments = ("tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=64", "--json")
+    code, out, _ = run(capfd, *arguments, "--topology", "v5e:2x2")
+    rows = json.loads(out)["machines"]
+    assert code == 0
+    assert {row["topology"] for row in rows} == {"v5e:1x1", "v5e:2x2", "v5e:2x4"}
+    assert [row["run_s"] for row in rows] == sorted(row["run_s"] for row in rows)
+    assert all(row["chip_hours"] == pytest.approx(row["run_s"] / 3600 * row["chips"]) for row in rows)
+    assert all(row["run_s"] == pytest.approx(1e12 / (64 * 512) * row["step_s"]) for row in rows)
+    assert {row["topology"] for row in rows if row["compiled"]} == set(answers)
+    everything = json.loads(run(capfd, *arguments)[1])["machines"]
+    assert {row["topology"].partition(":")[0] for row in everything} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
+    assert not list(Path().glob("*-planned.*"))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4"]),
+        ([], ["names no cluster", "--topology v5p:4x4x4"]),
+        (["--topology", "h100:1x1x8"], ["h100:1x1x8 is no TPU"]),
+        (["--topology", "v5e:8x16", "train.global_batch=7"], ["128 devices", "train.global_batch = 7"]),
+        (["--topology", "v5e:2x2", "train.global_batch=7.5"], ["train.global_batch = 7.5"]),
+        (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),
+        (["--topology", "v5p:4x4x4", "--chips-at-most", "2"], ["--chips-at-most 2", "at least 4"]),
+        (["--topology", "v5e:2x2", "model.d_model=16384", "model.n_layers=64", "model.d_ff=65536"], ["No mesh fits", "GiB more than"]),
+        (["--topology", "v5e:1x1", "model.d_model=2048", "model.n_layers=19", "model.d_ff=8192"], ["No layout fits", "data.seq_len"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_with_the_fix(capfd, arguments, said):
+    code, out, err = run(capfd, "tiny", *arguments)
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("maxlm: ")
+    for words in said:
+        assert words in last
+
+
+def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    aot.devices.cache_clear()
+    code, _, err = run(capfd, "tiny", "--topology", "v5e:2x2")
+    assert code == 2
+    assert "[tpu]" in err.splitlines()[-1]
+
+
+def test_a_config_is_found_again_from_wherever_it_is_extended(tmp_path):
+    """Shipped ones by name, others by where they lie; overrides and slices come along."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "mine" / "run.yml").write_text("extends: runs/llama3-8b-v5p-128\n", encoding="utf-8")
+    for name in ("runs/llama3-8b-v5p-128", str(tmp_path / "mine" / "run.yml")):
+        loaded = load(name, ["train.global_batch=512", "mesh.slices=2", "mesh.data=2", "optimizer.warmup_steps="])
+        chosen = next(one for one in layouts(loaded.config, 128) if one.offload and one.across_slices == "fsdp")
+        out = tmp_path / "plans" / "out.yml"
+        out.write_text(as_yaml(name, loaded, chosen, out, "A remark.\nAnd more."), encoding="utf-8")
+        again = load(str(out))
+        assert again.config.model_copy(update={"run": loaded.config.run}) == chosen.apply(loaded.config)
+        assert find(name).name != "out.yml"
+
+
+def test_a_layout_of_one_device_says_so():
+    from maxlm.planning.search.table import words
+
+    one = Layout((("data", 1), ("fsdp", 1), ("tensor", 1), ("expert", 1)), 1, 8)
+    assert words(one) == "one device, loss in 8; full"

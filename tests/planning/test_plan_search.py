@@ -1,0 +1,146 @@
+"""The search of `maxlm plan` against a compiler that answers at once: it finds the best, and keeps what it found."""
+
+import math
+import random
+
+import pytest
+from test_plan_model import LARGE, analytic
+
+from maxlm.config.loader import load
+from maxlm.planning.search.calibrate import Found, predict
+from maxlm.planning.search.explore import MOST_COMPILES, PATIENCE_S, begin, explore
+from maxlm.planning.search.frontier import points, rows
+from maxlm.planning.search.layouts import layout_of, layouts
+from maxlm.planning.search.verify import Verdict
+
+GIB = 2**30
+AVAILABLE = 95 * GIB
+CONFIG = load("models/llama3-8b", [*LARGE, "cluster.topology=v5p:4x4x4"]).config
+MODEL = analytic(CONFIG, "v5p:4x4x4")
+SPACE = [one for one in layouts(CONFIG, 64) if not one.offload and one.loss_chunks in (4, 8)]
+
+
+class Compiler:
+    """Says what the model says, each part of it wrong by a factor of its own, and by how layouts are alike."""
+
+    def __init__(self, seed: int = 0, available: int = AVAILABLE, seconds: float = 60.0) -> None:
+        draw = random.Random(seed)
+        self.wrong = [draw.uniform(0.8, 1.4) for _ in range(5)]
+        self.sharding, self.parts, self.memory = draw.uniform(-0.01, 0.01), draw.uniform(-0.02, 0.02), draw.uniform(0.8, 1.2)
+        self.available, self.seconds = available, seconds
+        self.asked = []
+
+    def __call__(self, config) -> Verdict:
+        self.asked.append(layout_of(config, 64))
+        return self.of(self.asked[-1])
+
+    def of(self, layout) -> Verdict:
+        said = MODEL.estimate(layout)
+        factor = 1 + self.sharding * math.log2(layout.sizes["fsdp"]) + self.parts * math.log2(layout.microbatches)
+        step = tuple(factor * wrong * part for wrong, part in zip(self.wrong, said.parts, strict=True))
+        slow = max(1.0, said.least_s / sum(step))  # no compiler beats the bounds
+        needed = max(said.least_bytes, said.state + round(self.memory * said.temporaries))
+        parts = tuple(slow * part for part in step) if needed <= self.available else None
+        return Verdict(needed, self.available, parts, self.seconds, cached=False)
+
+
+def search(compiler, *, own=None, most=MOST_COMPILES):
+    found = begin(SPACE, MODEL, compiler.available)
+    explore(found, CONFIG, own, compiler, lambda *_: None, most)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_is_found_though_the_model_is_wrong(seed):
+    """Ten of some thousand layouts are compiled, and none of the others is more than 1% faster than the choice."""
+    compiler = Compiler(seed)
+    found = search(compiler, own=layout_of(CONFIG, 64))
+    everything = {one: compiler.of(one) for one in SPACE}
+    fastest = min(verdict.step_s for verdict in everything.values())
+    assert len(compiler.asked) <= MOST_COMPILES
+    assert compiler.asked[0] == layout_of(CONFIG, 64)
+    assert found.best.verdict.step_s <= 1.01 * fastest
+    assert all(everything[one].step_s >= found.best.verdict.step_s for one in found.too_slow)
+    assert not any(everything[one].fits for one in found.too_large)
+    assert found.counted == len(everything) == len(found.open) + len(found.found) + len(found.too_slow) + len(found.too_large)
+
+
+def test_the_choice_is_never_slower_than_the_users_own():
+    compiler = Compiler()
+    best = search(compiler).best
+    again = search(compiler, own=best.layout, most=1)
+    assert again.best.layout == best.layout
+
+
+def test_what_cannot_be_faster_is_dropped_once_something_is_known():
+    keeps_little = Compiler(1)
+    keeps_little.wrong = [0.7] * 5  # so fast a machine that recomputing at the peak is slower
+    found = search(keeps_little)
+    assert found.too_slow
+    assert min(MODEL.estimate(one).least_s for one in found.too_slow) > found.best.verdict.step_s
+
+
+@pytest.mark.parametrize("stopped_at", [0, 1, 3])
+def test_ctrl_c_keeps_what_was_found(stopped_at):
+    compiler = Compiler()
+
+    def interrupted(config):
+        if len(compiler.asked) == stopped_at:
+            raise KeyboardInterrupt
+        return compiler(config)
+
+    found = begin(SPACE, MODEL, AVAILABLE)
+    explore(found, CONFIG, layout_of(CONFIG, 64), interrupted, lambda *_: None, MOST_COMPILES)
+    assert (found.end, len(found.found)) == ("stopped", stopped_at)
+    assert (found.best is None) == (stopped_at == 0)
+
+
+def test_a_second_run_asks_the_same():
+    first, second = Compiler(3), Compiler(3)
+    search(first, own=layout_of(CONFIG, 64))
+    search(second, own=layout_of(CONFIG, 64))
+    assert first.asked == second.asked
+
+
+def test_a_slow_compiler_is_asked_less():
+    slow = Compiler(3, seconds=PATIENCE_S / 2.5)
+    found = search(slow)
+    assert len(slow.asked) == 2
+    assert found.end == "the time for compiling is spent"
+
+
+def test_when_the_model_thinks_too_little_of_memory_something_that_fits_is_found():
+    compiler = Compiler(available=24 * GIB)
+    compiler.memory = 2.0
+    found = search(compiler)
+    assert found.best is not None
+    assert any(not one.verdict.fits for one in found.found)
+
+
+def test_the_model_believes_the_compiler():
+    """A correction is almost whole near what was compiled, and less far from it."""
+    own = layout_of(CONFIG, 64)
+    said = MODEL.estimate(own)
+    verdict = Verdict(said.state + 2 * said.temporaries, AVAILABLE, tuple(1.5 * part for part in said.parts), 1.0, cached=False)
+    far = next(one for one in SPACE if one.remat == "none" and one.sizes["tensor"] == 8)
+    found = predict([own, far], [said, MODEL.estimate(far)], [Found(own, said, verdict)])
+    near_s, far_s = (step / sum(MODEL.estimate(one).parts) for step, one in zip(found.step_s_N, (own, far), strict=True))
+    assert near_s == pytest.approx(1.5, rel=0.03)
+    assert 1 < far_s < near_s
+    assert found.needed_N[0] == pytest.approx(verdict.needed, rel=0.05)
+    assert found.trust_N[0] == 1 > found.trust_N[1]
+
+
+def test_the_frontier_holds_what_no_other_beats():
+    found = search(Compiler(2), own=layout_of(CONFIG, 64))
+    drawn = points(found)
+    compiled = [point for point in drawn if point.compiled and point.fits]
+    for point in compiled:
+        beaten = any(other.step_s < point.step_s and other.needed <= point.needed for other in compiled)
+        assert point.frontier != beaten
+    for point in (point for point in drawn if point.frontier and not point.compiled):
+        assert not any(other.step_s < point.step_s and other.needed < point.needed for other in drawn if other.fits)
+    shown = rows(drawn)
+    assert {point.layout for point in shown if point.compiled} == {one.layout for one in found.found}
+    assert len(shown) <= len(found.found) + 6
+    assert [point.frontier for point in shown] == sorted((point.frontier for point in shown), reverse=True)
