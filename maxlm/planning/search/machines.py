@@ -178,7 +178,7 @@ def _name(topology: Topology) -> str:
 
 
 def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> dict[str, Any]:
-    from maxlm.planning.search.plan import point_json
+    from maxlm.planning.search.shown import point_json
 
     rows = []
     for machine in machines:

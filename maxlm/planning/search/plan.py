@@ -2,21 +2,24 @@
 
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import LoadedConfig, find
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
-from maxlm.planning.compile import meant, progress, screen
-from maxlm.telemetry.words import count, duration
+from maxlm.planning.compile import meant, progress
+from maxlm.telemetry.words import duration
 
 if TYPE_CHECKING:
+    from maxlm.planning.collectives import AxisLinks
+    from maxlm.planning.search.analytic import Analytic
     from maxlm.planning.search.calibrate import Found
     from maxlm.planning.search.explore import Search
     from maxlm.planning.search.frontier import Point
@@ -36,6 +39,10 @@ class Request:
     slices: int | None
     tokens: float | None
     out: Path | None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and not math.isfinite(self.tokens):
+            raise UserError(f"--tokens {self.tokens} is no number of tokens: give one such as 15e12.")
 
     @property
     def file(self) -> Path:
@@ -69,11 +76,13 @@ def run(request: Request, *, as_json: bool) -> int:
         plan = _plan(request, loaded, machine)
     except KeyboardInterrupt:
         raise UserError("Stopped before anything was compiled.") from None
+    from maxlm.planning.search.shown import show, to_json
+
     written, refused = _write(plan)
     if as_json:
         sys.stdout.write(json.dumps(to_json(plan, written)) + "\n")
     else:
-        _show(plan, written)
+        show(plan, written)
     if refused is not None:
         raise refused
     return 0 if plan.chosen else 2
@@ -108,14 +117,14 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
     return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
 
 
-def analytic(config: Config, topology: Topology) -> Any:
+def analytic(config: Config, topology: Topology) -> "Analytic":
     """The fast model of `config` on `topology`; the links of each mesh are read off its devices."""
     from maxlm.parallel import build_mesh
     from maxlm.planning.aot import devices
     from maxlm.planning.links import axis_links
     from maxlm.planning.search.analytic import Analytic
 
-    def links(layout: "Layout") -> Mapping[str, Any]:
+    def links(layout: "Layout") -> Mapping[str, "AxisLinks"]:
         return axis_links(build_mesh(layout.apply(config), devices(topology)), topology)
 
     return Analytic(config, topology, links)
@@ -171,12 +180,12 @@ def _write(plan: Plan) -> tuple[tuple[Path, Path] | None, UserError | None]:
     config, picture = request.file, request.file.with_suffix(".png")
     size = f"{chosen.verdict.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     remark = (
-        f"Chosen by `maxlm plan` for {_machine(plan.topology)}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
+        f"Chosen by `maxlm plan` for {machine_name(plan.topology)}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
     )
     try:
         write(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
         star = next(point for point in plan.points if point.compiled and point.layout == chosen.layout)
-        draw(picture, f"{plan.loaded.config.run.name} on {_machine(plan.topology)}", plan.points, star, plan.search.available)
+        draw(picture, f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", plan.points, star, plan.search.available)
     except UserError as error:
         return None, error
     except OSError as error:
@@ -184,85 +193,7 @@ def _write(plan: Plan) -> tuple[tuple[Path, Path] | None, UserError | None]:
     return (config, picture), None
 
 
-def _show(plan: Plan, written: tuple[Path, Path] | None) -> None:
-    from maxlm.planning.search.frontier import rows
-    from maxlm.planning.search.table import frontier, words
-
-    console, search = screen(), plan.search
-
-    def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-    line(f"{plan.loaded.config.run.name} on {_machine(plan.topology)}", "bold")
-    dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
-    line(f"{search.counted:,} layouts: {dropped}, {len(search.found)} compiled; {search.end}.")
-    console.print()
-    frontier(rows(plan.points), plan.scale, console)
-    console.print()
-    chosen = plan.chosen
-    if chosen is None:
-        line("Nothing that was compiled fits: use a smaller train.global_batch or data.seq_len, or more chips.", "bold")
-        return
-    step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
-    run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
-    line(f"Chosen: {words(chosen.layout)}", "bold")
-    line(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_own_words(plan)}")
-    if written is not None:
-        config, picture = written
-        line(f"{config} holds it, {picture} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
-
-
-def _own_words(plan: Plan) -> str:
-    own = next((one for one in plan.search.found if one.layout == plan.own), None)
-    if plan.own is None:
-        return "the mesh of your own settings does not match"
-    if own is None or not own.verdict.fits:
-        return "your own settings do not fit"
-    return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
-
-
-def _machine(topology: Topology) -> str:
+def machine_name(topology: Topology) -> str:
+    """As in `2 slices of v5p:4x4x4 (128 chips)`."""
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
     return f"{slices}{topology.name} ({topology.chips:,} chip{'s' if topology.chips > 1 else ''})"
-
-
-def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
-    """Plain values. Seconds of a step, bytes of one device, tokens and chip-hours of all."""
-    from maxlm.planning.search.frontier import rows
-
-    search, topology = plan.search, plan.topology
-    found = rows(plan.points)
-    by_layout = {point.layout: point for point in found if point.compiled}
-    own = next((by_layout[one.layout] for one in search.found if one.layout == plan.own), None)
-    return {
-        "run": plan.loaded.config.run.name,
-        "topology": topology.name,
-        "slices": topology.slices,
-        "chips": topology.chips,
-        "devices": topology.devices,
-        "tokens": plan.scale.tokens,
-        "available_bytes": search.available,
-        "layouts": {
-            "counted": search.counted,
-            "too_large": len(search.too_large),
-            "too_slow": len(search.too_slow),
-            "compiled": len(search.found),
-        },
-        "end": search.end,
-        "chosen": point_json(by_layout[plan.chosen.layout], plan.scale) if plan.chosen else None,
-        "own": point_json(own, plan.scale) if own is not None else None,
-        "frontier": [point_json(point, plan.scale) for point in found],
-        "config": str(written[0]) if written else None,
-        "chart": str(written[1]) if written else None,
-    }
-
-
-def point_json(point: "Point", scale: "Scale") -> dict[str, Any]:
-    """A row of the frontier; None for the times of what does not fit."""
-    figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "run_s", "chip_hours"))
-    if point.fits:
-        step_s = point.step_s
-        rates = (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, scale.seconds(step_s), scale.chip_hours(step_s))
-        figures = dict(zip(figures, rates, strict=True))
-    marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
-    return {"settings": point.layout.settings(), "needed_bytes": point.needed, **marks, **figures}
