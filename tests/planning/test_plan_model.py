@@ -126,6 +126,16 @@ def test_bounds_are_below_predictions():
         assert min(said.parts) >= 0
 
 
+def test_a_model_without_gates_keeps_none():
+    gated, plain = (load("models/llama3-8b", [*LARGE, f"model.activation={name}"]).config for name in ("swiglu", "gelu"))
+    per_layer = 2 * gated.model.d_ff * 256 // 64 * 8192  # bytes of bfloat16
+    for remat in ("none", "dots"):
+        more, less = (estimate(layout(remat=remat), config) for config in (gated, plain))
+        state = more.state - less.state
+        assert more.least_bytes - less.least_bytes - state == gated.model.n_layers * per_layer
+    assert not any("gate" in one.kept for one in layouts(plain, 8) if isinstance(one.remat, tuple))
+
+
 def test_recomputing_costs_what_it_computes():
     """Full remat runs every matmul of the forward pass again but the last, and attention; keeping all named tensors runs none again."""
     config = load("models/llama3-8b", LARGE).config

@@ -200,7 +200,7 @@ class Analytic:
         """What is kept on the device for the backward pass of one microbatch of `tokens` tokens."""
         names = {*layout.kept, "layer_input"} - set(layout.offload)
         if layout.remat == "none":
-            names = set(self.widths) - ({"gate"} if self.config.model.activation == "gelu" else set())
+            names = set(self.widths)
         return self.number * self.config.model.n_layers * tokens * sum(self.widths[name] for name in names) // layout.sizes["tensor"]
 
     def _temporaries(self, layout: Layout, tokens: int) -> int:

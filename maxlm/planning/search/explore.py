@@ -37,8 +37,9 @@ class Search:
 
     @property
     def best(self) -> Found | None:
-        """The fastest that fits."""
-        return min((one for one in self.found if one.verdict.fits), key=lambda one: one.verdict.step_s, default=None)
+        """The fastest that fits; of two alike, the smaller."""
+        fitting = (one for one in self.found if one.verdict.fits)
+        return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
 
     def predictions(self) -> tuple[list[Layout], Predictions]:
         """Of all that is open."""

@@ -169,7 +169,8 @@ def _show(request: "Request", config: Config, machines: Sequence[Machine], other
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim", highlight=False)
     if machines:
         fastest = machines[0].topology
-        again = f"maxlm plan {request.name} --topology {fastest.name}" + (f" --slices {fastest.slices}" if fastest.slices > 1 else "")
+        many = f" --slices {fastest.slices}" if fastest.slices > 1 else ""
+        again = " ".join([f"maxlm plan {request.name} --topology {fastest.name}{many}", *request.overrides])
         console.print(f"For the layout in full: {again}", highlight=False, markup=False)
 
 

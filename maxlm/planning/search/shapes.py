@@ -40,10 +40,11 @@ def matmuls(model: ModelConfig) -> tuple[Matmul, ...]:
 
 
 def widths(model: ModelConfig) -> Mapping[str, int]:
-    """Numbers a token and layer, by the names that a remat policy knows."""
+    """Numbers a token and layer, by the names that a remat policy knows; 0 for a gate that is not there."""
     heads, groups = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    gate = 0 if model.activation == "gelu" else model.d_ff
     between = dict.fromkeys(("layer_input", "attention_out", "mlp_out"), model.d_model)
-    return {**between, "query": heads, "key": groups, "value": groups, "attention": heads, "gate": model.d_ff, "up": model.d_ff}
+    return {**between, "query": heads, "key": groups, "value": groups, "attention": heads, "gate": gate, "up": model.d_ff}
 
 
 def attention_flops(model: ModelConfig, seq_len: int) -> float:

@@ -11,6 +11,7 @@ from maxlm.planning.search.layouts import Layout
 from maxlm.telemetry.words import count, duration, percent
 
 GIB = 2**30
+WIDE = 100  # columns
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
 
@@ -38,21 +39,21 @@ class Scale:
 
 
 def frontier(points: Sequence[Point], scale: Scale, console: Console) -> None:
-    """Print `points`, one a line, in their order."""
+    """Print `points`, one a line, in their order; a narrow console gets fewer figures of each."""
+    rates = ("tokens/s", "run") if console.width >= WIDE else ()
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("step", "MFU", "tokens/s", "run", "HBM"):
+    for name in ("step", "MFU", *rates, "HBM"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("mesh; kept for the backward pass", overflow="fold")
     for point in points:
-        size = f"{point.needed / GIB:.1f} GiB"
         mark = ("* " if point.frontier else "  ") + ("compiled" if point.compiled else "predicted")
+        figures = [duration(point.step_s), percent(scale.mfu(point.step_s))]
+        figures += [count(scale.tokens_per_step / point.step_s), duration(scale.seconds(point.step_s))] if rates else []
         if not point.fits:
-            table.add_row("-", "-", "-", "-", size, "  too large", words(point.layout), style="dim")
-            continue
-        rate, run = count(scale.tokens_per_step / point.step_s), duration(scale.seconds(point.step_s))
-        figures = duration(point.step_s), percent(scale.mfu(point.step_s)), rate, run, size, mark
-        table.add_row(*figures, words(point.layout), style="" if point.compiled else "dim")
+            figures, mark = ["-"] * len(figures), "  too large"
+        style = "" if point.compiled and point.fits else "dim"
+        table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, words(point.layout), style=style)
     console.print(table)
     said = "*: no other is both faster and smaller. Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
     console.print(said, style="dim", highlight=False)
