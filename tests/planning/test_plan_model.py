@@ -136,6 +136,14 @@ def test_a_model_without_gates_keeps_none():
     assert not any("gate" in one.kept for one in layouts(plain, 8) if isinstance(one.remat, tuple))
 
 
+def test_no_more_is_offloaded_than_the_hosts_hold():
+    """8B, 32,768 tokens a chip: the inputs of the layers are 8.6 GB, with queries, keys, values and projections 30 GB."""
+    config = load("models/llama3-8b", LARGE).config
+    little, much = (layout(remat="full", offload=names) for names in (KEPT[:1], (*KEPT[:4], "attention_out")))
+    for topology, fits in (("v5e:8x8", (True, True)), ("v5p:4x4x4", (True, True)), ("v4:4x4x4", (True, False))):
+        assert tuple(map(analytic(config, topology).fits_host, (little, much))) == fits
+
+
 def test_recomputing_costs_what_it_computes():
     """Full remat runs every matmul of the forward pass again but the last, and attention; keeping all named tensors runs none again."""
     config = load("models/llama3-8b", LARGE).config

@@ -31,6 +31,10 @@ STATE_BYTES = 100  # a parameter, once a step
 GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 1.0, 0.5, 0.4, 0.1
 
 
+# Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
+# taken from the loader and the checkpoints. Of chips that are not here, half of the HBM's size is assumed.
+HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
+HOST_SHARE = 0.75
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 
 
@@ -92,6 +96,12 @@ class Analytic:
             least_bytes=least_bytes,
             least_s=self._least_s(layout, tokens),
         )
+
+    def fits_host(self, layout: Layout) -> bool:
+        """Whether the hosts have room for what `layout` offloads."""
+        chip = self.topology.chip
+        room = HOST_BYTES.get(chip.name, chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
+        return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
 
     # Time
 

@@ -103,7 +103,8 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
         tell(f"enumerating layouts of {config.run.name} for {topology.name}")
         model = analytic(config, topology)
         own = _own(config, topology)
-        candidates = itertools.chain([own] if own is not None else [], layouts(config, topology.devices))
+        offered = filter(model.fits_host, layouts(config, topology.devices))
+        candidates = itertools.chain([own] if own is not None else [], offered)
         search = explore.begin(candidates, model, available_hbm(topology))
         if not search.open:
             raise UserError(_why_none(search, config, topology))
