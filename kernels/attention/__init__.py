@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.tpu import LANES, SAVED, attention_splash
+from maxlm.kernels.attention.splash import attention_splash
+from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def attention(
     stands fewer than `window` tokens before. Order is by the given positions (any integers that grow along a document);
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
     `softcap` c bends scaled scores to c * tanh(score / c). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the mesh in force splits the operands. `implementation`: "xla", "splash", or None for the best that the
+    `layout` says how the mesh in force splits the operands. `implementation`: "flash", "splash", "xla", or None for the best that the
     device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
     that the implementation asked for cannot run.
     """
@@ -61,15 +62,15 @@ def attention(
             f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}"
         )
     places = query_positions_BS is None and key_positions_BT is None and q_BSHK.shape[1] == k_BTGK.shape[1]
-    problem = "" if places else "queries and keys must stand at the same places of the sequence"
-    problem = problem or (f"a sequence of {q_BSHK.shape[1]} is no multiple of {LANES}" if q_BSHK.shape[1] % LANES else "")
-    if implementation not in (None, "xla", "splash"):
-        raise ValueError(f"attention: no implementation {implementation!r}: there are xla and splash")
-    chosen = implementation or _choose(problem)
-    if chosen == "splash":
-        if problem:
-            raise ValueError(f"attention: splash cannot run this: {problem}")
-        run = functools.partial(attention_splash, scale=scale, window=window, softcap=softcap, interpret=_platform() != "tpu")
+    problems = _problems(q_BSHK.shape[1], q_BSHK.shape[3], places=places)
+    chosen = implementation or _choose(problems)
+    if chosen not in (*problems, "xla"):
+        raise ValueError(f"attention: no implementation {chosen!r}: there are {', '.join((*problems, 'xla'))}")
+    if problems.get(chosen):
+        raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
+    if chosen != "xla":
+        kernel: Callable[..., jax.Array] = attention_flash if chosen == "flash" else attention_splash
+        run = functools.partial(kernel, scale=scale, window=window, softcap=softcap, interpret=_device()[0] != "tpu")
         return _on_each_device(run, layout or Layout())(q_BSHK, k_BTGK, v_BTGK, query_segments_BS)
     positions_BS = query_positions_BS if query_positions_BS is not None else _places(query_segments_BS)
     positions_BT = key_positions_BT if key_positions_BT is not None else _places(key_segments_BT)
@@ -78,11 +79,22 @@ def attention(
     return checkpoint_name(out_BSHK, SAVED)
 
 
-def _choose(problem: str) -> str:
+def _problems(seq_len: int, head_dim: int, *, places: bool) -> dict[str, str]:
+    """TPU kernels, the best first, and why each cannot run this; empty when it can. Interpreted, they run where there is no TPU."""
+    platform, kind = _device()
+    if not places:
+        elsewhere = "queries and keys must stand at the same places of the sequence"
+        return {"flash": elsewhere, "splash": elsewhere}
+    uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
+    return {"flash": uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else ""), "splash": uneven}
+
+
+def _choose(problems: Mapping[str, str]) -> str:
     """The implementation for the device of the mesh in force, logged once with the reason."""
-    if _platform() != "tpu":
+    if _device()[0] != "tpu":
         return _logged("xla", "the device is no TPU")
-    return _logged("xla", problem) if problem else _logged("splash", "the device is a TPU")
+    chosen = next((name for name, problem in problems.items() if not problem), "xla")
+    return _logged(chosen, "; ".join(filter(None, problems.values())) or "the device is a TPU")
 
 
 @functools.cache
@@ -91,10 +103,10 @@ def _logged(chosen: str, reason: str) -> str:
     return chosen
 
 
-def _platform() -> str:
-    """Of the mesh in force: programs are also compiled for devices that are not there."""
+def _device() -> tuple[str, str]:
+    """Platform and kind of the mesh in force: programs are also compiled for devices that are not there."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
+    return (device.platform, device.device_kind) if device is not None else (jax.default_backend(), "")
 
 
 def _on_each_device(run: Callable[..., jax.Array], layout: Layout) -> Callable[..., jax.Array]:

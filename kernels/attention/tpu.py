@@ -1,22 +1,84 @@
-"""Attention on TPU by jax's splash kernel: blocks of scores that the mask empties are skipped, none is ever written to memory."""
+"""Flash attention on TPU (arXiv 2307.08691), forward and a backward pass in one kernel.
 
+One grid step holds the keys and values of a head (backward: its queries and their gradients) in VMEM and walks over the blocks
+that causality, the window and the documents leave: none other is computed. The backward pass forms each block of scores once
+and adds it to dq, dk and dv in VMEM, so no partial sum reaches HBM. Scores are held keys by queries: the softmax then
+reduces over sublanes, which costs additions and no shuffles, and what belongs to a query is a row.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-# B batch, S sequence, H query heads, G key/value heads, K head dim
+# B batch, S sequence, H query heads, G key/value heads, K head dim, N blocks, Q queries and T keys of a block
 
 LANES = 128  # a head dim is padded to whole lanes, a block of the sequence is a multiple of them
-BLOCK = 1024  # queries and keys a block, where the sequence has as many
-LARGE_VMEM = ("TPU v5 lite", "TPU v5", "TPU v6 lite")  # 128 MiB, of which the step's compiler options let a kernel use half
+MOST_FORWARD, MOST_BACKWARD = 1024, 512  # tokens of a block: on v6e fewest instructions a score (v5e to tpu7x are not tuned)
 SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
+FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
+VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
+
+Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Index = Any
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+_MASKED = -1e30
+_FIRST_MAXIMUM = -1e29  # above _MASKED: a row that sees nothing keeps weights of 0, not of 1
 
 
-def attention_splash(
+@dataclass(frozen=True)
+class _Shape:
+    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block."""
+
+    heads: int
+    groups: int
+    seq_len: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    block: int
+    interpret: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.seq_len // self.block
+
+    @property
+    def computed(self) -> int:
+        """Scores of one head that are formed when a sequence is one document."""
+        return self.block**2 * sum(i + 1 - _first_block(i, self) for i in range(self.blocks))
+
+
+def why_not(seq_len: int, head_dim: int, device_kind: str) -> str:
+    """Why `attention_flash` cannot run a sequence on a device; empty when it can."""
+    if seq_len % LANES:
+        return f"a sequence of {seq_len} is no multiple of {LANES}"
+    needed, limit = _vmem_needed(seq_len, head_dim), VMEM_BYTES.get(device_kind, 0)
+    return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB can be had on {device_kind}" if needed > limit else ""
+
+
+def _vmem_needed(seq_len: int, head_dim: int) -> int:
+    """Bytes that the backward pass holds, the greedier one: three sums in float32; queries, their gradient and three results in bfloat16,
+    each twice, since the next head's travel meanwhile; a dozen blocks of scores."""
+    width = -(-head_dim // LANES) * LANES
+    return seq_len * width * (3 * 4 + 5 * 2 * 2) + 12 * MOST_BACKWARD**2 * 4
+
+
+def _block(seq_len: int, most: int) -> int:
+    return max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0)
+
+
+def attention_flash(
     q_BSHK: Float[Array, "B S H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
@@ -28,43 +90,284 @@ def attention_splash(
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
-    head_dim = q_BSHK.shape[-1]
-    kernel = _kernel(q_BSHK.shape[2], q_BSHK.shape[1], window, softcap, interpret)
-    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
-    attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
-    out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
-    return jnp.where((segments_BS != 0)[..., None, None], jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2), 0)
-
-
-def _kernel(heads: int, seq_len: int, window: int | None, softcap: float | None, interpret: bool) -> splash.SplashAttentionKernel:
-    shape = (seq_len, seq_len)
-    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    block = max(b for b in range(LANES, min(seq_len, BLOCK) + 1, LANES) if seq_len % b == 0)
-    # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
-    wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if _large_vmem() else block
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=wide,
-        block_kv_dkv_compute=min(block, 512),
-        use_fused_bwd_kernel=True,
+    _, seq_len, heads, head_dim = q_BSHK.shape
+    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
+    shape = _Shape(
+        heads, k_BSGK.shape[2], seq_len, heads_first[0].shape[-1], scale, window, softcap, _block(seq_len, MOST_FORWARD), interpret
     )
-    return splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * heads),
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        residual_checkpoint_name=SAVED,
-        interpret=interpret,
-    )
-
-
-def _large_vmem() -> bool:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind in LARGE_VMEM
+    out_BHSK = _attention(*heads_first, segments_BS, shape)
+    return jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2)
 
 
 def _padded(x: jax.Array) -> jax.Array:
     missing = -x.shape[-1] % LANES
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> jax.Array:
+    return _forward(q_BHSK, k_BGSK, v_BGSK, segments_BS, shape)[0]
+
+
+def _attention_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out_BHSK, lse_BHS = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, segments_BS, shape))
+    return out_BHSK, (q, k, v, segments_BS, out_BHSK, lse_BHS)
+
+
+def _attention_backward(shape: _Shape, saved: tuple[jax.Array, ...], dout_BHSK: jax.Array) -> tuple[jax.Array | None, ...]:
+    q, k, v, segments_BS, out_BHSK, lse_BHS = saved
+    delta_BHS = jnp.sum(out_BHSK.astype(jnp.float32) * dout_BHSK.astype(jnp.float32), axis=-1)
+    shape = replace(shape, block=_block(shape.seq_len, MOST_BACKWARD))
+    return *_backward(q, k, v, dout_BHSK, lse_BHS, delta_BHS, segments_BS, shape), None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+# Which blocks meet. Queries of block i see keys of blocks first..i; a window ends the reach, documents leave out some between.
+
+
+def _first_block(i: Index, shape: _Shape) -> Index:
+    """The first block of keys that queries of block `i` (a number, traced or not) may see."""
+    if shape.window is None:
+        return 0
+    return ((i * shape.block - shape.window + 1) // shape.block) * (i * shape.block >= shape.window)
+
+
+def _last_block(j: Index, shape: _Shape) -> Index:
+    """The last block of queries that may see keys of block `j`."""
+    if shape.window is None:
+        return shape.blocks - 1
+    return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block, shape.blocks - 1)
+
+
+def _ranges(segments_BS: jax.Array, shape: _Shape) -> jax.Array:
+    """The smallest and largest document of every block, int32 [2, B, N]; padding is a document 0."""
+    blocks_BNT = segments_BS.reshape(segments_BS.shape[0], shape.blocks, shape.block)
+    return jnp.stack([blocks_BNT.min(-1), blocks_BNT.max(-1)])
+
+
+def _meet(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax.Array]:
+    """(whether a query of block i may share a document with a key of block j, whether all of both are of one document)."""
+    low_i, high_i, low_j, high_j = ranges_ref[0, b, i], ranges_ref[1, b, i], ranges_ref[0, b, j], ranges_ref[1, b, j]
+    some = (low_i <= high_j) & (low_j <= high_i) & (high_i > 0) & (high_j > 0)
+    return some, (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
+
+
+def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[bool], None]) -> None:
+    """`run(masked)` once if queries of block i see keys of block j: with a mask only where some pair is hidden."""
+    some, one = _meet(ranges_ref, b, i, j)
+    whole = one & (j < i)
+    if shape.window is not None:
+        whole &= (i - j + 1) * shape.block <= shape.window
+    pl.when(some & whole)(lambda: run(False))
+    pl.when(some & jnp.logical_not(whole))(lambda: run(True))
+
+
+def _hidden(segments_ref: Ref, i: Index, j: Index, shape: _Shape) -> jax.Array:
+    """Which key (row) a query (column) does not see."""
+    query_1Q = segments_ref[0, :, pl.ds(i * shape.block, shape.block)]
+    key_1T = segments_ref[0, :, pl.ds(j * shape.block, shape.block)]
+    key_T1 = jnp.broadcast_to(key_1T, (LANES, shape.block)).T[:, :1]
+    query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, shape.block), 1) + (i - j) * shape.block  # counted from the first key
+    key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (shape.block, 1), 0)
+    seen_TQ = (key_at_T1 <= query_at_1Q) & (key_T1 == jnp.where(query_1Q == 0, -1, query_1Q))
+    if shape.window is not None:
+        seen_TQ &= key_at_T1 > query_at_1Q - shape.window
+    return jnp.logical_not(seen_TQ)
+
+
+def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array | float]:
+    """(scores of keys by queries in base 2, and their derivative by q k)."""
+    raw_TQ = jax.lax.dot_general(k_TK, q_QK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    log2e = math.log2(math.e)
+    if shape.softcap is None:
+        return raw_TQ * (shape.scale * log2e), shape.scale
+    bent_TQ = jnp.tanh(raw_TQ * (shape.scale / shape.softcap))
+    return bent_TQ * (shape.softcap * log2e), shape.scale * (1 - bent_TQ * bent_TQ)
+
+
+def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array]:
+    """(output, logsumexp of the scores in base 2 [B, H, S], 1e30 where a query sees nothing)."""
+    batch, share = q_BHSK.shape[0], shape.heads // shape.groups
+    mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, _: (b, h, i, 0))
+    all_keys = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, h, i, _: (b, h // share, 0, 0))
+    out, lse = pl.pallas_call(
+        functools.partial(_forward_kernel, shape),
+        name=FORWARD,
+        out_shape=(
+            jax.ShapeDtypeStruct(q_BHSK.shape, q_BHSK.dtype),
+            jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, shape.heads, shape.blocks),
+            in_specs=[mine, all_keys, all_keys, pl.BlockSpec((1, 1, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
+            out_specs=[mine, pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, _: (b, h, 0, i))],
+            scratch_shapes=[
+                pltpu.VMEM((1, shape.block), jnp.float32),
+                pltpu.VMEM((1, shape.block), jnp.float32),
+                pltpu.VMEM((shape.head_dim, shape.block), jnp.float32),
+            ],
+        ),
+        cost_estimate=_cost(2, batch, shape, [q_BHSK, k_BGSK, v_BGSK, q_BHSK]),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim)
+        ),
+        interpret=shape.interpret,
+    )(_ranges(segments_BS, shape), q_BHSK, k_BGSK, v_BGSK, segments_BS[:, None])
+    return out, lse[:, :, 0]
+
+
+def _forward_kernel(
+    shape: _Shape,
+    ranges_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    segments_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    top_ref: Ref,
+    sum_ref: Ref,
+    mixed_ref: Ref,
+) -> None:
+    b, i = pl.program_id(0), pl.program_id(2)
+    top_ref[...] = jnp.full_like(top_ref, _FIRST_MAXIMUM)
+    sum_ref[...] = jnp.zeros_like(sum_ref)
+    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+
+    def visit(j: jax.Array, _: None) -> None:
+        def run(masked: bool) -> None:
+            keys = pl.ds(j * shape.block, shape.block)
+            scores_TQ, _ = _scores(k_ref[0, 0, keys, :], q_ref[0, 0], shape)
+            if masked:
+                scores_TQ = jnp.where(_hidden(segments_ref, i, j, shape), _MASKED, scores_TQ)
+            before_1Q = top_ref[...]
+            top_1Q = jnp.maximum(before_1Q, jnp.max(scores_TQ, axis=0, keepdims=True))
+            weights_TQ = jnp.exp2(scores_TQ - top_1Q)
+            fade_1Q = jnp.exp2(before_1Q - top_1Q)
+            top_ref[...] = top_1Q
+            sum_ref[...] = sum_ref[...] * fade_1Q + jnp.sum(weights_TQ, axis=0, keepdims=True)
+            mixed_KQ = jax.lax.dot_general(
+                v_ref[0, 0, keys, :], weights_TQ.astype(v_ref.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            mixed_ref[...] = mixed_ref[...] * fade_1Q + mixed_KQ
+
+        _on_blocks(b, i, j, ranges_ref, shape, run)
+
+    jax.lax.fori_loop(_first_block(i, shape), i + 1, visit, None)
+    total_1Q = sum_ref[...]
+    nothing = total_1Q == 0
+    out_ref[0, 0] = (mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T.astype(out_ref.dtype)
+    lse_ref[0, 0] = jnp.where(nothing, -_MASKED, top_ref[...] + jnp.log2(total_1Q))
+
+
+def _backward(
+    q_BHSK: jax.Array,
+    k_BGSK: jax.Array,
+    v_BGSK: jax.Array,
+    dout_BHSK: jax.Array,
+    lse_BHS: jax.Array,
+    delta_BHS: jax.Array,
+    segments_BS: jax.Array,
+    shape: _Shape,
+) -> Gradients:
+    """Gradients of q, k and v. Heads that share keys come one after the other; dk and dv are written after the last of them."""
+    batch, share = q_BHSK.shape[0], shape.heads // shape.groups
+    whole = (1, 1, shape.seq_len, shape.head_dim)
+    of_head = pl.BlockSpec(whole, lambda b, g, r, j, _: (b, g * share + r, 0, 0))
+    of_group = pl.BlockSpec(whole, lambda b, g, r, j, _: (b, g, 0, 0))
+    block = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, g, r, j, _: (b, g, j, 0))
+    row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
+    return pl.pallas_call(
+        functools.partial(_backward_kernel, shape),
+        name=BACKWARD,
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSK)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, shape.groups, share, shape.blocks),
+            in_specs=[of_head, of_head, block, block, row, row, pl.BlockSpec((1, 1, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0))],
+            out_specs=[of_head, of_group, of_group],
+            scratch_shapes=[pltpu.VMEM((shape.seq_len, shape.head_dim), jnp.float32)] * 3,
+        ),
+        cost_estimate=_cost(5, batch, shape, [q_BHSK, dout_BHSK, q_BHSK, k_BGSK, k_BGSK, v_BGSK, v_BGSK]),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim),
+        ),
+        interpret=shape.interpret,
+    )(_ranges(segments_BS, shape), q_BHSK, dout_BHSK, k_BGSK, v_BGSK, lse_BHS[:, :, None], delta_BHS[:, :, None], segments_BS[:, None])
+
+
+def _backward_kernel(
+    shape: _Shape,
+    ranges_ref: Ref,
+    q_ref: Ref,
+    dout_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    segments_ref: Ref,
+    dq_ref: Ref,
+    dk_ref: Ref,
+    dv_ref: Ref,
+    *sums: Ref,
+) -> None:
+    b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    dq_sum, dk_sum, dv_sum = sums
+    keys = pl.ds(j * shape.block, shape.block)
+
+    zero = jnp.zeros((shape.block, shape.head_dim), jnp.float32)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        @pl.loop(0, shape.blocks)
+        def _(i: Index) -> None:
+            dq_sum[pl.ds(i * shape.block, shape.block), :] = zero
+
+    @pl.when(r == 0)
+    def _() -> None:
+        dk_sum[keys, :] = zero
+        dv_sum[keys, :] = zero
+
+    def visit(i: jax.Array, _: None) -> None:
+        def run(masked: bool) -> None:
+            queries = pl.ds(i * shape.block, shape.block)
+            q_QK, dout_QK, k_TK, v_TK = q_ref[0, 0, queries, :], dout_ref[0, 0, queries, :], k_ref[0, 0], v_ref[0, 0]
+            scores_TQ, slope = _scores(k_TK, q_QK, shape)
+            if masked:
+                scores_TQ = jnp.where(_hidden(segments_ref, i, j, shape), _MASKED, scores_TQ)
+            weights_TQ = jnp.exp2(scores_TQ - lse_ref[0, 0, :, queries])
+            dv_sum[keys, :] += jnp.dot(weights_TQ.astype(dout_QK.dtype), dout_QK, preferred_element_type=jnp.float32)
+            dweights_TQ = jax.lax.dot_general(v_TK, dout_QK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            dscores_TQ = weights_TQ * (dweights_TQ - delta_ref[0, 0, :, queries])
+            if shape.softcap is not None:
+                dscores_TQ *= slope
+            dscores_TQ = dscores_TQ.astype(q_QK.dtype)
+            dk_sum[keys, :] += jnp.dot(dscores_TQ, q_QK, preferred_element_type=jnp.float32)
+            dq_sum[queries, :] += jax.lax.dot_general(dscores_TQ, k_TK, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+        _on_blocks(b, i, j, ranges_ref, shape, run)
+
+    jax.lax.fori_loop(j, _last_block(j, shape) + 1, visit, None)
+    rest = shape.scale if shape.softcap is None else 1.0  # of the slope, where it is the same for every score
+
+    # Queries of block j see no later keys: their gradient is whole.
+    dq_ref[0, 0, keys, :] = (dq_sum[keys, :] * rest).astype(dq_ref.dtype)
+
+    @pl.when(r == pl.num_programs(2) - 1)
+    def _() -> None:
+        dk_ref[0, 0, keys, :] = (dk_sum[keys, :] * rest).astype(dk_ref.dtype)
+        dv_ref[0, 0, keys, :] = dv_sum[keys, :].astype(dv_ref.dtype)
+
+
+def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
+    """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and VMEM."""
+    scores = batch * shape.heads * shape.computed
+    return pl.CostEstimate(
+        flops=2 * matmuls * scores * shape.head_dim, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
+    )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import attention
-from maxlm.kernels.attention import xla
+from maxlm.kernels.attention import tpu, xla
 from maxlm.kernels.attention.reference import attention_reference, visible
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -59,32 +59,61 @@ def test_gradients_equal_those_of_the_definition(options):
         np.testing.assert_allclose(mine, other, atol=5e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0}])
-def test_splash_equals_definition(options):
-    """The TPU's kernel, interpreted: values and gradients, documents that end inside a block, a head dim below a lane."""
-    q, k, v, segments = operands(5, B=1, S=256, H=2, G=1, K=16)
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        ("flash", {}),
+        ("flash", {"window": 100}),
+        ("flash", {"window": 128, "softcap": 2.0}),
+        ("flash", {"window": 300}),
+        ("splash", {"window": 100}),
+        ("splash", {"softcap": 2.0}),
+    ],
+)
+def test_kernels_equal_the_definition(implementation, options, monkeypatch):
+    """Those of the TPU, interpreted: values and gradients, documents that end inside a block and skip some, a head dim below a lane."""
+    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
+    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    q, k, v, segments = operands(5, S=512, G=2, K=16)
     weights = jax.random.normal(jax.random.key(9), q.shape)
 
-    def total(implementation, *qkv):
-        out = reference(*qkv, segments, **options) if implementation is None else run(*qkv, segments, implementation="splash", **options)
+    def total(chosen, *qkv):
+        out = reference(*qkv, segments, **options) if chosen is None else run(*qkv, segments, implementation=chosen, **options)
         return jnp.sum(weights * out), out
 
-    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total("splash", *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total(implementation, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
     (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
-def test_splash_refuses_what_it_cannot_run():
+def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
+    """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
+    monkeypatch.setattr(tpu, "MOST_FORWARD", 128)
+    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    q, k, v, _ = operands(6, B=1, S=384)
+    segments = jnp.asarray(np.repeat([[1, 2, 2]], 128, axis=1), jnp.int32)
+    v = v.at[:, :128].set(jnp.nan)
+
+    def second(q, k, v):
+        return jnp.sum(run(q, k, v, segments, implementation="flash")[:, 128:] ** 2)
+
+    assert np.isfinite(second(q, k, v))
+    for gradient in jax.grad(second, argnums=(0, 1, 2))(q, k, v):
+        assert np.all(np.isfinite(gradient[:, 128:]))
+
+
+@pytest.mark.parametrize("implementation", ["flash", "splash"])
+def test_kernels_refuse_what_they_cannot_run(implementation):
     q, k, v, segments = operands(S=24)
-    with pytest.raises(ValueError, match="a sequence of 24 is no multiple of 128"):
-        run(q, k, v, segments, implementation="splash")
+    with pytest.raises(ValueError, match=f"{implementation} cannot run this: a sequence of 24 is no multiple of 128"):
+        run(q, k, v, segments, implementation=implementation)
 
 
 def test_an_unknown_implementation_is_refused():
     q, k, v, segments = operands()
-    with pytest.raises(ValueError, match="no implementation 'flash'"):
-        run(q, k, v, segments, implementation="flash")
+    with pytest.raises(ValueError, match="no implementation 'triton': there are flash, splash, xla"):
+        run(q, k, v, segments, implementation="triton")
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):

@@ -10,8 +10,14 @@ from topologies import devices
 
 from maxlm.config import load
 from maxlm.hardware.chips import CHIPS, chip_of
+from maxlm.hardware.topologies import parse
 from maxlm.hardware.xla_flags import FLAGS, compiler_options
+from maxlm.kernels import attention
+from maxlm.kernels.attention.tpu import why_not
 from maxlm.parallel import build_mesh
+from maxlm.planning.cost import estimate
+from maxlm.planning.hlo import read
+from maxlm.planning.links import axis_links
 from maxlm.training.program import build_program
 
 SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -38,15 +44,44 @@ def test_chip_accepts_its_flags(chip):
     assert "all-gather" in compiled.as_text() or "all-reduce" in compiled.as_text()
 
 
-def test_weights_are_gathered_and_attention_is_a_kernel():
-    """The step on v5p: weights come by all-gather, not as zeros that are all-reduced; no score matrix is in memory."""
+def test_weights_are_gathered_gradients_scattered_and_attention_is_a_kernel():
+    """The step on v5p, a sequence a chip: weights come by all-gather, each twice, and nothing else does; gradients are reduce-scattered;
+    nothing waits for either; no score matrix is in memory.
+    """
     overrides = "cluster.topology=v5p:4x4x4 cluster.accelerator=null train.global_batch=64 train.microbatches=1 data.seq_len=512"
     model = "model.d_model=512 model.d_ff=1024 model.n_layers=4 model.n_heads=4 model.n_kv_heads=2 model.head_dim=128 model.vocab_size=1024"
     config = load("runs/llama3-8b-v5p-128", [*overrides.split(), *model.split()]).config
-    program = build_program(config, build_mesh(config, devices("v5p:4x4x4")))
+    topology = parse("v5p:4x4x4")
+    program = build_program(config, build_mesh(config, devices(topology.name)))
     with jax.set_mesh(program.mesh):
         text = program.step.as_text()
-    assert text.count(" all-gather(") + text.count(" all-gather-start(") >= 7  # q, k, v, out, gate, up, down
-    assert "splash_mha_fwd" in text
-    assert "splash_mha_dkv" in text
+    cost = estimate(read(text), topology.chip, dict(program.mesh.shape), axis_links(program.mesh, topology))
+    matrices = config.model.n_layers * (512 * 128 * (4 + 2 + 2 + 4) + 3 * 512 * 1024)
+    gathers = [row for row in cost.traffic if row.opcode == "all-gather"]
+    assert sum(row.bytes for row in gathers) == 2 * (2 * matrices + 2 * 1024 * 512)  # bfloat16; embedding and unembedding once each
+    scatters = [row for row in cost.traffic if row.opcode == "reduce-scatter"]
+    assert sum(row.bytes for row in scatters) == 2 * (matrices + 1024 * 512) + 4 * 1024 * 512  # the unembedding's is float32
+    assert {row.how for row in (*gathers, *scatters)} == {"sparsecore"}
+    assert "attention_forward" in text
+    assert "attention_backward" in text
     assert "[1,4,512,512]" not in text
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_attention_fits_into_vmem_where_it_says_so(chip):
+    """At the longest sequence that `why_not` allows, in the kernels of a step: the memory they ask for is enough."""
+    device = devices(SMALLEST[chip])[0]
+    longest = max(s for s in (2**n for n in range(10, 18)) if not why_not(s, 128, device.device_kind))
+    assert longest >= 8192
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((1, longest, 2, 128), jnp.bfloat16, sharding=everywhere)
+    segments = jax.ShapeDtypeStruct((1, longest), jnp.int32, sharding=everywhere)
+
+    def total(q, k, v, segments):
+        out = attention(q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.1, window=3000, implementation="flash")
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(x, x, x, segments)
+    assert "attention_backward" in lowered.compile(compiler_options=compiler_options(chip)).as_text()

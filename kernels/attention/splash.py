@@ -1,0 +1,70 @@
+"""Attention on TPU by jax's splash kernel: for sequences of which a head does not lie in VMEM as a whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Float, Int
+
+from maxlm.kernels.attention.tpu import LANES, SAVED
+
+# B batch, S sequence, H query heads, G key/value heads, K head dim
+
+BLOCK = 1024  # queries and keys a block, where the sequence has as many
+LARGE_VMEM = ("TPU v5 lite", "TPU v5", "TPU v6 lite")  # 128 MiB, of which the step's compiler options let a kernel use half
+
+
+def attention_splash(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    segments_BS: Int[Array, "B S"],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool = False,
+) -> Float[Array, "B S H K"]:
+    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
+    head_dim = q_BSHK.shape[-1]
+    kernel = _kernel(q_BSHK.shape[2], q_BSHK.shape[1], window, softcap, interpret)
+    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
+    attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
+    out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
+    return jnp.where((segments_BS != 0)[..., None, None], jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2), 0)
+
+
+def _kernel(heads: int, seq_len: int, window: int | None, softcap: float | None, interpret: bool) -> splash.SplashAttentionKernel:
+    shape = (seq_len, seq_len)
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    block = max(b for b in range(LANES, min(seq_len, BLOCK) + 1, LANES) if seq_len % b == 0)
+    # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
+    wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if _large_vmem() else block
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=wide,
+        block_kv_dkv_compute=min(block, 512),
+        use_fused_bwd_kernel=True,
+    )
+    return splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=SAVED,
+        interpret=interpret,
+    )
+
+
+def _large_vmem() -> bool:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.device_kind in LARGE_VMEM
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    missing = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
