@@ -37,6 +37,13 @@ SPARSE_CORE = (
     Flag("xla_tpu_enable_sparse_core_collective_offload_all_reduce", True, "reduce gradients while the next layer's are computed"),
     Flag("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True, "the same"),
     Flag("xla_tpu_enable_sparse_core_collective_offload_all_gather", True, "gather weights while the layer before computes"),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True, "the same over both dims of a torus"),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", True, "the same over three dims, as on v5p"),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+        True,
+        "reduce-scatter gradients over several dims; left alone they are all-reduced, which moves twice the bytes",
+    ),
     Flag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce", False, "the TensorCore's way of doing it, which excludes the SparseCore's"
     ),

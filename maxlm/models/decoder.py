@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
 from maxlm.models.attention import Attention, Cache
-from maxlm.models.layers import Angles, Norm, rope_angles, weight
+from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, rope_angles, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.remat import rematerialise
 from maxlm.parallel import constrain
@@ -36,12 +36,12 @@ class Block(nnx.Module):
     def __call__(
         self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        x_BSD = checkpoint_name(constrain(x_BSD, "batch", "seq_between", "embed_act"), "layer_input")
+        x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         mixed_BSD, cache = self.attention(_region(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
         fed_BSD = self.mlp(_region(self.mlp_norm(x_BSD)))
         x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
-        return constrain(x_BSD, "batch", "seq_between", "embed_act"), cache
+        return constrain(x_BSD, *BETWEEN), cache
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward."""
@@ -49,8 +49,8 @@ class Block(nnx.Module):
 
 
 def _region(x_BSD: jax.Array) -> jax.Array:
-    """Enter a tensor-parallel region: the sequence is whole, width too; heads or hidden units will be split."""
-    return constrain(x_BSD, "batch", "seq", "embed_act")
+    """Enter a tensor-parallel region."""
+    return constrain(x_BSD, *ENTERING)
 
 
 class Decoder(nnx.Module):
@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
             x_BSD *= jnp.asarray(self.config.d_model**0.5, x_BSD.dtype)
         if self.position_PD is not None:
             x_BSD += self.position_PD[...][positions_BS].astype(x_BSD.dtype)
-        return constrain(x_BSD, "batch", "seq_between", "embed_act")
+        return constrain(x_BSD, *BETWEEN)
 
     def _angles(self, positions_BS: jax.Array) -> dict[bool, Angles | None]:
         """Rotary angles by whether the layer is local; None with learned positions."""

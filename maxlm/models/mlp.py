@@ -5,10 +5,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import ACTIVATIONS, constant, matrix_size, project, weight
-from maxlm.parallel import constrain
+from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, matrix_size, project, weight
 
 # B batch, S sequence, D width, F feed-forward width
+
+_INSIDE = ("batch", "seq", "mlp")
 
 
 class Mlp(nnx.Module):
@@ -34,12 +35,11 @@ class Mlp(nnx.Module):
             hidden_BSF = act(gate_BSF) * up_BSF
         else:
             hidden_BSF = act(up_BSF)
-        out_BSD = project("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D)
-        return checkpoint_name(constrain(out_BSD, "batch", "seq_between", "embed_act"), "mlp_out")
+        return checkpoint_name(project("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, _INSIDE, BETWEEN), "mlp_out")
 
     @staticmethod
     def _into(x_BSD: Array, w_DF: nnx.Param, bias_F: nnx.Param | None) -> Array:
-        return constrain(project("BSD,DF->BSF", x_BSD, w_DF, bias_F), "batch", "seq", "mlp")
+        return project("BSD,DF->BSF", x_BSD, w_DF, bias_F, ENTERING, _INSIDE)
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""
