@@ -15,7 +15,7 @@ from maxlm.planning.search.calibrate import Found, Predictions, predict
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.verify import Verdict
 
-MOST_COMPILES = 10
+FEWEST_COMPILES, MOST_COMPILES = 3, 10
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 HOPE = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
@@ -96,7 +96,7 @@ def _end(search: Search, layout: Layout | None, most: int) -> str:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    if spent and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
+    if len(spent) >= FEWEST_COMPILES and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
         return "the time for compiling is spent"
     return ""
 
