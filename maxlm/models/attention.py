@@ -15,10 +15,11 @@ from maxlm.models.flops import attended_pairs
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, matrix_size, project, rotate, weight
 from maxlm.parallel import constrain, mesh_axes
 
-# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim
+# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, N = H K
 
 _HEADS: Axes = ("batch", "seq", "heads", None)
 _GROUPS: Axes = ("batch", "seq", "kv_heads", None)
+_MIXED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
 class Cache(NamedTuple):
@@ -55,9 +56,9 @@ class Attention(nnx.Module):
         self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding."""
-        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, ENTERING, _HEADS)
-        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, ENTERING, _GROUPS)
-        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, ENTERING, _GROUPS)
+        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, _HEADS)
+        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, _GROUPS)
+        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, _GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
@@ -69,8 +70,9 @@ class Attention(nnx.Module):
             mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)
         else:
             mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
-        mixed_BSHK = constrain(mixed_BSHK, *_HEADS)
-        out_BSD = project("BSHK,HKD->BSD", mixed_BSHK, self.out_HKD, self.out_bias_D, _HEADS, BETWEEN)
+        mixed_BSN = mixed_BSHK.reshape(*x_BSD.shape[:2], -1)
+        out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
+        out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
     def _attend(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def matrix_size(*parameters: nnx.Param | None) -> int:
     return sum(math.prod(p.shape[-len(p.axes) :]) for p in parameters if p is not None)
 
 
-def project(spec: str, x: jax.Array, w: nnx.Param, bias: nnx.Param | None, reads: Axes, writes: Axes) -> jax.Array:
+def project(spec: str, x: jax.Array, w: jax.Array, bias: nnx.Param | None, reads: Axes, writes: Axes) -> jax.Array:
     """The matmul jnp.einsum(spec, x, w), and a bias in x's dtype; logical axes of x and of the result are `reads` and `writes`.
 
     On TPU nothing elementwise is fused into what it writes.
@@ -75,7 +75,7 @@ def project(spec: str, x: jax.Array, w: nnx.Param, bias: nnx.Param | None, reads
     up to twice their time (8B model on v5p: 0.61 s instead of 0.29 s of a step). Fused into the input, a norm or a gate is almost
     free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into the two matmuls of a gradient.
     """
-    y = _fence(constrain(jnp.einsum(spec, _fence_gradient(x, reads), w[...]), *writes), writes)
+    y = _fence(constrain(jnp.einsum(spec, _fence_gradient(x, reads), w), *writes), writes)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
 

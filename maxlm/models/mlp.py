@@ -35,11 +35,11 @@ class Mlp(nnx.Module):
             hidden_BSF = act(gate_BSF) * up_BSF
         else:
             hidden_BSF = act(up_BSF)
-        return checkpoint_name(project("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, _INSIDE, BETWEEN), "mlp_out")
+        return checkpoint_name(project("BSF,FD->BSD", hidden_BSF, self.down_FD[...], self.down_bias_D, _INSIDE, BETWEEN), "mlp_out")
 
     @staticmethod
     def _into(x_BSD: Array, w_DF: nnx.Param, bias_F: nnx.Param | None) -> Array:
-        return project("BSD,DF->BSF", x_BSD, w_DF, bias_F, ENTERING, _INSIDE)
+        return project("BSD,DF->BSF", x_BSD, w_DF[...], bias_F, ENTERING, _INSIDE)
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""
