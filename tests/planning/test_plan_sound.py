@@ -5,11 +5,12 @@ number of loss chunks changes.
 """
 
 import importlib.util
-import itertools
+from pathlib import Path
 
 import pytest
 
 from maxlm.config.loader import load
+from maxlm.config.schema import Config
 from maxlm.hardware.topologies import parse
 from maxlm.planning.aot import available_hbm
 from maxlm.planning.search.explore import MOST_COMPILES, begin, explore
@@ -18,57 +19,63 @@ from maxlm.planning.search.plan import analytic
 from maxlm.planning.search.verify import verify
 
 NOISE = 0.005
-# 327,680 tokens a chip of 16 GiB: all that may be kept takes 18.8 GB.
-LARGE = """
-model: {vocab_size: 1024, d_model: 512, n_layers: 4, n_heads: 4, d_ff: 2048}
-data: {store: unused, seq_len: 2048}
-train: {steps: 10, global_batch: 640}
+TINY = """
+model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
+data: {store: unused, seq_len: 512}
+train: {steps: 10, global_batch: 32}
 cluster: {topology: "v5e:2x2"}
 """
+# 327,680 tokens a chip of 16 GiB: all that may be kept takes 18.8 GB.
+LARGE = TINY.replace("d_model: 256", "d_model: 512").replace("d_ff: 512", "d_ff: 2048").replace("global_batch: 32", "global_batch: 2560")
+TOPOLOGY = parse("v5e:2x2")
 ATTENTION = ("layer_input", "attention")
 ALL = ("layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up")
 
-needs_libtpu = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'"
 )
+few_and_all = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["few", "all"])
 
 
-def mesh(layout: Layout) -> tuple[int, ...]:
-    return tuple(layout.sizes[axis] for axis in ("data", "fsdp", "tensor"))
-
-
-def few(layout: Layout) -> bool:
-    return (mesh(layout), layout.microbatches, layout.remat) in [
-        ((1, 4, 1), 1, "full"),
-        ((1, 4, 1), 1, ATTENTION),
-        ((1, 4, 1), 1, ALL),
-        ((4, 1, 1), 1, ATTENTION),
-        ((1, 4, 1), 4, ALL),
-    ]
-
-
-def many(layout: Layout) -> bool:
-    return layout.microbatches in (1, 4) and layout.remat in ("full", "dots", "none", ATTENTION, ALL[:6], ALL)
-
-
-@needs_libtpu
-@pytest.mark.parametrize("some", [few, pytest.param(many, marks=pytest.mark.soak)])
-def test_the_choice_is_that_of_compiling_everything(some, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "large.yml").write_text(LARGE, encoding="utf-8")
-    config, topology = load(str(tmp_path / "large.yml")).config, parse("v5e:2x2")
-    space = [one for one in layouts(config, 4) if one.loss_chunks == 8 and not one.offload and some(one)]
-    model = analytic(config, topology)
-    everything = {one: verify(one.apply(config), topology) for one in space}
+
+
+def read(text: str, folder: Path) -> Config:
+    (folder / "experiment.yml").write_text(text, encoding="utf-8")
+    return load(str(folder / "experiment.yml")).config
+
+
+def space(config: Config) -> list[Layout]:
+    remats = ("full", "dots", "none", ATTENTION, ALL[:6], ALL)
+    offered = (one for one in layouts(config, TOPOLOGY.devices) if one.loss_chunks == 8 and not one.offload)
+    return [one for one in offered if one.microbatches in (1, 4) and one.remat in remats]
+
+
+@few_and_all
+def test_what_is_dropped_would_be_refused(few, tmp_path):
+    config = read(LARGE, tmp_path)
+    dropped = begin(space(config), analytic(config, TOPOLOGY), available_hbm(TOPOLOGY)).too_large
+    assert len(dropped) > 4
+    for one in dropped[:: len(dropped) // 3] if few else dropped:
+        assert not verify(one.apply(config), TOPOLOGY).fits, one
+
+
+@few_and_all
+def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
+    config = read(TINY, tmp_path)
+    model, offered = analytic(config, TOPOLOGY), space(config)
+    if few:
+        offered = [one for one in offered if one.sizes["fsdp"] == 4 and one.microbatches == 1 and one.remat in ("full", "dots", ALL)]
+    everything = {one: verify(one.apply(config), TOPOLOGY) for one in offered}
     for one, verdict in everything.items():  # the bounds, by which layouts are dropped, are true
         said = model.estimate(one)
         assert verdict.step_s >= said.least_s, one
-        assert verdict.needed >= said.least_bytes or not verdict.fits, one
-    search = begin(space, model, available_hbm(topology))
-    explore(search, config, None, lambda candidate: verify(candidate, topology), lambda *_: None, MOST_COMPILES)
+        assert verdict.needed >= said.least_bytes, one
+    search = begin(offered, model, available_hbm(TOPOLOGY))
+    explore(search, config, None, lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
     fastest = min(verdict.step_s for verdict in everything.values())
-    assert search.too_large
-    assert not any(everything[one].fits for one in search.too_large)
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)
-    assert search.counted == len(space) == len(list(itertools.chain(search.open, search.found, search.too_large, search.too_slow)))
+    assert len(everything) == search.counted == len(search.open) + len(search.found) + len(search.too_slow) + len(search.too_large)

@@ -18,7 +18,7 @@ from maxlm.planning.search.verify import Verdict
 FEWEST_COMPILES, MOST_COMPILES = 3, 10
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
-HOPE = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
+HOPE, EARLY = 0.03, 4  # how much faster than predicted a layout may be that nothing like it was compiled; more while little is known at all
 
 
 @dataclass
@@ -110,7 +110,8 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     fits_N = said.needed_N <= search.available
     if best is None and (last or not fits_N.any()):  # better a slow one than none
         return layouts[int(np.argmin(said.needed_N))]
-    hoped_N = np.where(fits_N, said.step_s_N * (1 - HOPE * (1 - said.trust_N)), np.inf)
+    hope = HOPE * (1 + EARLY / max(1, len(search.found)))
+    hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * (1 - said.trust_N)), np.inf)
     place = int(np.argmin(hoped_N))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
     return layouts[place] if hoped_N[place] < limit else None
