@@ -57,12 +57,25 @@ SPARSE_CORE = (
     ),
 )
 
+# Not measured: no GPU has been lent yet. NVIDIA explains these (docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance).
+GPU = (
+    Flag("xla_gpu_enable_latency_hiding_scheduler", True, "start collectives early and wait for them late"),
+    Flag("xla_gpu_enable_pipelined_all_gather", True, "gather a layer's weights while the layer before computes"),
+    Flag("xla_gpu_enable_pipelined_reduce_scatter", True, "reduce a layer's gradients while the next one's are computed"),
+    Flag("xla_gpu_enable_pipelined_all_reduce", True, "the same, where gradients are not split"),
+    Flag("xla_gpu_enable_while_loop_double_buffering", True, "two layers an iteration, so that pipelining copies nothing"),
+    Flag("xla_gpu_all_gather_combine_threshold_bytes", "1073741824", "one message for the matrices of a layer"),
+    Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", "134217728", "the same, small enough to start before the whole layer is done"),
+    Flag("xla_gpu_all_reduce_combine_threshold_bytes", "134217728", "the same"),
+)
+
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": CPU,
     "v5e": VMEM,
     "v5p": VMEM + SPARSE_CORE,
     "v6e": VMEM + SPARSE_CORE,
     "tpu7x": SPARSE_CORE,
+    **dict.fromkeys(("A100-40GB", "A100-80GB", "H100", "H200", "B200"), GPU),
 }
 
 

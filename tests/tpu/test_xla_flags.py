@@ -34,7 +34,15 @@ def test_cpu_accepts_its_flags():
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=compiler_options("cpu"))
 
 
-@pytest.mark.parametrize("chip", sorted(set(FLAGS) - {"cpu"}))
+def test_gpu_flags_are_known_to_xla():
+    """The CPU's compiler knows the names of the GPU's, and refuses any other."""
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    lowered.compile(compiler_options=compiler_options("H100"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile(compiler_options={"xla_gpu_graph_level": "0"})
+
+
+@pytest.mark.parametrize("chip", sorted(SMALLEST.keys() & FLAGS.keys()))
 def test_chip_accepts_its_flags(chip):
     mesh = Mesh(np.array(devices(SMALLEST[chip])), ("x",), axis_types=(AxisType.Auto,))
     assert chip_of(mesh.devices.flat[0].device_kind).name == chip
