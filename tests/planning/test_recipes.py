@@ -1,0 +1,61 @@
+"""Every shipped recipe is one of a shipped model on a shipped cluster, named after both; it fits, by shape here, compiled in a soak."""
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from maxlm.config import load, rules
+from maxlm.config.schema import AXES
+from maxlm.models import abstract_parameters, parameter_specs
+from maxlm.planning.search.verify import verify
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted(path.stem for path in (CONFIGS / "runs").glob("*.yml") if re.search(r"-(v\d|tpu)\w*-\d+$", path.stem))
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+BYTES_OF_ADAMW = 12  # a parameter and two moments, float32
+
+
+def test_the_runs_that_others_rely_on_are_there():
+    assert {"llama3-8b-v5p-128", "llama3-8b-v6e-256", "llama3-70b-v6e-256"} <= set(RECIPES)
+
+
+@each_recipe
+def test_recipe_joins_the_model_and_the_cluster_of_its_name(name):
+    model, cluster = re.fullmatch(r"(.+?)-((?:v\d|tpu)\w*-\d+)", name).groups()
+    text = (CONFIGS / "runs" / f"{name}.yml").read_text(encoding="utf-8")
+    assert f"extends: [models/{model}, clusters/{cluster}]" in text
+    chips, tokens = (int(number.replace(",", "")) for number in re.match(r"# .* ([\d,]+) v?\w+ chips: ([\d,]+) tokens", text).groups())
+    config = load(f"runs/{name}").config
+    assert (rules.topology_of(config).chips, config.tokens_per_step) == (chips, tokens)
+
+
+@each_recipe
+def test_state_of_a_recipe_is_split_over_its_mesh_and_leaves_room(name):
+    config = load(f"runs/{name}").config
+    topology = rules.topology_of(config)
+    sizes = rules.check_devices(config, topology.devices)
+    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES)
+    shapes, specs = jax.tree.leaves(abstract_parameters(config.model)), jax.tree.leaves(parameter_specs(config.model, mesh))
+
+    def shards(spec):
+        named = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+        return math.prod(sizes[axis] for axis in named)
+
+    state = BYTES_OF_ADAMW * sum(leaf.size // shards(spec) for leaf, spec in zip(shapes, specs, strict=True))
+    assert state < topology.chip.hbm_bytes_per_device / 2
+    rows = config.train.global_batch // config.train.microbatches
+    assert rows % (sizes["data"] * sizes["fsdp"]) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler")
+@each_recipe
+def test_recipe_compiles_and_fits(name):
+    config = load(f"runs/{name}").config
+    verdict = verify(config, rules.topology_of(config))
+    assert verdict.fits, f"{verdict.needed / 2**30:.1f} GiB of {verdict.available / 2**30:.1f}"
