@@ -111,7 +111,7 @@ class _Names:
             return GRADIENTS if backward and _core(dims) in self.gathered else LOSS
         if _core(dims) in self.gathered:
             return GRADIENTS if backward else GATHERED
-        if any(mark in where for mark in ("splash", "BGRST", "BSGRK", "flash")):
+        if any(mark in where for mark in ("attention_forward", "attention_backward", "splash", "BGRST", "BSGRK")):
             return ATTENTION
         return FEED_FORWARD if self.d_ff in dims else ""
 
