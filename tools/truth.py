@@ -109,12 +109,8 @@ def _page(folder: Path) -> str:
             f"loops counted once: {', '.join(step.unknown_loops) or 'none'}."
         )
     head = ["| row | source | published s | MFU | predicted s | error | within 15% |", "|---|---|---|---|---|---|---|"]
-    parts = [
-        INTRO.format(date=datetime.date.today()).rstrip(),
-        "\n".join(head + table),
-        "## Where the predicted time goes",
-        "\n".join(notes),
-    ]
+    parts = [INTRO.format(date=datetime.date.today()).rstrip()]
+    parts += ["\n".join(head + table), "## Where the predicted time goes", "\n".join(notes)] if table else ["No row is done yet."]
     parts += ["## Not yet done", "\n".join(f"- {line}" for line in [*missing, *(f"{u}: settings not looked up" for u in UNRESEARCHED)])]
     return "\n\n".join(parts) + "\n"
 
@@ -134,7 +130,8 @@ What compiling showed (2026-11-21, written by hand, not by this tool):
 - 8B on v6e-8 with the recipe's settings, but of its XLA flags only the VMEM limit (`--xla_tpu_scoped_vmem_limit_kib=98304`):
   refused, "the total memory required for HLO temporaries (32.92G) exceeds available HBM (31.24G)". The recipe's flags for host
   offloading were missing; whether they make it fit is not known.
-- 8B on v6e-256 with batch 3, no XLA flags recorded and MaxText's attention blocks at their defaults, which is no published run and so no row:
+- 8B on v6e-256 with batch 3, no XLA flags recorded and MaxText's attention blocks at their defaults, which is no published run
+  and so no row:
   predicted 5.421 s. At the published tokens/s, batch 3 would take 3.410 s (24,576 / 7,207.3), so the estimate is 59% above it. Of the
   5.421 s, matmuls are 2.553 (1,302 TFLOP, 56% of peak), attention 0.707, memory 0.588, exposed communication 1.573, of which
   1.388 s is copies to and from the host. How much of the gap is the missing flags, the batch or the estimator is not known.
