@@ -122,7 +122,7 @@ TPU; the estimator is `maxlm.planning.cost`. The published runs used MaxText's t
 
     python tools/truth.py FOLDER_OF_HLO
 
-Issue 3 gives batch 3 for 8B on v6e-256. The recipe's page says 4, and its log agrees (7,207 tokens/s x 4.546 s = 4 x 8,192), so 4 is
+Batch 3 has been quoted for 8B on v6e-256. The recipe's page says 4, and its log agrees (7,207 tokens/s x 4.546 s = 4 x 8,192), so 4 is
 what the row needs.
 
 What compiling showed (2026-11-21, written by hand, not by this tool):
