@@ -36,6 +36,7 @@ GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 1.0, 0.5, 0.4, 0.1
 HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
 HOST_SHARE = 0.75
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
+MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
 
 
 @dataclass(frozen=True)
@@ -229,16 +230,18 @@ class Analytic:
     # Bounds
 
     def _least_bytes(self, layout: Layout, tokens: int) -> int:
-        """State, and with it either every gradient or all that is kept; a sum over microbatches is there all the time."""
+        """State, and with it either every gradient or all that is kept; a sum over microbatches is there all the time.
+
+        XLA may keep as much of them in VMEM as there is: all of a tiny model's.
+        """
         names = {*layout.kept, "layer_input"} - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
         stack = self.number * self.config.model.n_layers * rows * sum(self.widths[name] for name in names) // layout.sizes["tensor"]
         numbers = sum(leaf.on_device(layout.sizes) for leaf in self.held if leaf.matrix)
-        if layout.microbatches > 1:
-            return self._state_bytes(layout.mesh) + 4 * numbers + stack
-        return self._state_bytes(layout.mesh) + max(self.number * numbers, stack)
+        beside = 4 * numbers + stack if layout.microbatches > 1 else max(self.number * numbers, stack)
+        return self._state_bytes(layout.mesh) + max(0, beside - MOST_VMEM)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""
