@@ -13,7 +13,7 @@ from maxlm.hardware.chips import CHIPS, GIB
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yml"))
-CORES_A_CHIP = {"v4": 2, "v5p": 2}  # Cloud TPU counts TensorCores in the names of these, chips in all others
+CORES_A_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}  # Cloud TPU counts TensorCores in the names of these, chips in all others
 CLOUD_NAME = {"v5e": "v5litepod"}  # where Cloud TPU's accelerator type is not the chip's name
 
 each_cluster = pytest.mark.parametrize("path", CLUSTERS, ids=[path.stem for path in CLUSTERS])
@@ -28,7 +28,7 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 def chip_and_count(path: Path) -> tuple[str, int]:
     """(chip, how many) by the file's name: v5p-128 has 64 chips of v5p, h200x8 has 8 of h200."""
-    chip, count = re.fullmatch(r"(v\d\w?|h\d{3})[-x](\d+)", path.stem).groups()
+    chip, count = re.fullmatch(r"(v\d\w?|tpu7x|h\d{3})[-x](\d+)", path.stem).groups()
     return chip, int(count) // CORES_A_CHIP.get(chip, 1)
 
 
@@ -42,7 +42,7 @@ def test_topology_has_the_chips_of_the_name(path):
 
 @each_cluster
 def test_accelerator_is_cloud_tpus_name(path):
-    chip, cores = re.split("[-x]", path.stem)
+    chip, cores = re.fullmatch(r"(\w+?)[-x](\d+)", path.stem).groups()
     expected = None if chip.startswith("h") else f"{CLOUD_NAME.get(chip, chip)}-{cores}"
     assert read_cluster(path).accelerator == expected
 
@@ -62,5 +62,5 @@ def test_comment_states_the_chips_and_their_memory(path):
 def test_shipped_run_loads_and_its_mesh_fits_its_cluster(name):
     config = load(f"runs/{name}").config
     if config.cluster is not None:
-        devices = math.prod(int(side) for side in config.cluster.topology.partition(":")[2].split("x"))
-        assert math.prod(rules.check_devices(config, devices * config.mesh.slices).values()) == devices * config.mesh.slices
+        devices = rules.topology_of(config).devices
+        assert math.prod(rules.check_devices(config, devices).values()) == devices

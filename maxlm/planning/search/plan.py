@@ -110,9 +110,10 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
             raise UserError(_why_none(search, config, topology))
 
         def said(search: "Search", layout: "Layout") -> None:
-            best = f"best so far {duration(search.best.verdict.step_s)}, " if search.best else ""
+            best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
             number = f"{len(search.found) + 1} of at most {explore.MOST_COMPILES}"
-            tell(f"compiling {words(layout)} ({number}; {best}{duration(time.monotonic() - started)} so far; Ctrl-C keeps what was found)")
+            spent = duration(time.monotonic() - started)
+            tell(f"compiling {words(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps what was found)")
 
         explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), said, explore.MOST_COMPILES)
     return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
