@@ -17,24 +17,25 @@ from maxlm.planning.cost import ATTENTION_SHARE, HBM_SHARE
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
 
-MATMUL_SHARE = {"v5p": 0.985, "v6e": 0.82}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
+MATMUL_SHARE = {"v5p": 0.965, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
 OTHER_SHARE = 0.9
 WINDOWED = 3.0  # matmuls under both tensor and fsdp are cut into one part a shard, and what is lost at the seams
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
-MODEL_WIDE, HEADS_WIDE, HIDDEN_WIDE = 91, 100, 15  # norms and residuals; rotation, and what surrounds attention; the activation
-QUERY_AGAIN, ATTENTION_AGAIN = 25, 13  # multiples of the heads' width when these are made again
-KEPT_MOVES, HOST_MOVES = 5.2, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
+MODEL_WIDE, HIDDEN_WIDE = 58, 7.7  # norms and residuals; the activation, backward (forward it is part of a matmul)
+KEPT_MOVES, HOST_MOVES = 6, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
+ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
 LOGIT_BYTES = 10
-GATHERED_BYTES, TABLE_BYTES = 7, 26  # a gathered weight, a number of the unembedding; once a microbatch
+TABLE_BYTES = 26  # a number of the unembedding, once a microbatch
 STATE_BYTES = 100  # a parameter, once a step
 # Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile.
-GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 1.0, 0.5, 0.4, 0.1
+GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 0.1, 0.2, 0.7, 0.1
 
 
 # Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
 # taken from the loader and the checkpoints. Of chips that are not here, half of the HBM's size is assumed.
 HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
 HOST_SHARE = 0.75
+BLOCKS = (1024, 512)  # tokens of a block of attention, forward and backward (kernels/attention/tpu.py)
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
 
@@ -140,23 +141,19 @@ class Analytic:
         return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        passes = 3.5 + self.attention_again(layout)  # forward two matmuls, backward five
+        # Forward two matmuls, backward five; a causal mask leaves half of each block on the diagonal, which is computed in full.
+        edges = [1 + block / self.config.data.seq_len for block in BLOCKS]
+        passes = (1 + self.attention_again(layout)) * edges[0] + 2.5 * edges[1]
         return passes * tokens * self.attention_flops / layout.sizes["tensor"] / (ATTENTION_SHARE * self.peak)
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
-        heads = model.n_heads * model.head_dim
-        saved = {*layout.kept, *layout.offload}
-        around = HEADS_WIDE
-        if layout.remat != "none":
-            around += QUERY_AGAIN * ("query" not in saved) + ATTENTION_AGAIN * ("attention" not in saved)
-        wide = MODEL_WIDE * model.d_model + around * heads + HIDDEN_WIDE * model.d_ff
+        wide = MODEL_WIDE * model.d_model + HIDDEN_WIDE * model.d_ff
         moved = self.number * model.n_layers * tokens / tensor * wide
         moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
         moved += tokens * model.vocab_size / tensor * LOGIT_BYTES
-        weights = model.n_layers * sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls)
-        moved += layout.microbatches / tensor * (weights * GATHERED_BYTES + model.vocab_size * model.d_model * TABLE_BYTES)
+        moved += layout.microbatches / tensor * model.vocab_size * model.d_model * TABLE_BYTES
         moved += STATE_BYTES * self._numbers(layout.mesh)
         return moved / self.hbm
 
@@ -210,15 +207,15 @@ class Analytic:
     def _stack_bytes(self, layout: Layout, tokens: int) -> int:
         """What is kept on the device for the backward pass of one microbatch of `tokens` tokens."""
         names = {*layout.kept, "layer_input"} - set(layout.offload)
-        if layout.remat == "none":
-            names = set(self.widths)
+        if layout.remat == "none":  # float32 of norms and of the activation is kept as well
+            return ALL_KEPT * self.number * self.config.model.n_layers * tokens * sum(self.widths.values()) // layout.sizes["tensor"]
         return self.number * self.config.model.n_layers * tokens * sum(self.widths[name] for name in names) // layout.sizes["tensor"]
 
     def _temporaries(self, layout: Layout, tokens: int) -> int:
         model, tensor = self.config.model, layout.sizes["tensor"]
         rows = tokens // layout.microbatches
         numbers = self._numbers(layout.mesh)
-        stack = self._stack_bytes(layout, rows) * (2.5 if layout.remat == "none" else 1)  # float32 of norms and rotations is kept as well
+        stack = self._stack_bytes(layout, rows)
         table, number = model.vocab_size * model.d_model // tensor, self.number
         layer = sum(matmul.wide_in * matmul.wide_out for matmul in self.matmuls) // tensor
         loss = table * (2 * number + 4) + rows // layout.loss_chunks * model.vocab_size // tensor * 6 + 6 * number * rows * model.d_model
