@@ -31,6 +31,14 @@ VMEM = (
     ),
 )
 
+WHOLE_MATMULS = (
+    Flag(
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        "1000000",
+        "gather a weight, then multiply once; left alone, under fsdp and tensor each matmul becomes a ring of small ones that add up",
+    ),
+)
+
 # v4 and tpu7x have less VMEM and are left at the default.
 # v5p, v6e and tpu7x have SparseCores, which move data while the TensorCore computes.
 SPARSE_CORE = (
@@ -71,10 +79,11 @@ GPU = (
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": CPU,
-    "v5e": VMEM,
-    "v5p": VMEM + SPARSE_CORE,
-    "v6e": VMEM + SPARSE_CORE,
-    "tpu7x": SPARSE_CORE,
+    "v4": WHOLE_MATMULS,
+    "v5e": WHOLE_MATMULS + VMEM,
+    "v5p": WHOLE_MATMULS + VMEM + SPARSE_CORE,
+    "v6e": WHOLE_MATMULS + VMEM + SPARSE_CORE,
+    "tpu7x": WHOLE_MATMULS + SPARSE_CORE,
     **dict.fromkeys(("A100-40GB", "A100-80GB", "H100", "H200", "B200"), GPU),
 }
 

@@ -123,7 +123,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
         kernel_flops=flops["kernel"],
         assumed=tuple(sorted(pricing.assumed)),
         uncharged=tuple(sorted(pricing.uncharged)),
-        unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and module.trip_count(run.op) is None),
+        unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and run.op.trips is None),
         top=tuple(heapq.nlargest(top, itertools.chain(costs, talk), key=lambda cost: cost.seconds)),
         traffic=_traffic(said),
     )

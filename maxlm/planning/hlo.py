@@ -94,7 +94,7 @@ class Op:
     start: str  # of a -done: the operation that began it, "" where a loop carries it in
     index: int | None  # of a parameter or a get-tuple-element
     literal: str  # of a constant
-    trips: int | None  # of a while loop, where XLA states it
+    trips: int | None  # of a while loop, how often it turns; None where data decides
 
     @property
     def bytes(self) -> int:
@@ -166,14 +166,6 @@ class Module:
             return op.calls[:1]
         return ()
 
-    def trip_count(self, op: Op) -> int | None:
-        """How often the while loop `op` turns: as XLA states, else up to the constant it is compared with; None where data decides."""
-        if op.trips is not None:
-            return op.trips
-        constants = [o for o in self.computations[op.calls[1]].ops if o.opcode == "constant" and not o.shapes[0].dims]
-        limits = [int(o.literal) for o in constants if o.literal.isdigit()]
-        return max(limits, default=None)
-
     def cycles(self, computation: str) -> int:
         """Cycles of `computation`, run once, by XLA's estimates."""
         return sum(run.times * (run.op.cycles or 0) for run in self._walk(computation, 1, ""))
@@ -188,7 +180,7 @@ class Module:
     def _walk(self, name: str, times: int, asynchronous: str) -> Iterator[Executed]:
         for position, op in enumerate(self.computations[name].ops):
             yield Executed(op, times, name, position, asynchronous)
-            turns = (self.trip_count(op) or 1) if op.opcode == "while" else 1
+            turns = (op.trips or 1) if op.opcode == "while" else 1
             background = op.name if op.opcode.endswith("-start") else asynchronous
             for callee in self.called(op):
                 yield from self._walk(callee, times * turns, background)
@@ -215,7 +207,8 @@ def read(text: str) -> Module:
             raise UserError(
                 f"This compiled program is incomplete: {computation.name} calls {missing}, which is not in it; write it again in full."
             )
-    return Module(first.split()[1].rstrip(","), computations, entry)
+    counted = {name: _with_trips(computation, computations) for name, computation in computations.items()}
+    return Module(first.split()[1].rstrip(","), counted, entry)
 
 
 def _computations(text: str) -> tuple[dict[str, Computation], str]:
@@ -258,6 +251,33 @@ def _with_start(op: Op, computation: Computation) -> Op:
         source = computation.source(source.operands[0])
     begun = source.name if source is not None and source.opcode.endswith("-start") else ""
     return replace(op, start=begun)
+
+
+def _with_trips(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
+    """`computation` with the turns of its loops: as XLA states, else from where the counter starts up to the constant that ends it.
+
+    XLA may take the first turn out of a loop, which then starts at 1.
+    """
+    if not any(op.opcode == "while" and op.trips is None for op in computation.ops):
+        return computation
+    ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
+    return replace(computation, ops=ops)
+
+
+def _trips(op: Op, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
+    if op.trips is not None:
+        return op.trips
+    condition = computations[op.calls[1]].ops
+    limits = [int(o.literal) for o in condition if o.opcode == "constant" and o.literal.isdigit() and not o.shapes[0].dims]
+    counters = [o.index for o in condition if o.opcode == "get-tuple-element" and o.index is not None and not o.shapes[0].dims]
+    if not limits:
+        return None
+    values = computation.source(op.operands[0]) if op.operands else None
+    start = None
+    if len(counters) == 1 and values is not None and values.opcode == "tuple":
+        start = computation.source(values.operands[counters[0]])
+    first = int(start.literal) if start is not None and start.literal.isdigit() else 0
+    return max(max(limits) - first, 0)
 
 
 def _op(line: str) -> Op:

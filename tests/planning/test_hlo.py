@@ -81,6 +81,35 @@ def test_a_stated_trip_count_comes_before_the_condition():
     assert times["convolution_tanh_fusion.2"] == 49
 
 
+LOOP = """HloModule loop, is_scheduled=true
+
+%body (p: (f32[8], s32[])) -> (f32[8], s32[]) {
+  ROOT %turn = f32[8]{0} negate(%p)
+}
+
+%ends (p: (f32[8], s32[])) -> pred[] {
+  %p = (f32[8]{0}, s32[]) parameter(0)
+  %count = s32[] get-tuple-element(%p), index=1
+  %limit = s32[] constant(32)
+  ROOT %less = pred[] compare(%count, %limit), direction=LT
+}
+
+ENTRY %main () -> () {
+  %zero = f32[8]{0} parameter(0)
+  %first = s32[] START
+  %copied = s32[] copy(%first)
+  %state = (f32[8]{0}, s32[]) tuple(%zero, %copied)
+  ROOT %loop = (f32[8]{0}, s32[]) while(%state), condition=%ends, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("start", "turns"), [("constant(0)", 32), ("constant(1)", 31), ("parameter(1)", 32)])
+def test_a_loop_turns_from_where_its_counter_starts(start, turns):
+    times = {run.op.name: run.times for run in hlo.read(LOOP.replace("START", start)).executed()}
+    assert times["turn"] == turns
+
+
 CONDITIONAL = """HloModule choice, is_scheduled=true
 
 %short () -> () {

@@ -19,7 +19,6 @@ from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, ma
 
 MATMUL_SHARE = {"v5p": 0.965, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
 OTHER_SHARE = 0.9
-WINDOWED = 3.0  # matmuls under both tensor and fsdp are cut into one part a shard, and what is lost at the seams
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
 MODEL_WIDE, HIDDEN_WIDE = 58, 7.7  # norms and residuals; the activation, backward (forward it is part of a matmul)
 KEPT_MOVES, HOST_MOVES = 6, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
@@ -131,8 +130,7 @@ class Analytic:
         again = self.again(layout)
         layer = sum((3 + (matmul in again)) * self._one_s(rows, *matmul.local(tensor)) for matmul in self.matmuls)
         vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
-        waste = WINDOWED if tensor > 1 and layout.sizes["fsdp"] > 1 else 1.0
-        return parts * (model.n_layers * layer * waste + vocab)
+        return parts * (model.n_layers * layer + vocab)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
         tile = MXU.get(self.topology.chip.name, 128)
