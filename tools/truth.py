@@ -1,140 +1,196 @@
 """Our estimate of MaxText's own compiled steps, against the step times its public runs logged.
 
-    python tools/truth.py FOLDER_OF_HLO
+    python tools/truth.py FOLDER              reads FOLDER/ROW.hlo, the scheduled program of MaxText's step, of each row of
+                                              tools/truth_rows.yml, and writes docs/truth.md
+    python tools/truth.py --arguments ROW     prints what to give MaxText's train_compile to make that program
 
-reads FOLDER_OF_HLO/ROW.hlo, the scheduled program of MaxText's step, for each row of ROWS and writes docs/truth.md. Rows whose file is
-missing are listed as not yet done. No factor is fitted to what was published.
+A row without a program is listed as not done. No factor is fitted to what was published.
 """
 
 import argparse
 import datetime
-from dataclasses import dataclass
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ruamel.yaml import YAML
+
 from maxlm.hardware import topologies
+from maxlm.hardware.topologies import Topology
 from maxlm.planning import cost, hlo
 from maxlm.planning.collectives import AxisLinks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ROWS = Path(__file__).with_name("truth_rows.yml")
 AIM = 0.15  # of the published step time
-RECIPES = "github.com/AI-Hypercomputer/tpu-recipes, training/trillium"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A public run. `step_s` and `tflops` (per second and chip, by MaxText's formula) are None where only the issue's figure is known."""
+    """A public run: the keys of its entry in truth_rows.yml, which says what they mean."""
 
     name: str
     topology: str
-    setting: str
+    compile_topology: str
+    mesh: Mapping[str, int]
+    settings: tuple[str, ...]
+    flags: tuple[str, ...]
     source: str
-    published: str
     step_s: float | None = None
     tflops: float | None = None
+    params: float = 0
+    attention: int = 0
+    batch: int = 0
+    sequence: int = 0
+    note: str = ""
+    lacks: str = ""
+    missing: str = ""
+    does_not_fit: str = ""
+    swapped: tuple[str, ...] = field(default=(), repr=False)  # flags that today's compiler does not take as the run gave them
+
+    @property
+    def seconds(self) -> float:
+        """The published step, or what its TFLOP/s come to."""
+        if self.step_s is not None:
+            return self.step_s
+        assert self.tflops, f"{self.name} has neither step_s nor tflops"
+        a_token = 6e9 * self.params + 12 * self.attention * self.sequence
+        return a_token * self.batch * self.sequence / (self.tflops * 1e12)
 
 
-# Seconds and TFLOP/s are those of the log line that the recipe's page shows, so nothing is converted.
-ROWS = (
-    Row(
-        "llama3.1-8b-v6e-8",
-        "v6e:2x4",
-        "batch 3 a chip, sequence 8192, layer input and q/k/v/out offloaded",
-        f"{RECIPES}/Llama3.1-8B-MaxText/v6e-8",
-        "45.0% MFU",
-        3.443,
-        413.433,
-    ),
-    Row(
-        "llama3.1-8b-v6e-256",
-        "v6e:16x16",
-        "batch 4 a chip, sequence 8192, layer input and q/k/v/out offloaded",
-        f"{RECIPES}/Llama3.1-8B-MaxText/v6e-256",
-        "45.5% MFU",
-        4.546,
-        417.397,
-    ),
-    Row(
-        "llama3.1-70b-v6e-256",
-        "v6e:16x16",
-        "batch 5 a chip, sequence 8192, layer input and q/k/v offloaded",
-        f"{RECIPES}/Llama3.1-70B-MaxText/v6e-256",
-        "50.3% MFU",
-        42.656,
-        462.297,
-    ),
-)
-# Their exact settings were not looked up: no step time is claimed for them.
-UNRESEARCHED = (
-    "Llama-3.1-405B, v5p-1024 (315 TFLOP/s a chip)",
-    "Llama-2-70B, 512 v5p chips, sequence 4096 (65.4%, attention in full)",
-    "32B, v5p-128, sequence 2048 (71.5%, in full)",
-    "64B, v5p-128, sequence 2048 (70.3%, in full)",
-    "128B, v5p-256, sequence 2048 (68.7%, in full)",
-    "16B, v5e-256 (61.1%, in full)",
-)
+@dataclass(frozen=True)
+class Result:
+    """A row and what is predicted of its program."""
+
+    row: Row
+    step: cost.StepCost
+
+    @property
+    def error(self) -> float:
+        return self.step.total_s / self.row.seconds - 1
+
+    @property
+    def host_s(self) -> float:
+        """Seconds the chip waits for copies to or from its host."""
+        return sum(traffic.exposed_s for traffic in self.step.traffic if traffic.link == "host")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    page = REPOSITORY / "docs" / "truth.md"
-    page.write_text(_page(folder))
-    print(page.read_text())
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--arguments", metavar="ROW")
+    given = parser.parse_args()
+    rows = read_rows()
+    if given.arguments:
+        row = next(row for row in rows if row.name == given.arguments)
+        flags = f'compile_xla_flags="{" ".join(row.flags)}"'
+        sys.stdout.write("\n".join((f"compile_topology={row.compile_topology}", *row.settings, flags)) + "\n")
+    elif given.folder:
+        page = REPOSITORY / "docs" / "truth.md"
+        page.write_text(_page(rows, given.folder))
+        sys.stdout.write(page.read_text())
+    else:
+        parser.error("give a FOLDER of programs, or --arguments ROW")
+
+
+def read_rows() -> list[Row]:
+    """The rows of truth_rows.yml, groups written out, and flags that are refused today swapped for what takes their place."""
+    told = YAML(typ="safe", pure=True).load(ROWS)
+    return [_row(entry, told) for entry in told["rows"]]
 
 
 def predict(row: Row, program: Path) -> cost.StepCost:
-    """The step of `program`, MaxText's mesh being one fsdp axis over the whole slice (its other axes are of one device)."""
+    """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    links = {"fsdp": AxisLinks(dims=len(topology.sides), wrapped=all(topology.wraps))}
-    return cost.estimate(hlo.read(program.read_text()), topology.chip, {"fsdp": topology.devices}, links)
+    return cost.estimate(hlo.read(program.read_text()), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
 
 
-def _page(folder: Path) -> str:
-    table, notes, missing = [], [], []
-    for row in ROWS:
-        program = folder / f"{row.name}.hlo"
-        if not program.exists() or row.step_s is None or row.tflops is None:
-            missing.append(f"{row.name}: {row.setting}; published {row.step_s} s ({row.published}), {row.source}")
-            continue
-        step = predict(row, program)
-        error = step.total_s / row.step_s - 1
-        mfu = row.tflops * 1e12 / topologies.parse(row.topology).chip.peak_bf16_flops_per_device
-        verdict = "yes" if abs(error) <= AIM else "no"
-        table.append(f"| {row.name} | {row.source} | {row.step_s:.3f} | {mfu:.1%} | {step.total_s:.3f} | {error:+.1%} | {verdict} |")
-        notes.append(
-            f"- {row.name} ({row.setting}): matmul {step.matmul_s:.3f} s, attention {step.attention_s:.3f}, other kernels "
-            f"{step.kernel_s:.3f}, memory {step.memory_s:.3f}, exposed communication {step.exposed_s:.3f} (hidden {step.hidden_s:.3f}). "
-            f"Charged by shape: {', '.join(step.assumed) or 'none'}; charged nothing: {', '.join(step.uncharged) or 'none'}; "
-            f"loops counted once: {', '.join(step.unknown_loops) or 'none'}."
-        )
-    head = ["| row | source | published s | MFU | predicted s | error | within 15% |", "|---|---|---|---|---|---|---|"]
-    parts = [INTRO.format(date=datetime.date.today()).rstrip()]
-    parts += ["\n".join(head + table), "## Where the predicted time goes", "\n".join(notes)] if table else ["No row is done yet."]
-    parts += ["## Not yet done", "\n".join(f"- {line}" for line in [*missing, *(f"{u}: settings not looked up" for u in UNRESEARCHED)])]
+def _row(entry: dict, told: dict) -> Row:
+    texts = {key: tuple(word for name in entry[key] for word in told[key].get(name, name).split()) for key in ("settings", "flags")}
+    swaps = {flag: new for flag, new in told["refused"].items() if flag in texts["flags"] and not entry["topology"].startswith("v5e")}
+    kept = [flag for flag in texts["flags"] if flag not in swaps]
+    new = [flag for flag in " ".join(swaps.values()).split() if flag not in kept]
+    forced = ["--xla_tpu_no_crash_on_oom=true"] if "does_not_fit" in entry else []
+    flags = (*kept, *new, *forced)
+    return Row(**{**entry, "settings": texts["settings"], "flags": flags, "swapped": tuple(swaps)})
+
+
+def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
+    """As jax's mesh_utils does: the innermost axis chooses first, and takes as many whole dims of the torus as make up its size."""
+    left = list(range(len(topology.sides)))
+    for axis, size in reversed(tuple(mesh.items())):
+        if size == topology.devices:
+            yield axis, AxisLinks(dims=len(left), wrapped=all(topology.wraps))
+            return
+        choices = (dims for count in range(len(left), 0, -1) for dims in itertools.combinations(left, count))
+        taken = next(dims for dims in choices if math.prod(topology.sides[dim] for dim in dims) == size)
+        left = [dim for dim in left if dim not in taken]
+        yield axis, AxisLinks(dims=len(taken), wrapped=all(topology.wraps[dim] for dim in taken))
+
+
+def _page(rows: list[Row], folder: Path) -> str:
+    results = [Result(row, predict(row, path)) for row in rows if (path := folder / f"{row.name}.hlo").exists()]
+    done = {result.row.name for result in results}
+    within = sum(abs(result.error) <= AIM for result in results)
+    head = ["| row | published s | predicted s | error | within 15% | source |", "|---|---|---|---|---|---|"]
+    parts = [INTRO.format(date=datetime.date.today(), within=within, rows=len(results)).rstrip()]
+    parts += ["\n".join(head + [_line(result) for result in results])]
+    parts += ["## Where the predicted time goes", "\n".join([*PARTS, *map(_parts, results)])]
+    misses = [f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM]
+    parts += ["## What the misses lack", "\n".join(misses)] if misses else []
+    notes = [f"- {row.name}: {' '.join(_notes(row))}" for row in rows if row.name in done and any(_notes(row))]
+    parts += ["## Notes", "\n".join(notes)] if notes else []
+    missing = [f"- {row.name}: published {row.seconds:.3f} s; {row.missing or 'not compiled yet'}" for row in rows if row.name not in done]
+    parts += ["## Not done", "\n".join(missing)] if missing else []
     return "\n\n".join(parts) + "\n"
+
+
+def _line(result: Result) -> str:
+    row = result.row
+    how = "" if row.step_s is not None else f" (from {row.tflops:.0f} TFLOP/s)"
+    return (
+        f"| {row.name} | {row.seconds:.3f}{how} | {result.step.total_s:.3f} | {result.error:+.1%} | "
+        f"{'yes' if abs(result.error) <= AIM else 'no'} | {row.source} |"
+    )
+
+
+PARTS = (
+    "| row | matmul s | of peak | attention s | memory s | exposed communication s | exposed host copies s | hidden s |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def _parts(result: Result) -> str:
+    step, chip = result.step, topologies.parse(result.row.topology).chip
+    share = step.matmul_flops / step.matmul_s / chip.peak_bf16_flops_per_device
+    return (
+        f"| {result.row.name} | {step.matmul_s:.3f} | {share:.0%} | {step.attention_s + step.kernel_s:.3f} | {step.memory_s:.3f} | "
+        f"{step.exposed_s - result.host_s:.3f} | {result.host_s:.3f} | {step.hidden_s:.3f} |"
+    )
+
+
+def _notes(row: Row) -> Iterator[str]:
+    if row.does_not_fit:
+        yield f"Today's compiler refuses it ({row.does_not_fit}); it was told to go on."
+    if row.note:
+        yield row.note.strip()
 
 
 INTRO = """# Truth: predicted against published
 
 {date}. Each program is MaxText 0.2.5's own step, compiled by its own stack (jax 0.12.0.1, libtpu 0.0.51) for the topology, without a
-TPU; the estimator is `maxlm.planning.cost`. The published runs used MaxText's tag tpu-recipes-v0.1.4 on JAX 0.6.1. Nothing is fitted.
+TPU; the estimator is `maxlm.planning.cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). Nothing is
+fitted. **{within} of {rows} within 15%.**
 
     python tools/truth.py FOLDER_OF_HLO
 
-Batch 3 has been quoted for 8B on v6e-256. The recipe's page says 4, and its log agrees (7,207 tokens/s x 4.546 s = 4 x 8,192), so 4 is
-what the row needs.
-
-What compiling showed (2026-11-21, written by hand, not by this tool):
-
-- 8B on v6e-8 with the recipe's settings, but of its XLA flags only the VMEM limit (`--xla_tpu_scoped_vmem_limit_kib=98304`):
-  refused, "the total memory required for HLO temporaries (32.92G) exceeds available HBM (31.24G)". The recipe's flags for host
-  offloading were missing; whether they make it fit is not known.
-- 8B on v6e-256 with batch 3, no XLA flags recorded and MaxText's attention blocks at their defaults, which is no published run
-  and so no row:
-  predicted 5.421 s. At the published tokens/s, batch 3 would take 3.410 s (24,576 / 7,207.3), so the estimate is 59% above it. Of the
-  5.421 s, matmuls are 2.553 (1,302 TFLOP, 56% of peak), attention 0.707, memory 0.588, exposed communication 1.573, of which
-  1.388 s is copies to and from the host. How much of the gap is the missing flags, the batch or the estimator is not known.
+The published runs are of 2024 to 2026, with the compilers of their day; ours is of November 2026 and does not take all of their flags.
+Where a run fused its all-gathers with compute, which libtpu now refuses everywhere but on v5e, the SparseCore gathers instead, as
+MaxText's own scripts have it now. Where only TFLOP/s were published, seconds come from the FLOPs that MaxText then counted: 6 a parameter,
+attention in full without the causal half.
 """
 
 
