@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from maxlm.config.errors import UserError
+from maxlm.planning import loops
 
 VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
 
@@ -207,7 +208,7 @@ def read(text: str) -> Module:
             raise UserError(
                 f"This compiled program is incomplete: {computation.name} calls {missing}, which is not in it; write it again in full."
             )
-    counted = {name: _with_trips(computation, computations) for name, computation in computations.items()}
+    counted = {name: loops.counted(computation, computations) for name, computation in computations.items()}
     return Module(first.split()[1].rstrip(","), counted, entry)
 
 
@@ -251,33 +252,6 @@ def _with_start(op: Op, computation: Computation) -> Op:
         source = computation.source(source.operands[0])
     begun = source.name if source is not None and source.opcode.endswith("-start") else ""
     return replace(op, start=begun)
-
-
-def _with_trips(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
-    """`computation` with the turns of its loops: as XLA states, else from where the counter starts up to the constant that ends it.
-
-    XLA may take the first turn out of a loop, which then starts at 1.
-    """
-    if not any(op.opcode == "while" and op.trips is None for op in computation.ops):
-        return computation
-    ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
-    return replace(computation, ops=ops)
-
-
-def _trips(op: Op, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
-    if op.trips is not None:
-        return op.trips
-    condition = computations[op.calls[1]].ops
-    limits = [int(o.literal) for o in condition if o.opcode == "constant" and o.literal.isdigit() and not o.shapes[0].dims]
-    counters = [o.index for o in condition if o.opcode == "get-tuple-element" and o.index is not None and not o.shapes[0].dims]
-    if not limits:
-        return None
-    values = computation.source(op.operands[0]) if op.operands else None
-    start = None
-    if len(counters) == 1 and values is not None and values.opcode == "tuple":
-        start = computation.source(values.operands[counters[0]])
-    first = int(start.literal) if start is not None and start.literal.isdigit() else 0
-    return max(max(limits) - first, 0)
 
 
 def _op(line: str) -> Op:

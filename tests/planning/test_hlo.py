@@ -84,7 +84,13 @@ def test_a_stated_trip_count_comes_before_the_condition():
 LOOP = """HloModule loop, is_scheduled=true
 
 %body (p: (f32[8], s32[])) -> (f32[8], s32[]) {
-  ROOT %turn = f32[8]{0} negate(%p)
+  %p = (f32[8]{0}, s32[]) parameter(0)
+  %value = f32[8]{0} get-tuple-element(%p), index=0
+  %count = s32[] get-tuple-element(%p), index=1
+  %turn = f32[8]{0} negate(%value)
+  %step = s32[] constant(STEP)
+  %next = s32[] add(%count, %step)
+  ROOT %result = (f32[8]{0}, s32[]) tuple(%turn, %next)
 }
 
 %ends (p: (f32[8], s32[])) -> pred[] {
@@ -104,9 +110,12 @@ ENTRY %main () -> () {
 """
 
 
-@pytest.mark.parametrize(("start", "turns"), [("constant(0)", 32), ("constant(1)", 31), ("parameter(1)", 32)])
-def test_a_loop_turns_from_where_its_counter_starts(start, turns):
-    times = {run.op.name: run.times for run in hlo.read(LOOP.replace("START", start)).executed()}
+@pytest.mark.parametrize(
+    ("start", "step", "turns"),
+    [("constant(0)", 1, 32), ("constant(1)", 1, 31), ("constant(0)", 2, 16), ("constant(1)", 2, 16), ("parameter(1)", 1, 32)],
+)
+def test_a_loop_turns_from_where_its_counter_starts_by_its_steps(start, step, turns):
+    times = {run.op.name: run.times for run in hlo.read(LOOP.replace("START", start).replace("STEP", str(step))).executed()}
     assert times["turn"] == turns
 
 

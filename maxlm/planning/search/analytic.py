@@ -34,6 +34,7 @@ GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 0.1, 0.2, 0.7, 0.1
 # taken from the loader and the checkpoints. Of chips that are not here, half of the HBM's size is assumed.
 HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
 HOST_SHARE = 0.75
+LANES = 128  # a head is padded to a multiple
 BLOCKS = (1024, 512)  # tokens of a block of attention, forward and backward (kernels/attention/tpu.py)
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
@@ -141,7 +142,8 @@ class Analytic:
     def _attention_s(self, layout: Layout, tokens: int) -> float:
         # Forward two matmuls, backward five; a causal mask leaves half of each block on the diagonal, which is computed in full.
         edges = [1 + block / self.config.data.seq_len for block in BLOCKS]
-        passes = (1 + self.attention_again(layout)) * edges[0] + 2.5 * edges[1]
+        padded = math.ceil(self.config.model.head_dim / LANES) * LANES / self.config.model.head_dim
+        passes = padded * ((1 + self.attention_again(layout)) * edges[0] + 2.5 * edges[1])
         return passes * tokens * self.attention_flops / layout.sizes["tensor"] / (ATTENTION_SHARE * self.peak)
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
