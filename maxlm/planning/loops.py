@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def counted(computation: "Computation", computations: Mapping[str, "Computation"]) -> "Computation":
-    """`computation` with `trips` of its loops: as XLA states, else from where the counter starts, by its steps, to the constant that ends it.
+    """`computation` with `trips` of its loops: as XLA states, else from where the counter starts to the constant that ends it.
 
     XLA may take the first turn out of a loop, which then starts at 1, and unrolls rings of matmuls (windowed einsum), which then step by 2.
     None stays where data decides.
@@ -40,7 +40,8 @@ def _trips(op: "Op", computation: "Computation", computations: Mapping[str, "Com
 def _element(computation: "Computation", name: str, place: int) -> "Op | None":
     """What makes element `place` of the tuple `name`."""
     made = computation.source(name)
-    return computation.source(made.operands[place]) if made is not None and made.opcode == "tuple" else None
+    held = made is not None and made.opcode == "tuple" and place < len(made.operands)
+    return computation.source(made.operands[place]) if made is not None and held else None
 
 
 def _number(op: "Op | None") -> int | None:
