@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -49,7 +49,6 @@ class Row:
     lacks: str = ""
     missing: str = ""
     does_not_fit: str = ""
-    swapped: tuple[str, ...] = field(default=(), repr=False)  # flags that today's compiler does not take as the run gave them
 
     @property
     def seconds(self) -> float:
@@ -115,7 +114,7 @@ def _row(entry: dict, told: dict) -> Row:
     new = [flag for flag in " ".join(swaps.values()).split() if flag not in kept]
     forced = ["--xla_tpu_no_crash_on_oom=true"] if "does_not_fit" in entry else []
     flags = (*kept, *new, *forced)
-    return Row(**{**entry, "settings": texts["settings"], "flags": flags, "swapped": tuple(swaps)})
+    return Row(**{**entry, "settings": texts["settings"], "flags": flags})
 
 
 def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
