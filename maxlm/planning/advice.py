@@ -13,11 +13,11 @@ from maxlm.hardware.topologies import Topology
 from maxlm.planning.aot import CompiledStep, compile_step
 from maxlm.planning.collectives import AxisLinks
 from maxlm.planning.cost import StepCost, Traffic
+from maxlm.planning.work import matrix_unit
 
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
 LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
 EXPOSED, SPARE = 0.02, 0.4  # shares of the step and of HBM worth a remark
-MXU = {"v6e": 256, "tpu7x": 256}  # width of the matrix unit, 128 before (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)
 
 Settings = Mapping[str, Any]  # dotted key -> value
 
@@ -143,7 +143,7 @@ def remarks(
 
 def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
     model, tensor = config.model, sizes["tensor"]
-    tile = MXU.get(topology.chip.name, 128)
+    tile = matrix_unit(topology.chip)
     dims = {
         "model.d_model": (model.d_model, 1),
         "model.d_ff": (model.d_ff, tensor),

@@ -5,6 +5,7 @@ import math
 import re
 from functools import lru_cache
 
+from maxlm.hardware.chips import Chip
 from maxlm.planning.hlo import Computation, Module, Op, Shape
 
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
@@ -15,13 +16,22 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GROUPED = re.compile(r"batch_group_count=(\d+)")
 
 
-def matmul_flops(module: Module, op: Op, computation: Computation) -> int:
-    """FLOPs of the matmuls that `op` is or holds, fused; 2 a multiply-add. 0 when there are none."""
+def matrix_unit(chip: Chip) -> int:
+    """Width of the matrix unit of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
+    return 256 if chip.name in ("v6e", "tpu7x") else 128
+
+
+def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
+    """FLOPs of the matmuls that `op` is or holds, fused; 2 a multiply-add. 0 when there are none.
+
+    `tile`: the width of the matrix unit, to count what it works, features padded to whole tiles.
+    """
     if op.opcode in ("dot", "convolution"):
-        return _flops(op, computation)
+        return _flops(op, computation, tile)
     if op.opcode != "fusion":
         return 0
-    return sum(matmul_flops(module, inner, module.computations[callee]) for callee in op.calls for inner in module.computations[callee].ops)
+    bodies = [module.computations[callee] for callee in op.calls]
+    return sum(matmul_flops(module, inner, body, tile) for body in bodies for inner in body.ops)
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
@@ -41,16 +51,16 @@ def attention_flops(op: Op, computation: Computation) -> int:
     return matmuls * query.elements * key.dims[-2]  # 2 FLOPs a multiply-add, half of the pairs
 
 
-def _flops(op: Op, computation: Computation) -> int:
+def _flops(op: Op, computation: Computation, tile: int) -> int:
     left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
     result = op.shapes[0]
     if op.opcode == "dot":
         contracted = _CONTRACTED.search(op.attributes)
         return 2 * result.elements * math.prod(left.dims[int(i)] for i in contracted.group(1).split(",") if i) if contracted else 0
-    return _convolution_flops(op.attributes, left, right, result)
+    return _convolution_flops(op.attributes, left, right, result, tile)
 
 
-def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape) -> int:
+def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape, tile: int) -> int:
     """A convolution, as which XLA:TPU writes every matmul: batch dims become spatial ones, padded or dilated so that most of the window
     falls on nothing. Only what falls on numbers counts (as in XLA's own HloCostAnalysis).
     """
@@ -64,8 +74,8 @@ def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape
     )
     grouped = _GROUPED.search(attributes)
     batch_group = int(grouped.group(1)) if grouped else 1
-    inputs = right.dims[right_labels.index("i")]
-    return 2 * pairs * left.dims[left_labels.index("b")] * result.dims[result_labels.index("f")] * inputs // batch_group
+    inputs, outputs = (-(-dim // tile) * tile for dim in (right.dims[right_labels.index("i")], result.dims[result_labels.index("f")]))
+    return 2 * pairs * left.dims[left_labels.index("b")] * outputs * inputs // batch_group
 
 
 def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[str, int]]:

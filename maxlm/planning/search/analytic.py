@@ -11,11 +11,11 @@ from functools import cached_property, lru_cache
 
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
-from maxlm.planning.advice import MXU
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
 from maxlm.planning.cost import ATTENTION_SHARE, HBM_SHARE
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
+from maxlm.planning.work import matrix_unit
 
 MATMUL_SHARE = {"v5p": 0.965, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
 OTHER_SHARE = 0.9
@@ -134,7 +134,7 @@ class Analytic:
         return parts * (model.n_layers * layer + vocab)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
-        tile = MXU.get(self.topology.chip.name, 128)
+        tile = matrix_unit(self.topology.chip)
         padded = math.ceil(wide_in / tile) * math.ceil(wide_out / tile) * tile**2
         moved = self.number * (rows * (wide_in + wide_out) + wide_in * wide_out)
         return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
