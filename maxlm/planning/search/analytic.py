@@ -17,17 +17,18 @@ from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
 from maxlm.planning.work import matrix_unit
 
-MATMUL_SHARE = {"v5p": 0.965, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
-OTHER_SHARE = 0.9
+MATMUL_SHARE = {"v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
+OTHER_SHARE = 0.88
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
-MODEL_WIDE, HIDDEN_WIDE = 58, 7.7  # norms and residuals; the activation, backward (forward it is part of a matmul)
-KEPT_MOVES, HOST_MOVES = 6, 30  # writing what is kept into its stack, and reading it; the same of what goes to the host
+MODEL_WIDE, HIDDEN_WIDE = 28, 5  # norms and residuals; the activation, backward (forward it is part of a matmul)
+NORMED_WIDE = 5  # norms of queries and keys, where a model has them
+KEPT_MOVES, HOST_MOVES = 2.6, 8  # writing what is kept into its stack, and reading it; the same of what goes to the host
 ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
-LOGIT_BYTES = 10
-TABLE_BYTES = 26  # a number of the unembedding, once a microbatch
-STATE_BYTES = 100  # a parameter, once a step
+LOGIT_BYTES = 4
+TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
+STATE_BYTES = 40  # a parameter, once a step
 # Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile.
-GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 0.1, 0.2, 0.7, 0.1
+GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 0.1, 0.2, 0.75, 0.1
 
 
 # Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
@@ -149,6 +150,7 @@ class Analytic:
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
         wide = MODEL_WIDE * model.d_model + HIDDEN_WIDE * model.d_ff
+        wide += NORMED_WIDE * model.qk_norm * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved = self.number * model.n_layers * tokens / tensor * wide
         moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
