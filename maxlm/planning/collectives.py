@@ -20,9 +20,9 @@ HOP_S = 1e-6  # from a chip to its neighbour, by the book
 DCN_S = 1e-5  # from a slice to another: two hosts and the switches between them
 HOST_AXES = ("host",)
 
-# Bytes/s between a chip and its host, one way: PCIe as the book gives it (part 2); v6e has PCIe Gen5 (docs.cloud.google.com/tpu/docs/v6e).
-# That of tpu7x is not published: v6e's is assumed.
-HOST_BYTES_PER_S = {"v4": 1.6e10, "v5e": 1.6e10, "v5p": 1.6e10, "v6e": 3.2e10, "tpu7x": 3.2e10}
+# Bytes/s between a chip and its host, one way: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how
+# much compute it puts between the start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
+HOST_BYTES_PER_S = {"v4": 1.6e10, "v5e": 1.6e10, "v5p": 2.9e10, "v6e": 3.2e10, "tpu7x": 3.2e10}
 
 
 @dataclass(frozen=True)
