@@ -1,0 +1,55 @@
+"""What every recipe under configs/runs takes, as compiled for its machine: writes docs/recipes.md.
+
+    python tools/recipes.py
+
+Programs that `maxlm compile` or the soak test compiled before are read from the cache; the others take a minute or more each.
+"""
+
+import datetime
+import re
+from pathlib import Path
+
+from maxlm.planning.aot import leave_chips_alone
+
+leave_chips_alone()
+
+from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
+from maxlm.planning.search.plan import scale_of  # noqa: E402
+from maxlm.planning.search.verify import verify  # noqa: E402
+from maxlm.telemetry.words import count, duration  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")
+GIB = 2**30
+HEAD = """# Recipes
+
+Every shipped model on every TPU family: `maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the step
+of each, compiled for its machine without it. Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints;
+nothing was measured on a chip. HBM is what the compiler says a device needs.
+
+| run | chips | tokens an update | step | MFU | HBM a device | the whole run |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    import jax
+
+    runs = sorted(path.stem for path in (REPOSITORY / "configs" / "runs").glob("*.yml") if RECIPE.fullmatch(path.stem))
+    page = REPOSITORY / "docs" / "recipes.md"
+    page.write_text(HEAD.format(date=datetime.date.today(), jax=jax.__version__) + "\n".join(map(_row, runs)) + "\n", encoding="utf-8")
+    print(page.read_text(encoding="utf-8"))
+
+
+def _row(name: str) -> str:
+    config = load(f"runs/{name}").config
+    topology = rules.topology_of(config)
+    verdict, scale = verify(config, topology), scale_of(config, topology, None)
+    size = f"{verdict.needed / GIB:.1f} of {verdict.available / GIB:.1f} GiB"
+    said = "does not fit | - " if not verdict.fits else f"{verdict.step_s:.2f} s | {scale.mfu(verdict.step_s):.1%}"
+    whole = f"{duration(scale.seconds(verdict.step_s))} for {count(scale.tokens)} tokens" if verdict.fits else "-"
+    return f"| `{name}` | {topology.chips:,} {topology.chip.name} | {config.tokens_per_step:,} | {said} | {size} | {whole} |"
+
+
+if __name__ == "__main__":
+    main()
