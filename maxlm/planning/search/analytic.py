@@ -11,13 +11,14 @@ from functools import cached_property, lru_cache
 
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
 from maxlm.planning.cost import ATTENTION_SHARE, HBM_SHARE
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
 from maxlm.planning.work import matrix_unit
 
-MATMUL_SHARE = {"v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
+MATMUL_SHARE = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
 OTHER_SHARE = 0.88
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
 MODEL_WIDE, HIDDEN_WIDE = 28, 5  # norms and residuals; the activation, backward (forward it is part of a matmul)
@@ -27,8 +28,10 @@ ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
 LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step
-# Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile.
-GATHERS_WAIT, SUMS_WAIT, TENSOR_WAIT, HOST_WAIT = 0.1, 0.2, 0.75, 0.1
+# Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile. A SparseCore, on chips that have
+# one, drives those over fsdp and data.
+GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
+TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 
 
 # Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
@@ -163,7 +166,9 @@ class Analytic:
         gathers, sums, crossing = self._speech(layout.mesh, layout.across_slices)
         gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
         shared = crossing * tokens  # between tensor-parallel regions
-        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums + TENSOR_WAIT * shared
+        driven = set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
+        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
+        waits += TENSOR_WAIT * shared
         return max(waits, gathers + sums + shared - compute_s)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
