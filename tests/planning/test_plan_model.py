@@ -152,23 +152,25 @@ def test_recomputing_costs_what_it_computes():
     again = sum(m.wide_in * m.wide_out for m in shapes if m.name != "mlp_out") * config.model.n_layers
     all_of_it = 3 * (sum(m.wide_in * m.wide_out for m in shapes) * config.model.n_layers + config.model.vocab_size * config.model.d_model)
     assert full.matmul_s / kept.matmul_s == pytest.approx(1 + again / all_of_it, rel=1e-3)
-    assert full.attention_s / kept.attention_s == pytest.approx(4.5 / 3.5)
+    forward, backward = 2 * (1 + 1024 / 8192), 5 * (1 + 512 / 8192)  # matmuls, and the diagonal's blocks in full
+    assert full.attention_s / kept.attention_s == pytest.approx((2 * forward + backward) / (forward + backward))
 
 
 @pytest.mark.parametrize(
     ("settings", "parts", "needed"),
     [
-        ({}, (3.997, 1.533, 1.048, 0.081), 17.6),
-        ({"remat": KEPT}, (3.806, 1.192, 0.998, 0.069), 45.4),
-        (HAND, (3.275, 1.192, 1.122, 0.164), 54.5),
-        ({**HAND, "mesh": {"data": 4, "fsdp": 16}}, (3.276, 1.192, 1.122, 0.194), 60.7),
+        ({}, (4.037, 1.671, 0.181, 0.015), 16.4),
+        (HAND, (3.306, 1.288, 0.268, 0.029), 54.6),
+        ({**HAND, "mesh": {"data": 4, "fsdp": 16}, "loss_chunks": 16}, (3.308, 1.288, 0.278, 0.029), 60.2),
+        ({**HAND, "mesh": {"data": 16, "fsdp": 4}, "loss_chunks": 2}, (3.310, 1.288, 0.327, 0.048), 87.8),
+        ({"remat": "none", "microbatches": 4, "loss_chunks": 16}, (3.390, 1.288, 0.507, 0.055), 82.4),
     ],
 )  # fmt: skip
 def test_the_8b_step_on_v5p_is_near_what_the_compiler_said(settings, parts, needed):
     """Seconds and GiB as `maxlm compile` gave them (libtpu 0.0.42): before anything is compiled, the step is known to 3%."""
     said = estimate(layout(**settings))
     assert sum(said.parts) == pytest.approx(sum(parts), rel=0.03)
-    assert said.parts[:3] == pytest.approx(parts[:3], rel=0.05)
+    assert said.parts[:4] == pytest.approx(parts, rel=0.05, abs=0.03)
     assert (said.state + said.temporaries) / 2**30 == pytest.approx(needed, rel=0.1)
 
 

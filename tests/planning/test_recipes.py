@@ -15,23 +15,28 @@ from maxlm.models import abstract_parameters, parameter_specs
 from maxlm.planning.search.verify import verify
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RECIPES = sorted(path.stem for path in (CONFIGS / "runs").glob("*.yml") if re.search(r"-(v\d|tpu)\w*-\d+$", path.stem))
+NAME = re.compile(r"(?P<model>.+?)-(?:(?P<slices>\d+)x-)?(?P<cluster>(?:v\d|tpu)\w*-\d+)")
+RECIPES = sorted(path.stem for path in (CONFIGS / "runs").glob("*.yml") if NAME.fullmatch(path.stem))
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 BYTES_OF_ADAMW = 12  # a parameter and two moments, float32
 
 
-def test_the_runs_that_others_rely_on_are_there():
-    assert {"llama3-8b-v5p-128", "llama3-8b-v6e-256", "llama3-70b-v6e-256"} <= set(RECIPES)
+def test_every_model_has_a_recipe_for_every_family():
+    families = {(match["model"], match["cluster"].split("-")[0]) for match in map(NAME.fullmatch, RECIPES)}
+    models = {path.stem for path in (CONFIGS / "models").glob("*.yml")}
+    assert {(model, family) for model in models for family in ("v5e", "v5p", "v6e")} <= families
+    assert {"llama3-8b-v5p-128", "llama3-8b-v6e-256", "llama3-70b-v6e-256", "llama3-405b-v5p-1024"} <= set(RECIPES)
 
 
 @each_recipe
 def test_recipe_joins_the_model_and_the_cluster_of_its_name(name):
-    model, cluster = re.fullmatch(r"(.+?)-((?:v\d|tpu)\w*-\d+)", name).groups()
+    model, slices, cluster = NAME.fullmatch(name).groups()
     text = (CONFIGS / "runs" / f"{name}.yml").read_text(encoding="utf-8")
     assert f"extends: [models/{model}, clusters/{cluster}]" in text
     chips, tokens = (int(number.replace(",", "")) for number in re.match(r"# .* ([\d,]+) v?\w+ chips: ([\d,]+) tokens", text).groups())
     config = load(f"runs/{name}").config
     assert (rules.topology_of(config).chips, config.tokens_per_step) == (chips, tokens)
+    assert config.mesh.slices == int(slices or 1)
 
 
 @each_recipe
