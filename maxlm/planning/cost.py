@@ -18,14 +18,17 @@ from maxlm.planning.collectives import AxisLinks, Network
 from maxlm.planning.hlo import Computation, Module, Op
 from maxlm.planning.moved import moved_bytes
 from maxlm.planning.replay import Replay, Said, Segment, Timed
-from maxlm.planning.work import ATTENTION, attention_flops, matmul_flops, matrix_unit
+from maxlm.planning.work import ATTENTION, attention_flops, is_backward, matmul_flops, matrix_unit
 
 # Cycles/s of a TensorCore: the published peak over the FLOPs a cycle of its matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and
 # each core of tpu7x 4 times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 
-# Shares of the bf16 peak that a kernel's stated FLOPs are charged at. They are those of the ruler the peers are measured with.
-ATTENTION_SHARE = 0.45  # a causal flash kernel wastes half of the blocks on the diagonal, and its softmax keeps the vector unit busy
+# Shares of the bf16 peak that a kernel's FLOPs are charged at.
+# Attention's, forward and backward, are of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash
+# kernels reach at best 0.42 to 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x, ours 0.57 and 0.82 on
+# v5p, 0.24 and 0.43 on v6e: the vector unit, which softmax keeps busy, did not grow with the matrix unit.
+ATTENTION_SHARES = {"v4": (0.45, 0.7), "v5e": (0.45, 0.7), "v5p": (0.45, 0.7), "v6e": (0.23, 0.36), "tpu7x": (0.23, 0.36)}
 GROUPED_SHARE = 0.70  # grouped matmuls reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # what XLA's own large matmuls reach
 OTHER_SHARE = 0.45
@@ -141,6 +144,7 @@ class _Pricing:
         self.module = module
         self.clock_hz = CLOCK_HZ[chip.name]
         self.peak, self.tile = chip.peak_bf16_flops_per_device, matrix_unit(chip)
+        self.attention_shares = ATTENTION_SHARES[chip.name]
         self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
         self.assumed: set[str] = set()
         self.uncharged: set[str] = set()
@@ -169,9 +173,10 @@ class _Pricing:
     def flops(self, op: Op, computation: Computation) -> int:
         if op.target != _PALLAS:
             return matmul_flops(self.module, op, computation)
-        if op.stated:
-            return op.stated.flops
-        return attention_flops(op, computation) if _is_attention(op) else 0
+        causal = attention_flops(op, computation) if _is_attention(op) else 0
+        if op.stated is None:
+            return causal
+        return min(op.stated.flops, causal) if causal else op.stated.flops  # some state every pair, those that the mask hides as well
 
     def _kernel(self, op: Op, computation: Computation) -> float:
         name = op.name.split(".")[0]
@@ -180,7 +185,7 @@ class _Pricing:
             (self.assumed if flops else self.uncharged).add(name)
         share = OTHER_SHARE
         if _is_attention(op):
-            share = ATTENTION_SHARE
+            share = self.attention_shares[is_backward(op)]
         elif _GROUPED.search(name):
             share = GROUPED_SHARE
         elif _MATMUL.search(name):

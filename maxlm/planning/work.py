@@ -46,9 +46,14 @@ def attention_flops(op: Op, computation: Computation) -> int:
         return 0
     query, key = heads[:2]
     results = sum(shape.dtype == query.dtype and shape.dims[-1:] == query.dims[-1:] for shape in op.shapes)
-    backward = re.search(r"dkv|bwd|backward", op.name)
-    matmuls = (5 if results >= 3 else 4) if backward else 3 if "dq" in op.name else 2
+    backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
+    matmuls = backward if is_backward(op) else 2
     return matmuls * query.elements * key.dims[-2]  # 2 FLOPs a multiply-add, half of the pairs
+
+
+def is_backward(op: Op) -> bool:
+    """Whether an attention kernel is one of the backward pass, by its name."""
+    return bool(re.search(r"dq|dkv|bwd|backward", op.name))
 
 
 def _flops(op: Op, computation: Computation, tile: int) -> int:

@@ -13,7 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
-from maxlm.planning.cost import ATTENTION_SHARE, HBM_SHARE
+from maxlm.planning.cost import ATTENTION_SHARES, HBM_SHARE
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
 from maxlm.planning.work import matrix_unit
@@ -39,7 +39,6 @@ TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
 HOST_SHARE = 0.75
 LANES = 128  # a head is padded to a multiple
-BLOCKS = (1024, 512)  # tokens of a block of attention, forward and backward (kernels/attention/tpu.py)
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
 MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
 
@@ -144,11 +143,10 @@ class Analytic:
         return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        # Forward two matmuls, backward five; a causal mask leaves half of each block on the diagonal, which is computed in full.
-        edges = [1 + block / self.config.data.seq_len for block in BLOCKS]
+        forward, backward = ATTENTION_SHARES.get(self.topology.chip.name, ATTENTION_SHARES["v5p"])
         padded = math.ceil(self.config.model.head_dim / LANES) * LANES / self.config.model.head_dim
-        passes = padded * ((1 + self.attention_again(layout)) * edges[0] + 2.5 * edges[1])
-        return passes * tokens * self.attention_flops / layout.sizes["tensor"] / (ATTENTION_SHARE * self.peak)
+        passes = padded * ((1 + self.attention_again(layout)) / forward + 2.5 / backward)  # two matmuls, and five
+        return passes * tokens * self.attention_flops / layout.sizes["tensor"] / self.peak
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
