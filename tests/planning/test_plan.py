@@ -18,7 +18,7 @@ from maxlm.planning import aot
 from maxlm.planning.search import explore
 from maxlm.planning.search.layouts import Layout, layout_of, layouts
 from maxlm.planning.search.plan import analytic
-from maxlm.planning.search.verify import Verdict, verify
+from maxlm.planning.search.verify import Compiler, Verdict, verify
 from maxlm.planning.search.written import as_yaml
 
 TINY = """
@@ -121,6 +121,21 @@ def test_ctrl_c_prints_and_writes_what_was_found(folder):
     assert "1 compiled; stopped." in out
     assert "Traceback" not in err
     assert load(str(folder / "tiny-planned.yml")).config.model.d_ff == 768
+
+
+class Careless:
+    """Python drops what is raised while it is taken away."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_heard_even_where_python_drops_it():
+    with Compiler() as compiler:
+        Careless()
+        with pytest.raises(KeyboardInterrupt):
+            compiler(load("runs/quickstart").config, parse("v5e:2x2"))
 
 
 @needs_libtpu

@@ -4,12 +4,14 @@ import multiprocessing
 import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
+
+LISTEN_S = 0.2  # how long Ctrl-C may go unnoticed
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,23 @@ def verify(config: Config, topology: Topology) -> Verdict:
 
 
 class Compiler:
-    """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block."""
+    """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block.
+
+    Ctrl-C is remembered within the block: Python drops a KeyboardInterrupt that falls into a finalizer or a callback of its collector.
+    """
 
     def __enter__(self) -> Self:
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._stopped = False
+        self._handler = signal.signal(signal.SIGINT, self._stop)
         return self
 
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+        raise KeyboardInterrupt
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._handler)
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -70,6 +82,9 @@ class Compiler:
             self._process.start()
             far.close()
         self._line.send((config, topology))
+        while not self._line.poll(LISTEN_S):
+            if self._stopped:
+                raise KeyboardInterrupt
         try:
             answer = self._line.recv()
         except EOFError:
