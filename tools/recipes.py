@@ -25,9 +25,10 @@ FAMILIES = ("v5e", "v5p", "v6e")
 GIB = 2**30
 HEAD = """# Recipes
 
-`maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the training step of each, compiled for its machine without it.
-Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints; nothing was measured on a chip, and on v5p such
-estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what the compiler says a device needs. Still missing:
+`maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the training step of each, compiled for its machine
+without it. Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints; nothing was measured on a
+chip, and on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what the compiler says a device
+needs. Still missing:
 {missing}.
 
 | run | chips | tokens an update | step | MFU | HBM a device | the whole run |
