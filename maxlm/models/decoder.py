@@ -1,7 +1,9 @@
-"""The decoder: embedding, blocks scanned by the period of their pattern, final norm, unembedding."""
+"""The decoder: embedding, blocks scanned by the period of their pattern and the runs in it, final norm, unembedding."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +45,13 @@ class Block(nnx.Module):
         x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
         return constrain(x_BSD, *BETWEEN), cache
 
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Sizes of the leading dims along which the parameters of several blocks are stacked; empty for one block."""
+        return self.mlp_norm.scale_D.shape[:-1]
+
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward."""
+        """FLOPs of a training token and one block, forward and backward."""
         return self.attention.flops_per_token(seq_len, masked=masked) + self.mlp.flops_per_token()
 
 
@@ -54,18 +61,21 @@ def _region(x_BSD: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer. `layers[i]` holds, stacked, the i-th block of every period; `tail` the blocks left over."""
+    """A decoder-only transformer.
+
+    A pattern is a sequence of runs of equal blocks (five local layers, then a global one), and each is compiled once. `layers[i]`
+    holds, stacked, the i-th run of every period; `tail` the runs left over. A run of several blocks has a second stacked dim.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        pattern = [kind == "local" for kind in config.layer_pattern]
-        periods, rest = divmod(config.n_layers, len(pattern))
+        periods, rest = divmod(config.n_layers, len(config.layer_pattern))
         self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
         learned = config.positions == "learned"
         position_shape = (config.max_seq_len or 0, config.d_model)
         self.position_PD = weight(position_shape, ("position", "embed_act"), config.init_std) if learned else None
-        self.layers = nnx.List([_stacked(config, local, periods) for local in pattern])
-        self.tail = nnx.List([Block(config, local=local) for local in pattern[:rest]])
+        self.layers = _runs(config, config.layer_pattern, periods)
+        self.tail = _runs(config, config.layer_pattern[:rest])
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
         self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
@@ -83,21 +93,22 @@ class Decoder(nnx.Module):
         x_BSD = self._embed(tokens_BS, positions_BS)
         angles = self._angles(positions_BS)
         apply = rematerialise(_apply, memory or MemoryConfig(remat="none"))
-        period_caches, tail_caches = caches or (None, (None,) * len(self.tail))
+        period_caches, tail_caches = caches or ((None,) * len(self.layers), (None,) * len(self.tail))
 
-        def period(x_BSD: jax.Array, blocks: tuple[tuple[Block, ...], tuple | None]) -> tuple[jax.Array, tuple]:
+        def layer(x_BSD: jax.Array, own: tuple[Block, Cache | None]) -> tuple[jax.Array, Cache | None]:
+            block, cache = own
+            return apply(block, x_BSD, angles[block.attention.local], segment_ids_BS, cache)
+
+        def period(x_BSD: jax.Array, owns: tuple[tuple[Block, Cache | None], ...]) -> tuple[jax.Array, tuple]:
             new = []
-            for i, block in enumerate(blocks[0]):
-                x_BSD, cache = apply(block, x_BSD, angles[block.attention.local], segment_ids_BS, blocks[1][i] if blocks[1] else None)
+            for own in owns:
+                x_BSD, cache = jax.lax.scan(layer, x_BSD, own) if own[0].stacked else layer(x_BSD, own)
                 new.append(cache)
             return x_BSD, tuple(new)
 
-        x_BSD, new_periods = jax.lax.scan(period, x_BSD, (tuple(self.layers), period_caches))
-        new_tail = []
-        for block, cache in zip(self.tail, tail_caches, strict=True):
-            x_BSD, cache = apply(block, x_BSD, angles[block.attention.local], segment_ids_BS, cache)
-            new_tail.append(cache)
-        return self.final_norm(x_BSD), (new_periods, tuple(new_tail)) if caches else None
+        x_BSD, new_periods = jax.lax.scan(period, x_BSD, tuple(zip(self.layers, period_caches, strict=True)))
+        x_BSD, new_tail = period(x_BSD, tuple(zip(self.tail, tail_caches, strict=True)))
+        return self.final_norm(x_BSD), (new_periods, new_tail) if caches else None
 
     @property
     def unembedding_VD(self) -> jax.Array:
@@ -109,12 +120,12 @@ class Decoder(nnx.Module):
         config = self.config
         shape = (batch, length, config.n_kv_heads, config.head_dim)
         dtype = self.embedding_VD.dtype
-        periods = config.n_layers // len(config.layer_pattern)
 
-        def empty(*lead: int) -> Cache:
-            return Cache(jnp.zeros((*lead, *shape), dtype), jnp.zeros((*lead, *shape), dtype), jnp.zeros(lead, jnp.int32))
+        def empty(block: Block) -> Cache:
+            zeros = partial(jnp.zeros, (*block.stacked, *shape), dtype)
+            return Cache(zeros(), zeros(), jnp.zeros(block.stacked, jnp.int32))
 
-        return tuple(empty(periods) for _ in self.layers), tuple(empty() for _ in self.tail)
+        return tuple(map(empty, self.layers)), tuple(map(empty, self.tail))
 
     def _embed(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         table_VD = constrain(self.embedding_VD[...], "vocab", "embed_act")
@@ -136,14 +147,21 @@ class Decoder(nnx.Module):
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 a weight of every matmul, plus attention's pairs."""
-        blocks = [self.layers[i % len(self.layers)] for i in range(self.config.n_layers)]
+        blocks = (*self.layers, *self.tail)
         unembedding = 6 * self.config.vocab_size * self.config.d_model
-        return unembedding + sum(block.flops_per_token(seq_len, masked=masked) for block in blocks)
+        return unembedding + sum(math.prod(block.stacked) * block.flops_per_token(seq_len, masked=masked) for block in blocks)
 
 
-def _stacked(config: ModelConfig, local: bool, periods: int) -> Block:
-    """`periods` blocks in one, their parameters stacked along a leading `layers` dim."""
-    return jax.vmap(lambda _: Block(config, local=local))(jnp.arange(periods))
+def _runs(config: ModelConfig, pattern: Sequence[str], *periods: int) -> nnx.List[Block]:
+    """The runs of equal blocks in `pattern`, parameters stacked along `periods`, if given, and along the run, if longer than one."""
+    runs = [(kind, len(list(run))) for kind, run in groupby(pattern)]
+    return nnx.List([_stacked(config, kind == "local", (*periods, size) if size > 1 else periods) for kind, size in runs])
+
+
+def _stacked(config: ModelConfig, local: bool, sizes: tuple[int, ...]) -> Block:
+    """Blocks in one, their parameters stacked along leading dims of these sizes."""
+    blocks = jax.vmap(lambda _: Block(config, local=local))(jnp.arange(math.prod(sizes)))
+    return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
 
 
 def _apply(

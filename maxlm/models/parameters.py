@@ -16,6 +16,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.models.decoder import Decoder
 from maxlm.parallel import partition_spec
 
+STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run in it
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
@@ -55,11 +56,12 @@ def bind(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 
 def parameter_axes(config: ModelConfig) -> Parameters:
-    """The logical axes of every parameter, a tuple of names one a dim; stacked blocks lead with `layers`."""
+    """The logical axes of every parameter, a tuple of names one a dim; stacked blocks lead with those of `STACKED`."""
     axes: Parameters = {}
     for name, variable in _variables(config):
         declared = variable.axes
-        _put(axes, name, ("layers",) * (len(variable.shape) - len(declared)) + declared)
+        stacked = STACKED[name[0] == "tail" :]
+        _put(axes, name, stacked[: len(variable.shape) - len(declared)] + declared)
     return axes
 
 

@@ -23,6 +23,7 @@ RULES: Mapping[str, tuple[str, ...]] = {  # logical axis -> mesh axes, outermost
     "position": (),
     "expert": ("expert",),
     "layers": ("stage",),
+    "run": (),
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.planning.aot import CompiledStep
 from maxlm.planning.hlo import Module
 from maxlm.planning.liveness import Buffer, at_peak
@@ -84,10 +84,14 @@ class _Names:
     def __init__(self, program: "Program") -> None:
         import jax
 
+        from maxlm.models.parameters import STACKED, parameter_axes
+
         config, mesh = program.config, program.mesh.shape
         leaves = jax.tree.leaves(program.abstract_state.params)
+        axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        stacked = [sum(name in STACKED for name in names) for names in axes]
         self.shards = {_core(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
-        self.layers = config.model.n_layers // len(config.model.layer_pattern)
+        self.stacks = _stacks(config.model)
         tensor = mesh["tensor"]
         self.vocab = config.model.vocab_size // tensor
         self.d_ff = config.model.d_ff // tensor
@@ -95,14 +99,16 @@ class _Names:
         self.kept = kept_sizes(config, self.rows * (config.data.seq_len // mesh["context"]), tensor)
         unsharded = {"fsdp"}
         self.gathered = {_core(_without(leaf, unsharded)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
-        self.gathered |= {_core(_without(leaf, unsharded)[1:]) for leaf in leaves if len(leaf.shape) > 2}
+        each = ((leaf, n) for leaf, dims in zip(leaves, stacked, strict=True) for n in range(1, dims + 1) if len(leaf.shape) > n + 1)
+        self.gathered |= {_core(_without(leaf, unsharded)[n:]) for leaf, n in each}
 
     def of(self, buffer: Buffer) -> str:
         """The name of the part that `buffer` belongs to; empty when nothing is known."""
         dims, where = buffer.shape.dims, buffer.where
         backward = any("transpose(" in op.where for op in buffer.writers)
-        if len(dims) > 1 and dims[0] == self.layers and "while/body" in where and "transpose(" not in where:
-            names = self.kept.get(math.prod(dims[1:]))
+        if "while/body" in where and "transpose(" not in where:
+            lead = next((lead for lead in self.stacks if dims[: len(lead)] == lead), ())
+            names = self.kept.get(math.prod(dims[len(lead) :])) if lead else None
             if names:
                 return KEPT + ", ".join(names)
         if _core(dims) in self.shards:
@@ -114,6 +120,15 @@ class _Names:
         if any(mark in where for mark in ("attention_forward", "attention_backward", "splash", "BGRST", "BSGRK")):
             return ATTENTION
         return FEED_FORWARD if self.d_ff in dims else ""
+
+
+def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Leading dims that a tensor kept of every layer may have, the longest first: periods and a run in them, or one of both."""
+    from maxlm.models.parameters import abstract_decoder
+
+    decoder = abstract_decoder(model)
+    stacks = {block.stacked[i:] for block in (*decoder.layers, *decoder.tail) for i in (0, 1)}
+    return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 
 def kept_sizes(config: Config, tokens: int, tensor: int) -> dict[int, tuple[str, ...]]:

@@ -8,7 +8,7 @@ import optax
 
 from maxlm.config.schema import Config, OptimizerConfig
 from maxlm.models import parameter_axes
-from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.parameters import STACKED, Parameters, is_matrix
 from maxlm.training.schedule import learning_rate
 
 
@@ -50,7 +50,7 @@ def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | N
     if "embed" not in names or "vocab" in names:
         return None
     embed = names.index("embed")
-    others = tuple(i for i, name in enumerate(names) if name not in ("embed", "layers"))
+    others = tuple(i for i, name in enumerate(names) if name not in ("embed", *STACKED))
     reads_embed = embed < others[0]
     return optax.contrib.MuonDimensionNumbers(*((embed,), others) if reads_embed else (others, (embed,)))
 

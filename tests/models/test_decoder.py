@@ -152,17 +152,18 @@ def test_remat_by_name_keeps_just_those_tensors():
 
 
 def test_scan_by_period_equals_layer_after_layer():
-    """The third layer of the pattern is global: moving a layer's weights elsewhere must change the output."""
-    config = model_config("gemma3", n_layers=7)
+    """Two local layers, then a global one: moving a layer's weights elsewhere must change the output."""
+    config = model_config("gemma3", n_layers=8)
     params = init_parameters(config, 1)
     batch = inputs()
     model = bind(config, params)
     x = model._embed(batch[0], batch[1])
     angles = model._angles(batch[1])
-    for depth in range(7):
+    for depth in range(8):
         period, place = divmod(depth, 3)
-        stacked = model.layers[place] if period < 2 else model.tail[place]
-        block = jax.tree.map(lambda a, i=period: a[i], stacked) if period < 2 else stacked
+        runs = model.layers if period < 2 else model.tail
+        index = ((period,) if period < 2 else ()) + ((place,) if place < 2 else ())
+        block = jax.tree.map(lambda a, i=index: a[i], runs[place // 2])
         assert block.attention.local == (config.layer_pattern[place] == "local")
         x, _ = block(x, angles[block.attention.local], batch[2], None)
     np.testing.assert_allclose(model.final_norm(x), hidden(config, params, *batch), atol=2e-5)
