@@ -168,7 +168,9 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
         return
     chip, link = topology.chip, links["fsdp"]
     ways = 2 if link.wrapped else 1
-    speed = chip.dcn_bytes_per_s if link.dcn else chip.ici_bytes_per_s_per_link * link.dims * ways
+    speed = chip.ici_bytes_per_s_per_link * link.dims * ways
+    if link.slices > 1:  # what crosses is shared among the chips of a slice
+        speed = min(speed, chip.dcn_bytes_per_s * sizes["fsdp"] / link.slices)
     needed = chip.peak_bf16_flops_per_device / speed
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
     tokens = config.tokens_per_step / config.train.microbatches / shards

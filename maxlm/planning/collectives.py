@@ -27,11 +27,11 @@ HOST_BYTES_PER_S = {"v4": 1.6e10, "v5e": 1.6e10, "v5p": 2.9e10, "v6e": 3.2e10, "
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """How a mesh axis lies on the machine: along how many dims of the torus, whether they close to rings, whether it crosses slices."""
+    """How a mesh axis lies on the machine: along how many dims of the torus, whether they close to rings, over how many slices."""
 
     dims: int = 1
     wrapped: bool = True
-    dcn: bool = False
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Network:
             size = len(groups[0]) if groups else math.prod(self.mesh_sizes.values())
             opcode = "reduce-scatter" if scatters else opcode
             payload = given[0] if opcode == "ragged-all-to-all" else sum(given) * (size if opcode == "all-gather" else 1)
-        dcn = any(axis in self.links and self.links[axis].dcn for axis in axes)
+        dcn = any(axis in self.links and self.links[axis].slices > 1 for axis in axes)
         return Collective(
             op.name, opcode, how, payload, size, axes, op.where, self.seconds(opcode, payload, axes, size), "dcn" if dcn else "ici", lanes
         )
@@ -104,12 +104,12 @@ class Network:
         if group_size <= 1 or payload == 0:
             return 0.0
         links = {axis: self.links[axis] for axis in axes if axis in self.links}
-        slices = math.prod(self.mesh_sizes[axis] for axis, link in links.items() if link.dcn)
+        slices = math.prod(link.slices for link in links.values())
         if opcode == "collective-permute":
             speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (self.chip.ici_bytes_per_s_per_link, HOP_S)
             return payload / speed + latency
         inside = group_size // slices
-        near = [link for link in links.values() if not link.dcn] or [AxisLinks()]
+        near = [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
         seconds = self._torus(opcode, payload, inside, near) if inside > 1 else 0.0
         if slices > 1:  # first within a slice; what then crosses is shared among its chips, except that an exchange has nothing to share
             rounds = 2 if opcode == "all-reduce" else 1

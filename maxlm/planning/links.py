@@ -39,4 +39,4 @@ def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
     seen = [{place[dim] for _, place in line} for dim in range(len(topology.sides))]
     spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
     wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)
-    return AxisLinks(dims=max(1, len(spanned)), wrapped=wrapped, dcn=len({number for number, _ in line}) > 1)
+    return AxisLinks(dims=max(1, len(spanned)), wrapped=wrapped, slices=len({number for number, _ in line}))

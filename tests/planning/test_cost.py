@@ -242,9 +242,11 @@ def test_more_links_are_faster_and_an_all_reduce_is_two_passes():
 
 def test_between_slices_only_a_share_crosses():
     sizes, near = {"data": 2, "fsdp": 64}, AxisLinks(dims=3)
-    both = seconds("all-reduce", sizes=sizes, links={"data": AxisLinks(dcn=True), "fsdp": near})
+    both = seconds("all-reduce", sizes=sizes, links={"data": AxisLinks(slices=2), "fsdp": near})
     inside = seconds("all-reduce", sizes={"fsdp": 64}, links={"fsdp": near})
     assert both - inside == pytest.approx(2 * 1e9 / 64 / 2 / CHIP["v5p"].dcn_bytes_per_s, rel=0.01)
+    joined = seconds("all-reduce", sizes={"fsdp": 128}, links={"fsdp": AxisLinks(dims=3, slices=2)})
+    assert joined == pytest.approx(both), "one axis that crosses and goes on inside is as fast as two"
 
 
 def test_an_axis_without_links_and_a_chip_without_a_clock_are_refused():

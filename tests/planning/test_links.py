@@ -20,7 +20,8 @@ from maxlm.planning.slices import with_slices
         ("v5e:8x16", [(0, (0, y, 0)) for y in range(16)], AxisLinks(1, True)),
         ("v5e:8x16", [(0, (x, y, 0)) for x in range(8) for y in range(16)], AxisLinks(2, False)),
         ("tpu7x:4x4x4", [(0, (0, 0, 0)), (0, (0, 0, 0))], AxisLinks(1, True)),  # the two halves of a chip
-        ("v5e:16x16", [(0, (0, 0, 0)), (1, (0, 0, 0))], AxisLinks(1, True, dcn=True)),
+        ("v5e:16x16", [(0, (0, 0, 0)), (1, (0, 0, 0))], AxisLinks(1, True, slices=2)),
+        ("v5e:2x2", [(s, (x, 0, 0)) for s in range(4) for x in range(2)], AxisLinks(1, False, slices=4)),
     ],
 )
 def test_an_axis_knows_its_links(topology, line, links):
