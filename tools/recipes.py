@@ -21,7 +21,7 @@ from maxlm.telemetry.words import count, duration  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")
-FAMILIES = ("v5e", "v5p", "v6e")
+FAMILIES = ("v5e", "v5p", "v6e", "tpu7x")
 GIB = 2**30
 HEAD = """# Recipes
 
