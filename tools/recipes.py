@@ -28,8 +28,7 @@ HEAD = """# Recipes
 `maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the training step of each, compiled for its machine
 without it. Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints; nothing was measured on a
 chip, and on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what the compiler says a device
-needs. Still missing:
-{missing}.
+needs.{missing}
 
 | run | chips | tokens an update | step | MFU | HBM a device | the whole run |
 |---|---|---|---|---|---|---|
@@ -41,7 +40,7 @@ def main() -> None:
 
     runs = sorted(path.stem for path in (REPOSITORY / "configs" / "runs").glob("*.yml") if RECIPE.fullmatch(path.stem))
     page = REPOSITORY / "docs" / "recipes.md"
-    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, missing=", ".join(_missing(runs)) or "none")
+    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, missing="".join(f"\nMissing: {run}." for run in _missing(runs)))
     page.write_text(head + "\n".join(map(_row, runs)) + "\n", encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
 
