@@ -25,19 +25,24 @@ LANES = 128  # a head dim is padded to whole lanes, a block of the sequence is a
 MOST_FORWARD, MOST_BACKWARD = 1024, 512  # tokens of a block: on v6e fewest instructions a score (v5e to tpu7x are not tuned)
 SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
+WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
+_NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what hides keys: nothing; causality; documents and window; all of these
+_SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
 _MASKED = -1e30
 _FIRST_MAXIMUM = -1e29  # above _MASKED: a row that sees nothing keeps weights of 0, not of 1
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block."""
+    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block; `flipped`: gradients are
+    summed head dim by tokens.
+    """
 
     heads: int
     groups: int
@@ -47,6 +52,7 @@ class _Shape:
     window: int | None
     softcap: float | None
     block: int
+    flipped: bool
     interpret: bool
 
     @property
@@ -54,9 +60,16 @@ class _Shape:
         return self.seq_len // self.block
 
     @property
+    def tile(self) -> int:
+        """Tokens of the squares that a block on the diagonal is cut into; what lies wholly above the diagonal is not computed."""
+        return self.block // 2 if self.block % (2 * LANES) == 0 else self.block
+
+    @property
     def computed(self) -> int:
         """Scores of one head that are formed when a sequence is one document."""
-        return self.block**2 * sum(i + 1 - _first_block(i, self) for i in range(self.blocks))
+        cut = self.block // self.tile
+        beside = sum(i - _first_block(i, self) for i in range(self.blocks))
+        return self.block**2 * beside + self.blocks * self.tile**2 * cut * (cut + 1) // 2
 
 
 def why_not(seq_len: int, head_dim: int, device_kind: str) -> str:
@@ -88,14 +101,14 @@ def attention_flash(
     scale: float,
     window: int | None,
     softcap: float | None,
+    device_kind: str,
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
-    shape = _Shape(
-        heads, k_BSGK.shape[2], seq_len, heads_first[0].shape[-1], scale, window, softcap, _block(seq_len, MOST_FORWARD), interpret
-    )
+    block, width, flipped = _block(seq_len, MOST_FORWARD), heads_first[0].shape[-1], device_kind in WIDE
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, block, flipped, interpret)
     return _attention(*heads_first, segments_BS, shape).reshape(batch, seq_len, heads, -1)[..., :head_dim]
 
 
@@ -155,27 +168,31 @@ def _meet(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax
     return some, (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
 
 
-def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[bool], None]) -> None:
-    """`run(masked)` once if queries of block i see keys of block j: with a mask only where some pair is hidden."""
+def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[str], None], *masks: str) -> None:
+    """`run(mask)` once if queries of block i see keys of block j, with the least mask of `masks` that hides what they do not see."""
     some, one = _meet(ranges_ref, b, i, j)
-    whole = one & (j < i)
     if shape.window is not None:
-        whole &= (i - j + 1) * shape.block <= shape.window
-    pl.when(some & whole)(lambda: run(False))
-    pl.when(some & jnp.logical_not(whole))(lambda: run(True))
+        one &= (i - j + 1) * shape.block <= shape.window
+    cases = {_NONE: one & (j < i), _ORDER: one & (j == i), _APART: jnp.logical_not(one), _ALL: jnp.logical_not(one)}
+    for mask in masks:
+        pl.when(some & cases[mask])(functools.partial(run, mask))
 
 
-def _hidden(segments_ref: Ref, i: Index, j: Index, shape: _Shape) -> jax.Array:
-    """Which key (row) a query (column) does not see."""
-    query_1Q = segments_ref[0, :, pl.ds(i * shape.block, shape.block)]
-    key_1T = segments_ref[0, :, pl.ds(j * shape.block, shape.block)]
-    key_T1 = jnp.broadcast_to(key_1T, (LANES, shape.block)).T[:, :1]
-    query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, shape.block), 1) + (i - j) * shape.block  # counted from the first key
-    key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (shape.block, 1), 0)
-    seen_TQ = (key_at_T1 <= query_at_1Q) & (key_T1 == jnp.where(query_1Q == 0, -1, query_1Q))
+def _hidden(segments_ref: Ref, i: Index, j: Index, keys: pl.Slice, queries: pl.Slice, mask: str, shape: _Shape) -> jax.Array:
+    """Which of these keys of block j (row) these queries of block i (column) do not see."""
+    query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, queries.size), 1) + (i - j) * shape.block + queries.start - keys.start
+    key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (keys.size, 1), 0)  # both are counted from the first key
+    if mask == _ORDER:
+        return key_at_T1 > query_at_1Q
+    query_1Q = segments_ref[0, :, pl.ds(i * shape.block + queries.start, queries.size)]
+    key_1T = segments_ref[0, :, pl.ds(j * shape.block + keys.start, keys.size)]
+    key_T1 = jnp.broadcast_to(key_1T, (LANES, keys.size)).T[:, :1]
+    hidden_TQ = key_T1 != jnp.where(query_1Q == 0, -1, query_1Q)
+    if mask == _ALL:
+        hidden_TQ |= key_at_T1 > query_at_1Q
     if shape.window is not None:
-        seen_TQ &= key_at_T1 > query_at_1Q - shape.window
-    return jnp.logical_not(seen_TQ)
+        hidden_TQ |= key_at_T1 <= query_at_1Q - shape.window
+    return hidden_TQ
 
 
 def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array | float]:
@@ -239,35 +256,95 @@ def _forward_kernel(
     sum_ref: Ref,
     mixed_ref: Ref,
 ) -> None:
+    """Softmax against a fixed score of each query, and, only where a sum then leaves the range of float32, against its running maximum.
+
+    A fixed reference spares the vector unit half of its work: scores go from the matrix unit through exp2 back into it, and are
+    stored nowhere. The largest score among a query's nearest keys is one that nearly always does: it must come within 2**`_SAFE`
+    of what the sum holds.
+    """
     b, i = pl.program_id(0), pl.program_id(2)
-    top_ref[...] = jnp.full_like(top_ref, _FIRST_MAXIMUM)
-    sum_ref[...] = jnp.zeros_like(sum_ref)
-    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+    tiles = [pl.ds(start, shape.tile) for start in range(0, shape.block, shape.tile)]
 
-    def visit(j: jax.Array, _: None) -> None:
-        def run(masked: bool) -> None:
-            keys = pl.ds(j * shape.block, shape.block)
-            scores_TQ, _ = _scores(k_ref[0, 0, keys, :], q_ref[0, 0], shape)
-            if masked:
-                scores_TQ = jnp.where(_hidden(segments_ref, i, j, shape), _MASKED, scores_TQ)
-            before_1Q = top_ref[...]
-            top_1Q = jnp.maximum(before_1Q, jnp.max(scores_TQ, axis=0, keepdims=True))
-            weights_TQ = jnp.exp2(scores_TQ - top_1Q)
-            fade_1Q = jnp.exp2(before_1Q - top_1Q)
-            top_ref[...] = top_1Q
-            sum_ref[...] = sum_ref[...] * fade_1Q + jnp.sum(weights_TQ, axis=0, keepdims=True)
-            mixed_KQ = jax.lax.dot_general(
-                v_ref[0, 0, keys, :], weights_TQ.astype(v_ref.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            mixed_ref[...] = mixed_ref[...] * fade_1Q + mixed_KQ
+    def clear() -> None:
+        top_ref[...] = jnp.full_like(top_ref, _FIRST_MAXIMUM)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        mixed_ref[...] = jnp.zeros_like(mixed_ref)
 
-        _on_blocks(b, i, j, ranges_ref, shape, run)
+    def scores(j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
+        return _scores(k_ref[0, 0, pl.ds(j * shape.block + keys.start, keys.size), :], q_ref[0, 0, queries, :], shape)[0]
 
-    jax.lax.fori_loop(_first_block(i, shape), i + 1, visit, None)
-    total_1Q = sum_ref[...]
-    nothing = total_1Q == 0
-    out_ref[0] = (mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T.astype(out_ref.dtype)
-    lse_ref[0, 0] = jnp.where(nothing, -_MASKED, top_ref[...] + jnp.log2(total_1Q))
+    def add(j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> None:
+        top = top_ref[:, queries]
+        if mask != _NONE:
+            top = jnp.where(_hidden(segments_ref, i, j, keys, queries, mask, shape), -_MASKED, top)
+        mix(j, keys, queries, jnp.exp2(scores(j, keys, queries) - top))
+
+    def mix(j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
+        v_TK = v_ref[0, 0, pl.ds(j * shape.block + keys.start, keys.size), :]
+        sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
+        mixed_ref[:, queries] += jax.lax.dot_general(
+            v_TK, weights_TQ.astype(v_TK.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    def renew(j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> None:
+        """`add`, with the largest score so far for a reference."""
+        scores_TQ = jnp.where(_hidden(segments_ref, i, j, keys, queries, mask, shape), _MASKED, scores(j, keys, queries))
+        before_1Q = top_ref[:, queries]
+        top_1Q = jnp.maximum(before_1Q, jnp.max(scores_TQ, axis=0, keepdims=True))
+        fade_1Q = jnp.exp2(before_1Q - top_1Q)
+        top_ref[:, queries] = top_1Q
+        sum_ref[:, queries] *= fade_1Q
+        mixed_ref[:, queries] *= fade_1Q
+        mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
+
+    def diagonal(mask: str) -> None:
+        for queries in tiles:
+            far, seen = pl.ds(0, queries.start), pl.ds(0, queries.start + queries.size)
+            scores_TQ = scores(i, seen, queries)
+            near_TQ = jnp.where(_hidden(segments_ref, i, i, queries, queries, mask, shape), _MASKED, scores_TQ[queries.start :])
+            top_1Q = jnp.maximum(jnp.max(near_TQ, axis=0, keepdims=True), _FIRST_MAXIMUM)
+            weights_TQ = jnp.exp2(near_TQ - top_1Q)
+            if queries.start:
+                far_TQ = jnp.exp2(scores_TQ[: queries.start] - top_1Q)
+                if mask == _ALL:
+                    far_TQ = jnp.where(_hidden(segments_ref, i, i, far, queries, mask, shape), 0.0, far_TQ)
+                weights_TQ = jnp.concatenate([far_TQ, weights_TQ])
+            top_ref[:, queries] = top_1Q
+            mix(i, seen, queries, weights_TQ)
+
+    def beside(j: jax.Array, _: None) -> None:
+        whole = pl.ds(0, shape.block)
+        _on_blocks(b, i, j, ranges_ref, shape, functools.partial(add, j, whole, whole), _NONE, _APART)
+
+    clear()
+    _on_blocks(b, i, i, ranges_ref, shape, diagonal, _ORDER, _ALL)
+    jax.lax.fori_loop(_first_block(i, shape), i, beside, None)
+
+    def result() -> tuple[jax.Array, jax.Array]:
+        total_1Q = sum_ref[...]
+        nothing = total_1Q == 0
+        out_QK = (mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
+        return out_QK.astype(out_ref.dtype), jnp.where(nothing, -_MASKED, top_ref[...] + jnp.log2(total_1Q))
+
+    out_ref[0], lse_ref[0, 0] = result()
+    lost_1Q = jnp.where(sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
+
+    @pl.when(jnp.max(lost_1Q) > 0)
+    def _() -> None:
+        clear()
+
+        @pl.loop(_first_block(i, shape), i + 1)
+        def _(j: Index) -> None:
+            @pl.when(_meet(ranges_ref, b, i, j)[0])
+            def _() -> None:
+                for queries in tiles:
+                    for keys in tiles:
+                        renew(j, keys, queries, _ALL)
+
+        out_QK, lse_1Q = result()
+        lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
+        out_ref[0] = jnp.where(lost_Q1 > 0, out_QK, out_ref[0])  # a query depends on no other, to the bit
+        lse_ref[0, 0] = jnp.where(lost_1Q > 0, lse_1Q, lse_ref[0, 0])
 
 
 def _backward(
@@ -297,7 +374,7 @@ def _backward(
             grid=(batch, shape.groups, share, shape.blocks),
             in_specs=[of_head, columns, columns, block, block, row, pl.BlockSpec((1, 1, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0))],
             out_specs=[of_head, of_group, of_group],
-            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32)] + [pltpu.VMEM((shape.seq_len, shape.head_dim), jnp.float32)] * 3,
+            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32)] + [pltpu.VMEM(_turned(whole[2:], shape), jnp.float32)] * 3,
         ),
         cost_estimate=_cost(5, batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSK, v_BGSK]),
         compiler_params=pltpu.CompilerParams(
@@ -325,52 +402,68 @@ def _backward_kernel(
 ) -> None:
     b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     delta_ref, dq_sum, dk_sum, dv_sum = sums
-    keys = pl.ds(j * shape.block, shape.block)
+    keys, whole = pl.ds(j * shape.block, shape.block), pl.ds(0, shape.block)
 
-    zero = jnp.zeros((shape.block, shape.head_dim), jnp.float32)
+    zero = jnp.zeros(_turned((shape.block, shape.head_dim), shape), jnp.float32)
+
+    def at(tokens: pl.Slice) -> tuple[slice | pl.Slice, ...]:
+        return _turned((tokens, slice(None)), shape)
+
+    def add(sum_ref: Ref, tokens: pl.Slice, scores_TQ: jax.Array, over: int, x_K: jax.Array) -> None:
+        """Into these tokens of a sum, the product of a block of scores with x along dim `over`: 0 keys, 1 queries."""
+        operands, dims = _turned((scores_TQ, x_K), shape), _turned(((over,), (0,)), shape)
+        sum_ref[at(tokens)] += jax.lax.dot_general(*operands, (dims, ((), ())), preferred_element_type=jnp.float32)
+
+    def total(sum_ref: Ref) -> jax.Array:
+        return sum_ref[at(keys)].T if shape.flipped else sum_ref[at(keys)]
 
     @pl.when(j == 0)
     def _() -> None:
         @pl.loop(0, shape.blocks)
         def _(i: Index) -> None:
             queries = pl.ds(i * shape.block, shape.block)
-            dq_sum[queries, :] = zero
+            dq_sum[at(queries)] = zero
             delta_ref[:, queries] = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
 
     @pl.when(r == 0)
     def _() -> None:
-        dk_sum[keys, :] = zero
-        dv_sum[keys, :] = zero
+        dk_sum[at(keys)] = zero
+        dv_sum[at(keys)] = zero
 
     def visit(i: jax.Array, _: None) -> None:
-        def run(masked: bool) -> None:
+        def run(mask: str) -> None:
             queries = pl.ds(i * shape.block, shape.block)
             q_QK, dout_QK, k_TK, v_TK = q_ref[0, 0, queries, :], dout_ref[0, queries, :], k_ref[0, 0], v_ref[0, 0]
             scores_TQ, slope = _scores(k_TK, q_QK, shape)
-            if masked:
-                scores_TQ = jnp.where(_hidden(segments_ref, i, j, shape), _MASKED, scores_TQ)
+            if mask != _NONE:
+                scores_TQ = jnp.where(_hidden(segments_ref, i, j, whole, whole, mask, shape), _MASKED, scores_TQ)
             weights_TQ = jnp.exp2(scores_TQ - lse_ref[0, 0, :, queries])
-            dv_sum[keys, :] += jnp.dot(weights_TQ.astype(dout_QK.dtype), dout_QK, preferred_element_type=jnp.float32)
+            add(dv_sum, keys, weights_TQ.astype(dout_QK.dtype), 1, dout_QK)
             dweights_TQ = jax.lax.dot_general(v_TK, dout_QK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             dscores_TQ = weights_TQ * (dweights_TQ - delta_ref[:, queries])
             if shape.softcap is not None:
                 dscores_TQ *= slope
             dscores_TQ = dscores_TQ.astype(q_QK.dtype)
-            dk_sum[keys, :] += jnp.dot(dscores_TQ, q_QK, preferred_element_type=jnp.float32)
-            dq_sum[queries, :] += jax.lax.dot_general(dscores_TQ, k_TK, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            add(dk_sum, keys, dscores_TQ, 1, q_QK)
+            add(dq_sum, queries, dscores_TQ, 0, k_TK)
 
-        _on_blocks(b, i, j, ranges_ref, shape, run)
+        _on_blocks(b, i, j, ranges_ref, shape, run, _NONE, _ORDER, _ALL)
 
     jax.lax.fori_loop(j, _last_block(j, shape) + 1, visit, None)
     rest = shape.scale if shape.softcap is None else 1.0  # of the slope, where it is the same for every score
 
     # Queries of block j see no later keys: their gradient is whole.
-    dq_ref[0, 0, keys, :] = (dq_sum[keys, :] * rest).astype(dq_ref.dtype)
+    dq_ref[0, 0, keys, :] = (total(dq_sum) * rest).astype(dq_ref.dtype)
 
     @pl.when(r == pl.num_programs(2) - 1)
     def _() -> None:
-        dk_ref[0, 0, keys, :] = (dk_sum[keys, :] * rest).astype(dk_ref.dtype)
-        dv_ref[0, 0, keys, :] = dv_sum[keys, :].astype(dv_ref.dtype)
+        dk_ref[0, 0, keys, :] = (total(dk_sum) * rest).astype(dk_ref.dtype)
+        dv_ref[0, 0, keys, :] = total(dv_sum).astype(dv_ref.dtype)
+
+
+def _turned(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
+    """What belongs to tokens and head dim, in the order in which gradients are summed."""
+    return (pair[1], pair[0]) if shape.flipped else pair
 
 
 def _row_sums(x_QK: jax.Array) -> jax.Array:

@@ -87,6 +87,33 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
+def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
+    """As chips with a matrix unit of 256 do."""
+    q, k, v, segments = operands(7, B=1, S=256, G=2, K=16)
+
+    def gradients(wide):
+        monkeypatch.setattr(tpu, "WIDE", ("",) if wide else ())
+        return jax.grad(lambda *qkv: jnp.sum(run(*qkv, segments, implementation="flash") ** 2), argnums=(0, 1, 2))(q, k, v)
+
+    for mine, other in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert str(jax.make_jaxpr(lambda: gradients(True))()) != str(jax.make_jaxpr(lambda: gradients(False))())
+
+
+def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
+    """The forward kernel sums weights against a near score; a query whose sum then is lost, and no other, is computed again."""
+    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
+    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
+    segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
+    plain = run(q, k, v, segments, implementation="flash")
+    far = k.at[:, 3].multiply(300.0)  # scores of a few hundred: e to their power is beyond float32
+    loud = run(q, far, v, segments, implementation="flash")
+    np.testing.assert_allclose(loud, reference(q, far, v, segments), atol=3e-5)
+    np.testing.assert_array_equal(loud[:, 300:], plain[:, 300:], "another document shares blocks with it and keeps every bit")
+    assert not np.allclose(loud[:, 256:300], plain[:, 256:300])
+
+
 def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
     monkeypatch.setattr(tpu, "MOST_FORWARD", 128)
