@@ -16,6 +16,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Turn text into a token store, and look into one.")
 app.add_typer(data_app, name="data")
+kernels_app = typer.Typer(no_args_is_help=True, help="Look at the kernels.")
+app.add_typer(kernels_app, name="kernels")
 
 ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
@@ -111,6 +113,19 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
         typer.echo(json.dumps(describe(store)))
     else:
         typer.echo(as_text(describe(store)))
+
+
+@kernels_app.command()
+def report(
+    chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
+    operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",
+    json_: Json = False,
+) -> None:
+    """Compile kernels for TPUs that are not there, count the machine code they run, and compare them with the library's."""
+    from maxlm.planning.lab import report as lab
+
+    raise typer.Exit(lab.run(chip or [], operation, shape or [], as_json=json_))
 
 
 @app.command()

@@ -70,10 +70,9 @@ def attention(
         raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
     if chosen != "xla":
         platform, kind = _device()
-        kernel: Callable[..., jax.Array] = attention_splash
-        if chosen == "flash":
-            kernel = functools.partial(attention_flash, device_kind=kind)
-        run = functools.partial(kernel, scale=scale, window=window, softcap=softcap, interpret=platform != "tpu")
+        kernel: Callable[..., jax.Array] = attention_flash if chosen == "flash" else attention_splash
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        run = functools.partial(kernel, **options, device_kind=kind, interpret=platform != "tpu")
         return _on_each_device(run, layout or Layout())(q_BSHK, k_BTGK, v_BTGK, query_segments_BS)
     positions_BS = query_positions_BS if query_positions_BS is not None else _places(query_segments_BS)
     positions_BT = key_positions_BT if key_positions_BT is not None else _places(key_segments_BT)

@@ -25,23 +25,27 @@ def attention_splash(
     scale: float,
     window: int | None,
     softcap: float | None,
+    device_kind: str,
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     head_dim = q_BSHK.shape[-1]
-    kernel = _kernel(q_BSHK.shape[2], q_BSHK.shape[1], window, softcap, interpret)
+    kernel = splash_kernel(q_BSHK.shape[2], q_BSHK.shape[1], window, softcap, interpret=interpret, device_kind=device_kind)
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
     attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
     out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
     return jnp.where((segments_BS != 0)[..., None, None], jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2), 0)
 
 
-def _kernel(heads: int, seq_len: int, window: int | None, softcap: float | None, interpret: bool) -> splash.SplashAttentionKernel:
+def splash_kernel(
+    heads: int, seq_len: int, window: int | None, softcap: float | None, *, interpret: bool, device_kind: str
+) -> splash.SplashAttentionKernel:
+    """Attention of all heads of one sequence, forward and backward."""
     shape = (seq_len, seq_len)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     block = max(b for b in range(LANES, min(seq_len, BLOCK) + 1, LANES) if seq_len % b == 0)
     # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
-    wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if _large_vmem() else block
+    wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if device_kind in LARGE_VMEM else block
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -58,11 +62,6 @@ def _kernel(heads: int, seq_len: int, window: int | None, softcap: float | None,
         residual_checkpoint_name=SAVED,
         interpret=interpret,
     )
-
-
-def _large_vmem() -> bool:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind in LARGE_VMEM
 
 
 def _padded(x: jax.Array) -> jax.Array:

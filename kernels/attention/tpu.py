@@ -88,8 +88,12 @@ def _vmem_needed(seq_len: int, head_dim: int) -> int:
     return seq_len * width * (3 * 4 + 6 * 2 * 2) + 12 * MOST_BACKWARD**2 * 4
 
 
-def _block(seq_len: int, most: int) -> int:
-    return max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0)
+def blocks_of(seq_len: int) -> tuple[int, int]:
+    """Tokens of a block, forward and backward."""
+    forward, backward = (
+        max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0) for most in (MOST_FORWARD, MOST_BACKWARD)
+    )
+    return forward, backward
 
 
 def attention_flash(
@@ -107,7 +111,7 @@ def attention_flash(
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
-    block, width, flipped = _block(seq_len, MOST_FORWARD), heads_first[0].shape[-1], device_kind in WIDE
+    block, width, flipped = blocks_of(seq_len)[0], heads_first[0].shape[-1], device_kind in WIDE
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, block, flipped, interpret)
     return _attention(*heads_first, segments_BS, shape).reshape(batch, seq_len, heads, -1)[..., :head_dim]
 
@@ -131,7 +135,7 @@ def _attention_forward(
 
 def _attention_backward(shape: _Shape, saved: tuple[jax.Array, ...], dout_BSN: jax.Array) -> tuple[jax.Array | None, ...]:
     q, k, v, segments_BS, out_BSN, lse_BHS = saved
-    shape = replace(shape, block=_block(shape.seq_len, MOST_BACKWARD))
+    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
     return *_backward(q, k, v, out_BSN, dout_BSN, lse_BHS, segments_BS, shape), None
 
 
@@ -155,9 +159,9 @@ def _last_block(j: Index, shape: _Shape) -> Index:
     return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block, shape.blocks - 1)
 
 
-def _ranges(segments_BS: jax.Array, shape: _Shape) -> jax.Array:
-    """The smallest and largest document of every block, int32 [2, B, blocks]; padding is a document 0."""
-    blocks_BXT = segments_BS.reshape(segments_BS.shape[0], shape.blocks, shape.block)
+def block_ranges(segments_BS: Int[Array, "B S"], block: int) -> Int[Array, "2 B blocks"]:
+    """The smallest and largest document of every `block` tokens, which is what the kernels branch on; padding is a document 0."""
+    blocks_BXT = segments_BS.reshape(segments_BS.shape[0], -1, block)
     return jnp.stack([blocks_BXT.min(-1), blocks_BXT.max(-1)])
 
 
@@ -239,7 +243,7 @@ def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim)
         ),
         interpret=shape.interpret,
-    )(_ranges(segments_BS, shape), q_BHSK, k_BGSK, v_BGSK, segments_BS[:, None])
+    )(block_ranges(segments_BS, shape.block), q_BHSK, k_BGSK, v_BGSK, segments_BS[:, None])
     return out, lse[:, :, 0]
 
 
@@ -382,7 +386,7 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim),
         ),
         interpret=shape.interpret,
-    )(_ranges(segments_BS, shape), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSK, lse_BHS[:, :, None], segments_BS[:, None])
+    )(block_ranges(segments_BS, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSK, lse_BHS[:, :, None], segments_BS[:, None])
 
 
 def _backward_kernel(
