@@ -115,8 +115,8 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
         typer.echo(as_text(describe(store)))
 
 
-@kernels_app.command()
-def report(
+@kernels_app.command(name="report")
+def kernels_report(
     chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
     operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",

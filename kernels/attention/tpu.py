@@ -188,8 +188,8 @@ def _hidden(segments_ref: Ref, i: Index, j: Index, keys: pl.Slice, queries: pl.S
     key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (keys.size, 1), 0)  # both are counted from the first key
     if mask == _ORDER:
         return key_at_T1 > query_at_1Q
-    query_1Q = segments_ref[0, :, pl.ds(i * shape.block + queries.start, queries.size)]
-    key_1T = segments_ref[0, :, pl.ds(j * shape.block + keys.start, keys.size)]
+    query_1Q = segments_ref[0, :, pl.Slice(i * shape.block + queries.start, queries.size)]
+    key_1T = segments_ref[0, :, pl.Slice(j * shape.block + keys.start, keys.size)]
     key_T1 = jnp.broadcast_to(key_1T, (LANES, keys.size)).T[:, :1]
     hidden_TQ = key_T1 != jnp.where(query_1Q == 0, -1, query_1Q)
     if mask == _ALL:
@@ -267,7 +267,7 @@ def _forward_kernel(
     of what the sum holds.
     """
     b, i = pl.program_id(0), pl.program_id(2)
-    tiles = [pl.ds(start, shape.tile) for start in range(0, shape.block, shape.tile)]
+    tiles = [pl.Slice(start, shape.tile) for start in range(0, shape.block, shape.tile)]
 
     def clear() -> None:
         top_ref[...] = jnp.full_like(top_ref, _FIRST_MAXIMUM)
@@ -275,7 +275,7 @@ def _forward_kernel(
         mixed_ref[...] = jnp.zeros_like(mixed_ref)
 
     def scores(j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
-        return _scores(k_ref[0, 0, pl.ds(j * shape.block + keys.start, keys.size), :], q_ref[0, 0, queries, :], shape)[0]
+        return _scores(k_ref[0, 0, pl.Slice(j * shape.block + keys.start, keys.size), :], q_ref[0, 0, queries, :], shape)[0]
 
     def add(j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> None:
         top = top_ref[:, queries]
@@ -284,7 +284,7 @@ def _forward_kernel(
         mix(j, keys, queries, jnp.exp2(scores(j, keys, queries) - top))
 
     def mix(j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
-        v_TK = v_ref[0, 0, pl.ds(j * shape.block + keys.start, keys.size), :]
+        v_TK = v_ref[0, 0, pl.Slice(j * shape.block + keys.start, keys.size), :]
         sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
         mixed_ref[:, queries] += jax.lax.dot_general(
             v_TK, weights_TQ.astype(v_TK.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -303,7 +303,7 @@ def _forward_kernel(
 
     def diagonal(mask: str) -> None:
         for queries in tiles:
-            far, seen = pl.ds(0, queries.start), pl.ds(0, queries.start + queries.size)
+            far, seen = pl.Slice(0, queries.start), pl.Slice(0, queries.start + queries.size)
             scores_TQ = scores(i, seen, queries)
             near_TQ = jnp.where(_hidden(segments_ref, i, i, queries, queries, mask, shape), _MASKED, scores_TQ[queries.start :])
             top_1Q = jnp.maximum(jnp.max(near_TQ, axis=0, keepdims=True), _FIRST_MAXIMUM)
@@ -317,7 +317,7 @@ def _forward_kernel(
             mix(i, seen, queries, weights_TQ)
 
     def beside(j: jax.Array, _: None) -> None:
-        whole = pl.ds(0, shape.block)
+        whole = pl.Slice(0, shape.block)
         _on_blocks(b, i, j, ranges_ref, shape, functools.partial(add, j, whole, whole), _NONE, _APART)
 
     clear()
@@ -406,7 +406,7 @@ def _backward_kernel(
 ) -> None:
     b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     delta_ref, dq_sum, dk_sum, dv_sum = sums
-    keys, whole = pl.ds(j * shape.block, shape.block), pl.ds(0, shape.block)
+    keys, whole = pl.Slice(j * shape.block, shape.block), pl.Slice(0, shape.block)
 
     zero = jnp.zeros(_turned((shape.block, shape.head_dim), shape), jnp.float32)
 
@@ -425,7 +425,7 @@ def _backward_kernel(
     def _() -> None:
         @pl.loop(0, shape.blocks)
         def _(i: Index) -> None:
-            queries = pl.ds(i * shape.block, shape.block)
+            queries = pl.Slice(i * shape.block, shape.block)
             dq_sum[at(queries)] = zero
             delta_ref[:, queries] = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
 
@@ -436,7 +436,7 @@ def _backward_kernel(
 
     def visit(i: jax.Array, _: None) -> None:
         def run(mask: str) -> None:
-            queries = pl.ds(i * shape.block, shape.block)
+            queries = pl.Slice(i * shape.block, shape.block)
             q_QK, dout_QK, k_TK, v_TK = q_ref[0, 0, queries, :], dout_ref[0, queries, :], k_ref[0, 0], v_ref[0, 0]
             scores_TQ, slope = _scores(k_TK, q_QK, shape)
             if mask != _NONE:

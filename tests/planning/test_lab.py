@@ -23,7 +23,8 @@ hlo: kernel
  */ }
    0x2   :  { %s11_s1 = smov 0 }
    0x3   :  { %s12_s2 = sld [smem:[#allocation6 + $0x1]] }
-   0x4 LB: > { %s13_s1 = sphi %s11_s1, %s18_s1  ;;  %s14_s3 = sld [smem:[#allocation6 + %s13_s1]]  ;;  %s18_s1 = sadd.s32 1, %s13_s1 } /* Start region 1 */
+   0x4 LB: > { %s13_s1 = sphi %s11_s1, %s18_s1  ;;  %s14_s3 = sld [smem:[#allocation6 + %s13_s1]]  ;;  \
+%s18_s1 = sadd.s32 1, %s13_s1 } /* Start region 1 */
    0x5   : > { %p15_p0 = scmp.ne.s32.totalorder %s14_s3, 7 }
    0x6   : > { %16 = sbr.rel (%p15_p0) target = $region2 }
    0x7   :  {}

@@ -67,6 +67,7 @@ def attention_case(name: str, implementation: str, device_kind: str) -> Case:
         scalars = {
             part: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]
             for part, info in infos.items()
+            if info is not None
         }
 
         def run(*operands: jax.Array) -> jax.Array:

@@ -145,10 +145,10 @@ class _Core:
 
     def read(self, operand: str) -> float:
         if _NAMED.match(operand):
-            return self.registers.get(operand.split()[0], 0)
+            return self.registers.get(operand.split(maxsplit=1)[0], 0)
         if operand.startswith("["):
             return self.address(operand)
-        number = float(operand.split()[0])
+        number = float(operand.split(maxsplit=1)[0])
         return _signed(int(number)) if number.is_integer() else number
 
     def address(self, operand: str) -> int:
@@ -162,7 +162,7 @@ class _Core:
         return int(part[1:], 16) if part.startswith("$") else int(self.read(part))
 
     def copy(self, instruction: Instruction) -> None:
-        """A kernel begins by copying its scalars into SMEM, in order: rows of whole lanes, those of small integers four or two to a word."""
+        """A kernel begins by copying its scalars into SMEM, in order: rows of whole lanes, small integers of several rows to a word."""
         if self.copied == len(self.operands):
             raise UserError(f"A kernel reads more than the {self.copied} arrays of scalars that the kernel lab was given for it.")
         array = self.operands[self.copied]

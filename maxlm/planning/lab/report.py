@@ -49,7 +49,7 @@ def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_json:
         for name in asked:
             if name not in choices:
                 raise UserError(f"No {what} {name} in the kernel lab: there are {', '.join(choices)}.")
-    rows = []
+    rows: list[Row] = []
     progress = Console(stderr=True, quiet=as_json)
     with progress.status("") as status:
         for chip in chips or TOPOLOGIES:
