@@ -26,15 +26,19 @@ CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2
 
 # Shares of the bf16 peak that a kernel's FLOPs are charged at.
 # Attention's, forward and backward, are of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash
-# kernels reach at best 0.42 to 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x, ours 0.57 and 0.82 on
-# v5p, 0.24 and 0.43 on v6e: the vector unit, which softmax keeps busy, did not grow with the matrix unit.
+# kernels reach at best 0.42 to 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x: the vector unit, which
+# softmax keeps busy, did not grow with the matrix unit.
 ATTENTION_SHARES = {"v4": (0.45, 0.7), "v5e": (0.45, 0.7), "v5p": (0.45, 0.7), "v6e": (0.23, 0.36), "tpu7x": (0.23, 0.36)}
+# Ours, by `maxlm kernels report --shape llama-8k`. On v5e and v5p the matrix unit is what limits them, with 0.94 of its time spent on pairs
+# that causality leaves, and they are charged as XLA's own matmuls are, with 0.85 of that.
+OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.42), "tpu7x": (0.5, 0.41)}
 GROUPED_SHARE = 0.70  # grouped matmuls reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # what XLA's own large matmuls reach
 OTHER_SHARE = 0.45
 HBM_SHARE = 0.9  # of the stated bandwidth, that long copies reach
 LATENCY_S = 2e-6  # to reach HBM, there and back, on the safe side: XLA charges the smallest copy 1.3 microseconds
 
+OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 _GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
 _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
 # Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
@@ -144,7 +148,7 @@ class _Pricing:
         self.module = module
         self.clock_hz = CLOCK_HZ[chip.name]
         self.peak, self.tile = chip.peak_bf16_flops_per_device, matrix_unit(chip)
-        self.attention_shares = ATTENTION_SHARES[chip.name]
+        self.attention_shares, self.our_shares = ATTENTION_SHARES[chip.name], OUR_ATTENTION_SHARES.get(chip.name)
         self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
         self.assumed: set[str] = set()
         self.uncharged: set[str] = set()
@@ -185,7 +189,8 @@ class _Pricing:
             (self.assumed if flops else self.uncharged).add(name)
         share = OTHER_SHARE
         if _is_attention(op):
-            share = self.attention_shares[is_backward(op)]
+            shares = self.our_shares if self.our_shares and OURS.search(op.name) else self.attention_shares
+            share = shares[is_backward(op)]
         elif _GROUPED.search(name):
             share = GROUPED_SHARE
         elif _MATMUL.search(name):

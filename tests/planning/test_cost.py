@@ -7,9 +7,10 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.kernels.attention import tpu
 from maxlm.planning import hlo
 from maxlm.planning.collectives import AxisLinks, Network
-from maxlm.planning.cost import ATTENTION_SHARES, CLOCK_HZ, HBM_SHARE, LATENCY_S, StepCost, estimate
+from maxlm.planning.cost import ATTENTION_SHARES, CLOCK_HZ, HBM_SHARE, LATENCY_S, OUR_ATTENTION_SHARES, StepCost, estimate
 from maxlm.planning.moved import moved_bytes
 from maxlm.planning.work import attention_flops, matmul_flops
 
@@ -64,6 +65,16 @@ def test_a_stated_kernel_is_charged_what_it_states():
     assert cost.attention_s == pytest.approx(cost.attention_flops / (ATTENTION_SHARES["v5e"][0] * CHIP["v5e"].peak_bf16_flops))
     assert cost.uncharged == ("silent",)
     assert cost.assumed == ()
+
+
+@pytest.mark.parametrize("name", [tpu.FORWARD, tpu.BACKWARD])
+def test_our_attention_kernel_is_known_by_its_name(name):
+    """XLA puts what jax was doing around it."""
+    text = (PROGRAMS / "kernels.hlo").read_text()
+    module = hlo.read(text.replace("flash_attention_fwd", f"transpose_jvp_{name}__"))
+    cost = estimate(module, CHIP["v5e"], CUBE, ring(CUBE))
+    share = OUR_ATTENTION_SHARES["v5e"][name == tpu.BACKWARD]
+    assert cost.attention_s == pytest.approx(cost.attention_flops / (share * CHIP["v5e"].peak_bf16_flops))
 
 
 def test_matmul_flops_are_those_of_the_model():

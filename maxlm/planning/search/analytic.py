@@ -12,8 +12,9 @@ from functools import cached_property, lru_cache
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
+from maxlm.kernels.attention.tpu import why_not
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
-from maxlm.planning.cost import ATTENTION_SHARES, HBM_SHARE
+from maxlm.planning.cost import ATTENTION_SHARES, HBM_SHARE, OUR_ATTENTION_SHARES
 from maxlm.planning.search.layouts import Layout
 from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
 from maxlm.planning.work import matrix_unit
@@ -110,6 +111,14 @@ class Analytic:
 
     # Time
 
+    @cached_property
+    def attention_shares(self) -> tuple[float, float]:
+        """Of the peak, forward and backward: our kernel's where it runs, splash's where not."""
+        chip, model = self.topology.chip, self.config.model
+        ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
+        shares = OUR_ATTENTION_SHARES if ours else ATTENTION_SHARES
+        return shares.get(chip.name, shares["v5p"])
+
     def again(self, layout: Layout) -> tuple[Matmul, ...]:
         """The matmuls of a layer that run a second time, since what they make was not kept."""
         model = self.config.model
@@ -143,7 +152,7 @@ class Analytic:
         return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        forward, backward = ATTENTION_SHARES.get(self.topology.chip.name, ATTENTION_SHARES["v5p"])
+        forward, backward = self.attention_shares
         padded = math.ceil(self.config.model.head_dim / LANES) * LANES / self.config.model.head_dim
         passes = padded * ((1 + self.attention_again(layout)) / forward + 2.5 / backward)  # two matmuls, and five
         return passes * tokens * self.attention_flops / layout.sizes["tensor"] / self.peak
