@@ -41,14 +41,19 @@ def attention_flops(op: Op, computation: Computation) -> int:
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
     """
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
-    heads = [s for s in arrays if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3 and s.dims[-1] in (64, 128, 192, 256)]
+    heads = [s for s in arrays if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3 and _head_dim(s)]
     if len(heads) < 2:
         return 0
     query, key = heads[:2]
-    results = sum(shape.dtype == query.dtype and shape.dims[-1:] == query.dims[-1:] for shape in op.shapes)
+    results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
     backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
     matmuls = backward if is_backward(op) else 2
-    return matmuls * query.elements * key.dims[-2]  # 2 FLOPs a multiply-add, half of the pairs
+    return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+
+
+def _head_dim(shape: Shape) -> int:
+    """Of queries or keys, tokens by head dim, or turned; 0 when it is neither."""
+    return next((dim for dim in (shape.dims[-1], shape.dims[-2]) if dim in (64, 128, 192, 256)), 0)
 
 
 def is_backward(op: Op) -> bool:

@@ -302,8 +302,10 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> () {{\n  %q = {shape} parameter(0)\n  %k = {shape} parameter(1)\n"
     call = '  ROOT %{name} = {results} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"\n}}\n'
 
-    def flops(name: str, results: str) -> int:
-        entry = hlo.read(text + call.format(name=name, results=results)).computations["main"]
+    turned = "bf16[2,8,128,1024]{3,2,1,0}"
+
+    def flops(name: str, results: str, lies: str = shape) -> int:
+        entry = hlo.read(text.replace(shape, lies) + call.format(name=name, results=results)).computations["main"]
         return attention_flops(entry.by_name[name], entry)
 
     pairs = 2 * 8 * 1024 * 1024 * 128
@@ -311,3 +313,5 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     assert flops("flash_dq", shape) == 3 * pairs
     assert flops("flash_dkv", f"({shape}, {shape})") == 4 * pairs
     assert flops("splash_mha_dkv", f"({shape}, {shape}, {shape})") == 5 * pairs
+    assert flops("splash_fwd", shape, turned) == 2 * pairs
+    assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs
