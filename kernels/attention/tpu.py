@@ -64,12 +64,18 @@ class _Shape:
         """Tokens of the squares that a block on the diagonal is cut into; what lies wholly above the diagonal is not computed."""
         return self.block // 2 if self.block % (2 * LANES) == 0 else self.block
 
-    @property
-    def computed(self) -> int:
+    def computed(self, *, backward: bool) -> int:
         """Scores of one head that are formed when a sequence is one document."""
-        cut = self.block // self.tile
+        cut = 1 if backward else self.block // self.tile
         beside = sum(i - _first_block(i, self) for i in range(self.blocks))
-        return self.block**2 * beside + self.blocks * self.tile**2 * cut * (cut + 1) // 2
+        return self.block**2 * beside + self.blocks * (self.block // cut) ** 2 * cut * (cut + 1) // 2
+
+
+def computed_pairs(seq_len: int, window: int | None) -> tuple[int, int]:
+    """Pairs of query and key of one head that are worked on in a sequence of one document, forward and backward: whole blocks."""
+    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, window, None, block, flipped=False, interpret=False) for block in blocks_of(seq_len))
+    forward, backward = (shape.computed(backward=backward) for shape, backward in zip(shapes, (False, True), strict=True))
+    return forward, backward
 
 
 def why_not(seq_len: int, head_dim: int, device_kind: str) -> str:
@@ -477,7 +483,7 @@ def _row_sums(x_QK: jax.Array) -> jax.Array:
 
 def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
     """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and VMEM."""
-    scores = batch * shape.heads * shape.computed
+    scores = batch * shape.heads * shape.computed(backward=matmuls == 5)
     return pl.CostEstimate(
         flops=2 * matmuls * scores * shape.head_dim, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
     )

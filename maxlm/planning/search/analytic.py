@@ -16,7 +16,7 @@ from maxlm.kernels.attention.tpu import why_not
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
 from maxlm.planning.cost import ATTENTION_SHARES, HBM_SHARE, OUR_ATTENTION_SHARES
 from maxlm.planning.search.layouts import Layout
-from maxlm.planning.search.shapes import Held, Matmul, attention_flops, held, matmuls, widths
+from maxlm.planning.search.shapes import Held, Matmul, attention_flops, attention_work, held, matmuls, widths
 from maxlm.planning.work import matrix_unit
 
 MATMUL_SHARE = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
@@ -80,6 +80,7 @@ class Analytic:
         self.widths = widths(config.model)
         self.matmuls = matmuls(config.model)
         self.attention_flops = attention_flops(config.model, config.data.seq_len)
+        self.attention_work = attention_work(config.model, config.data.seq_len)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
@@ -154,8 +155,9 @@ class Analytic:
     def _attention_s(self, layout: Layout, tokens: int) -> float:
         forward, backward = self.attention_shares
         padded = math.ceil(self.config.model.head_dim / LANES) * LANES / self.config.model.head_dim
-        passes = padded * ((1 + self.attention_again(layout)) / forward + 2.5 / backward)  # two matmuls, and five
-        return passes * tokens * self.attention_flops / layout.sizes["tensor"] / self.peak
+        work_forward, work_backward = self.attention_work
+        work = padded * ((1 + self.attention_again(layout)) * work_forward / forward + work_backward / backward)
+        return work * tokens / layout.sizes["tensor"] / self.peak
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
