@@ -4,8 +4,10 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -14,6 +16,7 @@ from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
 
+_At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
 _log = logging.getLogger(__name__)
 
 # B batch, S queries, T keys, H query heads, G key/value heads, K head dim
@@ -25,6 +28,18 @@ class Layout:
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked for beside the operands; fields as in `attention`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    layout: Layout
+    implementation: str | None
+    logsumexp: bool
 
 
 def attention(
@@ -39,6 +54,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B S H K"]:
@@ -47,11 +63,78 @@ def attention(
     A query sees a key when their segment ids are equal and not 0, the key does not stand later, and, with a `window`, it
     stands fewer than `window` tokens before. Order is by the given positions (any integers that grow along a document);
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
-    `softcap` c bends scaled scores to c * tanh(score / c). Scores, softmax and accumulation are float32; padding gets 0.
+    `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
+    is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
     `layout` says how the mesh in force splits the operands. `implementation`: "flash", "splash", "xla", or None for the best that the
     device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
     that the implementation asked for cannot run.
     """
+    asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
+    query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
+    out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
+    if sinks_H is None or lse_BHS is None:
+        return out_BSHK
+    if sinks_H.shape != q_BSHK.shape[2:3]:
+        raise ValueError(f"attention: {sinks_H.shape} sinks for {q_BSHK.shape[2]} query heads")
+    share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # what the sink leaves of the weights
+    return (out_BSHK * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHK.dtype)
+
+
+def attention_and_logsumexp(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BTGK: Float[Array, "B T G K"],
+    v_BTGK: Float[Array, "B T G K"],
+    *,
+    query_segments_BS: Int[Array, "B S"],
+    key_segments_BT: Int[Array, "B T"],
+    query_positions_BS: Int[Array, "B S"] | None = None,
+    key_positions_BT: Int[Array, "B T"] | None = None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    layout: Layout | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]:
+    """`attention`, and float32 logsumexp of every query's scores in nats, -inf where it sees nothing: parts that saw different keys add
+    up by it. Both carry gradients.
+    """
+    asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=True)
+    query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
+    out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
+    assert lse_BHS is not None, "it was asked for"
+    return out_BSHK, lse_BHS
+
+
+def _run(
+    asked: _Asked, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_at: _At, key_at: _At
+) -> tuple[jax.Array, jax.Array | None]:
+    _check(q_BSHK, k_BTGK, v_BTGK, query_at[0], key_at[0])
+    places = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
+    problems = _problems(q_BSHK.shape[1], q_BSHK.shape[3], places=places, logsumexp=asked.logsumexp)
+    chosen = asked.implementation or _choose(problems)
+    if chosen not in (*problems, "xla"):
+        raise ValueError(f"attention: no implementation {chosen!r}: there are {', '.join((*problems, 'xla'))}")
+    if problems.get(chosen):
+        raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
+    options: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
+    if chosen != "xla":
+        platform, kind = _device()
+        options |= {"device_kind": kind, "interpret": platform != "tpu"}
+        run: Callable[..., tuple[jax.Array, jax.Array | None]] = functools.partial(_splash, **options)
+        if chosen == "flash":
+            run = functools.partial(attention_flash, **options, logsumexp=asked.logsumexp)
+        return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGK, query_at[0])
+    at = [(segments, _places(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
+    out_BSHK, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGK, *at, **options, logsumexp=asked.logsumexp)
+    return checkpoint_name(out_BSHK, SAVED), lse_BHS
+
+
+def _splash(*operands: jax.Array, **options: Any) -> tuple[jax.Array, None]:
+    return attention_splash(*operands, **options), None
+
+
+def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segments_BS: jax.Array, key_segments_BT: jax.Array) -> None:
+    """Raises ValueError for shapes that do not fit."""
     heads, groups = q_BSHK.shape[2], k_BTGK.shape[2]
     if heads % groups:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key/value heads")
@@ -61,34 +144,17 @@ def attention(
         raise ValueError(
             f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}"
         )
-    places = query_positions_BS is None and key_positions_BT is None and q_BSHK.shape[1] == k_BTGK.shape[1]
-    problems = _problems(q_BSHK.shape[1], q_BSHK.shape[3], places=places)
-    chosen = implementation or _choose(problems)
-    if chosen not in (*problems, "xla"):
-        raise ValueError(f"attention: no implementation {chosen!r}: there are {', '.join((*problems, 'xla'))}")
-    if problems.get(chosen):
-        raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
-    if chosen != "xla":
-        platform, kind = _device()
-        kernel: Callable[..., jax.Array] = attention_flash if chosen == "flash" else attention_splash
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        run = functools.partial(kernel, **options, device_kind=kind, interpret=platform != "tpu")
-        return _on_each_device(run, layout or Layout())(q_BSHK, k_BTGK, v_BTGK, query_segments_BS)
-    positions_BS = query_positions_BS if query_positions_BS is not None else _places(query_segments_BS)
-    positions_BT = key_positions_BT if key_positions_BT is not None else _places(key_segments_BT)
-    query_at, key_at = (query_segments_BS, positions_BS), (key_segments_BT, positions_BT)
-    out_BSHK = attention_xla(q_BSHK, k_BTGK, v_BTGK, query_at, key_at, scale=scale, window=window, softcap=softcap)
-    return checkpoint_name(out_BSHK, SAVED)
 
 
-def _problems(seq_len: int, head_dim: int, *, places: bool) -> dict[str, str]:
+def _problems(seq_len: int, head_dim: int, *, places: bool, logsumexp: bool) -> dict[str, str]:
     """TPU kernels, the best first, and why each cannot run this; empty when it can. Interpreted, they run where there is no TPU."""
     platform, kind = _device()
     if not places:
         elsewhere = "queries and keys must stand at the same places of the sequence"
         return {"flash": elsewhere, "splash": elsewhere}
     uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
-    return {"flash": uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else ""), "splash": uneven}
+    flash = uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
+    return {"flash": flash, "splash": "its logsumexp has no gradient" if logsumexp else uneven}
 
 
 def _choose(problems: Mapping[str, str]) -> str:
@@ -111,11 +177,12 @@ def _device() -> tuple[str, str]:
     return (device.platform, device.device_kind) if device is not None else (jax.default_backend(), "")
 
 
-def _on_each_device(run: Callable[..., jax.Array], layout: Layout) -> Callable[..., jax.Array]:
+def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool) -> Callable[..., Any]:
     if not (layout.batch or layout.heads):
         return run
     spec, tokens = P(layout.batch or None, None, layout.heads or None), P(layout.batch or None)
-    return jax.shard_map(run, in_specs=(spec, spec, spec, tokens), out_specs=spec, check_vma=False)
+    by_head = P(layout.batch or None, layout.heads or None) if logsumexp else None
+    return jax.shard_map(run, in_specs=(spec, spec, spec, tokens), out_specs=(spec, by_head), check_vma=False)
 
 
 def _places(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:

@@ -112,14 +112,19 @@ def attention_flash(
     window: int | None,
     softcap: float | None,
     device_kind: str,
+    logsumexp: bool = False,
     interpret: bool = False,
-) -> Float[Array, "B S H K"]:
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
     block, width, flipped = blocks_of(seq_len)[0], heads_first[0].shape[-1], device_kind in WIDE
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, block, flipped, interpret)
-    return _attention(*heads_first, segments_BS, shape).reshape(batch, seq_len, heads, -1)[..., :head_dim]
+    if not logsumexp:
+        return _attention(*heads_first, segments_BS, shape).reshape(batch, seq_len, heads, -1)[..., :head_dim], None
+    out_BSN, lse_BHS = _attention_and_lse(*heads_first, segments_BS, shape)
+    natural_BHS = jnp.where(lse_BHS >= -_MASKED, -jnp.inf, lse_BHS * math.log(2))
+    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], natural_BHS
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -146,6 +151,30 @@ def _attention_backward(shape: _Shape, saved: tuple[jax.Array, ...], dout_BSN: j
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention_and_lse(
+    q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(q_BHSK, k_BGSK, v_BGSK, segments_BS, shape)
+
+
+def _both_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    _, saved = _attention_forward(q, k, v, segments_BS, shape)
+    return (saved[-2], saved[-1]), saved
+
+
+def _both_backward(shape: _Shape, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
+    dout_BSN, dlse_BHS = cotangents
+    q, k, v, segments_BS, out_BSN, lse_BHS = saved
+    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
+    return *_backward(q, k, v, out_BSN, dout_BSN, lse_BHS, segments_BS, shape, dlse_BHS * math.log2(math.e)), None
+
+
+_attention_and_lse.defvjp(_both_forward, _both_backward)
 
 
 # Which blocks meet. Queries of block i see keys of blocks first..i; a window ends the reach, documents leave out some between.
@@ -366,8 +395,12 @@ def _backward(
     lse_BHS: jax.Array,
     segments_BS: jax.Array,
     shape: _Shape,
+    dlse_BHS: jax.Array | None = None,
 ) -> Gradients:
-    """Gradients of q, k and v. Heads that share keys come one after the other; dk and dv are written after the last of them."""
+    """Gradients of q, k and v. Heads that share keys come one after the other; dk and dv are written after the last of them.
+
+    `dlse_BHS`: cotangent of the logsumexp in nats, where that is used: a score moves it by its weight, as one moves the output.
+    """
     batch, share = q_BHSK.shape[0], shape.heads // shape.groups
     whole = (1, 1, shape.seq_len, shape.head_dim)
     of_head = pl.BlockSpec(whole, lambda b, g, r, j, _: (b, g * share + r, 0, 0))
@@ -375,14 +408,23 @@ def _backward(
     block = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, g, r, j, _: (b, g, j, 0))
     columns = pl.BlockSpec((1, shape.seq_len, shape.head_dim), lambda b, g, r, j, _: (b, 0, g * share + r))
     row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
+    rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
-        functools.partial(_backward_kernel, shape),
+        functools.partial(_backward_kernel, shape, len(rows)),
         name=BACKWARD,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSK)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, shape.groups, share, shape.blocks),
-            in_specs=[of_head, columns, columns, block, block, row, pl.BlockSpec((1, 1, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0))],
+            in_specs=[
+                of_head,
+                columns,
+                columns,
+                block,
+                block,
+                pl.BlockSpec((1, 1, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0)),
+                *[row] * len(rows),
+            ],
             out_specs=[of_head, of_group, of_group],
             scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32)] + [pltpu.VMEM(_turned(whole[2:], shape), jnp.float32)] * 3,
         ),
@@ -392,24 +434,31 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim),
         ),
         interpret=shape.interpret,
-    )(block_ranges(segments_BS, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSK, lse_BHS[:, :, None], segments_BS[:, None])
+    )(
+        block_ranges(segments_BS, shape.block),
+        q_BHSK,
+        out_BSN,
+        dout_BSN,
+        k_BGSK,
+        v_BGSK,
+        segments_BS[:, None],
+        *rows,
+    )
 
 
 def _backward_kernel(
     shape: _Shape,
+    rows: int,
     ranges_ref: Ref,
     q_ref: Ref,
     out_ref: Ref,
     dout_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    lse_ref: Ref,
     segments_ref: Ref,
-    dq_ref: Ref,
-    dk_ref: Ref,
-    dv_ref: Ref,
-    *sums: Ref,
+    *refs: Ref,
 ) -> None:
+    (lse_ref, *dlse_refs), (dq_ref, dk_ref, dv_ref, *sums) = refs[:rows], refs[rows:]
     b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     delta_ref, dq_sum, dk_sum, dv_sum = sums
     keys, whole = pl.Slice(j * shape.block, shape.block), pl.Slice(0, shape.block)
@@ -433,7 +482,8 @@ def _backward_kernel(
         def _(i: Index) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
             dq_sum[at(queries)] = zero
-            delta_ref[:, queries] = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
+            delta_1Q = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
+            delta_ref[:, queries] = functools.reduce(lambda delta, dlse_ref: delta - dlse_ref[0, 0, :, queries], dlse_refs, delta_1Q)
 
     @pl.when(r == 0)
     def _() -> None:

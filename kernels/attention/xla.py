@@ -1,6 +1,8 @@
 """Attention in plain XLA operations: the portable form. Long sequences go in blocks of queries, so scores never fill memory."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +24,18 @@ def attention_xla(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> Float[Array, "B S H K"]:
-    """See `maxlm.kernels.attention`."""
-    attend = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGK=v_BTGK, key_at=key_at, scale=scale, window=window, softcap=softcap)
-    queries = q_BSHK.shape[1]
+    logsumexp: bool,
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
+    """See `maxlm.kernels.attention`; the second only if `logsumexp` is asked for."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "logsumexp": logsumexp}
+    attend: Callable[..., Any] = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGK=v_BTGK, key_at=key_at, **options)
+    batch, queries, heads, _ = q_BSHK.shape
     if queries <= QUERY_BLOCK or queries % QUERY_BLOCK:
         return attend(q_BSHK, query_at)
     blocks = (_split(q_BSHK), (_split(query_at[0]), _split(query_at[1])))
-    out_NBSHK = jax.lax.map(lambda block: jax.checkpoint(attend)(*block), blocks)
-    return jnp.moveaxis(out_NBSHK, 0, 1).reshape(q_BSHK.shape)
+    out_NBSHK, lse_NBHS = jax.lax.map(lambda block: jax.checkpoint(attend)(*block), blocks)
+    out_BSHK = jnp.moveaxis(out_NBSHK, 0, 1).reshape(q_BSHK.shape)
+    return out_BSHK, None if lse_NBHS is None else jnp.moveaxis(lse_NBHS, 0, 2).reshape(batch, heads, queries)
 
 
 def _split(x: jax.Array) -> jax.Array:
@@ -48,7 +53,8 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> jax.Array:
+    logsumexp: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)
@@ -56,11 +62,17 @@ def _attend(
     if softcap is not None:
         scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
     # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.
-    weights_BGRST = jax.nn.softmax(scores_BGRST + _mask(query_at, key_at, window)[:, None, None], axis=-1)
+    scores_BGRST += _mask(query_at, key_at, window)[:, None, None]
+    weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
     out_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
     # Padding must give 0.
     out_BSGRK = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRK, 0)
-    return out_BSGRK.reshape(q_BSHK.shape)
+    out_BSHK = out_BSGRK.reshape(q_BSHK.shape)
+    if not logsumexp:
+        return out_BSHK, None
+    lse_BHS = jax.nn.logsumexp(scores_BGRST, axis=-1).reshape(batch, heads, queries)
+    blind_BHS = (query_at[0] == 0)[:, None] | (lse_BHS <= jnp.finfo(jnp.float32).min / 2)
+    return out_BSHK, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
 
 
 def _mask(query_at: At, key_at: At, window: int | None) -> Float[Array, "B S T"]:

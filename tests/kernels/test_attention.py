@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.kernels import attention
+from maxlm.kernels import attention, attention_and_logsumexp
 from maxlm.kernels.attention import tpu, xla
 from maxlm.kernels.attention.reference import attention_reference, visible
 
@@ -85,6 +85,84 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
+def logsumexp_reference(q, k, segments_BS, window=None, scale=0.3):
+    """Of the scores that a query sees, in nats [B, H, S]."""
+    places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]
+    seen = jnp.stack([visible(np.asarray(row), np.asarray(row), places, places, window) for row in segments_BS])
+    scores = scale * jnp.einsum("bshk,bthk->bhst", q, jnp.repeat(k, share, axis=2))
+    return jax.nn.logsumexp(scores, axis=-1, where=seen[:, None])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}])
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
+    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
+    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
+    q, k, v, segments = operands(10, S=256, G=2, K=16)
+    of_out, of_lse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 4, 256))
+
+    def ours(q, k, v):
+        return attention_and_logsumexp(
+            q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.3, implementation=implementation, **options
+        )
+
+    def loss(both, q, k, v):
+        out, lse = both(q, k, v)
+        return jnp.sum(of_out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), of_lse * lse, 0.0))
+
+    def theirs(q, k, v):
+        return reference(q, k, v, segments, **options), logsumexp_reference(q, k, segments, **options)
+
+    np.testing.assert_allclose(ours(q, k, v)[1], theirs(q, k, v)[1], atol=1e-5)
+    mine, other = (jax.grad(lambda *qkv, both=both: loss(both, *qkv), argnums=(0, 1, 2))(q, k, v) for both in (ours, theirs))
+    for a, b in zip(mine, other, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "xla"])
+def test_a_sink_is_a_key_without_value(implementation):
+    q, k, v, segments = operands(11, S=128, H=2, G=1, K=16)
+    sinks = jnp.asarray([0.7, -3.0])
+
+    def by_definition(sinks):
+        out, lse = reference(q, k, v, segments), logsumexp_reference(q, k, segments)
+        kept = jnp.exp(lse) / (jnp.exp(lse) + jnp.exp(sinks)[:, None])
+        return out * jnp.swapaxes(kept, 1, 2)[..., None]
+
+    def ours(sinks):
+        return run(q, k, v, segments, sinks_H=sinks, implementation=implementation)
+
+    np.testing.assert_allclose(ours(sinks), by_definition(sinks), atol=1e-5)
+    mine, other = (jax.grad(lambda sinks, f=f: jnp.sum(f(sinks) ** 2))(sinks) for f in (ours, by_definition))
+    np.testing.assert_allclose(mine, other, rtol=1e-4)
+
+
+def test_parts_that_saw_different_keys_add_up_by_logsumexp():
+    """What ring attention relies on."""
+    q, k, v, segments = operands(12)
+    places = jnp.broadcast_to(jnp.arange(24), segments.shape)
+    half = [
+        attention_and_logsumexp(
+            q, k[:, part], v[:, part], query_segments_BS=segments, key_segments_BT=segments[:, part],
+            query_positions_BS=places, key_positions_BT=places[:, part], scale=0.3,
+        )
+        for part in (slice(0, 12), slice(12, 24))
+    ]  # fmt: skip
+    total = jnp.logaddexp(half[0][1], half[1][1])
+    shares = [jnp.swapaxes(jnp.where(jnp.isfinite(lse), jnp.exp(lse - total), 0.0), 1, 2)[..., None] for _, lse in half]
+    merged = sum(share * out for share, (out, _) in zip(shares, half, strict=True))
+    np.testing.assert_allclose(jnp.where((segments != 0)[..., None, None], merged, 0), run(q, k, v, segments), atol=2e-6)
+
+
+def test_splash_gives_no_logsumexp():
+    q, k, v, segments = operands(S=128)
+    with pytest.raises(ValueError, match="splash cannot run this: its logsumexp has no gradient"):
+        run(q, k, v, segments, sinks_H=jnp.zeros(4), implementation="splash")
+    with pytest.raises(ValueError, match=r"attention: \(3,\) sinks for 4 query heads"):
+        run(q, k, v, segments, sinks_H=jnp.zeros(3))
 
 
 def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):

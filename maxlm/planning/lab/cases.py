@@ -60,7 +60,7 @@ def attention_case(name: str, implementation: str, device_kind: str) -> Case:
         scalars = {tpu.FORWARD: [ranges[0]], tpu.BACKWARD: [ranges[1]]}
 
         def run(*operands: jax.Array) -> jax.Array:
-            return tpu.attention_flash(*operands, **options, device_kind=device_kind)
+            return tpu.attention_flash(*operands, **options, device_kind=device_kind)[0]
     else:
         kernel = splash.splash_kernel(heads, shape.seq_len, shape.window, None, interpret=False, device_kind=device_kind)
         infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info}
