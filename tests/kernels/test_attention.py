@@ -165,6 +165,32 @@ def test_splash_gives_no_logsumexp():
         run(q, k, v, segments, sinks_H=jnp.zeros(3))
 
 
+def test_bfloat16_is_as_exact_as_xla(monkeypatch):
+    """Against the definition in float32: no implementation may be off by more than twice what plain bfloat16 operations are."""
+    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
+    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    q, k, v, segments = operands(13, B=1, S=512, H=2, G=1, K=64)
+    weights = jax.random.normal(jax.random.key(3), q.shape)
+    rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+
+    def errors(**options):
+        def both(q, k, v):
+            out = run(q, k, v, segments, scale=0.4, **options)
+            return jnp.sum(weights * out), out
+
+        (_, out), gradients = jax.value_and_grad(both, argnums=(0, 1, 2), has_aux=True)(*rounded)
+        return [jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y) for x, y in zip((out, *gradients), exact, strict=True)]
+
+    def defined(q, k, v):
+        out = reference(q, k, v, segments, scale=0.4)
+        return jnp.sum(weights * out), out
+
+    (_, out), gradients = jax.value_and_grad(defined, argnums=(0, 1, 2), has_aux=True)(*(x.astype(jnp.float32) for x in rounded))
+    exact = (out, *gradients)
+    for ours, plain in zip(errors(implementation="flash"), errors(implementation="xla"), strict=True):
+        assert ours < 2 * plain
+
+
 def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
     """As chips with a matrix unit of 256 do."""
     q, k, v, segments = operands(7, B=1, S=256, G=2, K=16)
