@@ -282,6 +282,93 @@ def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B
     return out, lse[:, :, 0]
 
 
+@dataclass(frozen=True)
+class _Softmax:
+    """That of the queries of block `i` on its way: for each a score to which weights are relative, their sum, and that of values.
+
+    A fixed reference spares the vector unit half of its work: scores go from the matrix unit through exp2 back into it, and are
+    stored nowhere. The largest score among a query's nearest keys is one that nearly always does: it must come within 2**`_SAFE`
+    of what the sum holds.
+    """
+
+    shape: _Shape
+    i: Index
+    q_ref: Ref
+    k_ref: Ref
+    v_ref: Ref
+    segments_ref: Ref
+    top_ref: Ref
+    sum_ref: Ref
+    mixed_ref: Ref
+
+    @property
+    def tiles(self) -> list[pl.Slice]:
+        return [pl.Slice(start, self.shape.tile) for start in range(0, self.shape.block, self.shape.tile)]
+
+    def clear(self) -> None:
+        self.top_ref[...] = jnp.full_like(self.top_ref, _FIRST_MAXIMUM)
+        self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
+        self.mixed_ref[...] = jnp.zeros_like(self.mixed_ref)
+
+    def begin(self, mask: str) -> None:
+        """The keys of their own block: those of a tile on the diagonal give each query its reference."""
+        for queries in self.tiles:
+            far, seen = pl.Slice(0, queries.start), pl.Slice(0, queries.start + queries.size)
+            scores_TQ = self._scores(self.i, seen, queries)
+            near_TQ = jnp.where(self._hidden(self.i, queries, queries, mask), _MASKED, scores_TQ[queries.start :])
+            top_1Q = jnp.maximum(jnp.max(near_TQ, axis=0, keepdims=True), _FIRST_MAXIMUM)
+            weights_TQ = jnp.exp2(near_TQ - top_1Q)
+            if queries.start:
+                far_TQ = jnp.exp2(scores_TQ[: queries.start] - top_1Q)
+                if mask == _ALL:
+                    far_TQ = jnp.where(self._hidden(self.i, far, queries, mask), 0.0, far_TQ)
+                weights_TQ = jnp.concatenate([far_TQ, weights_TQ])
+            self.top_ref[:, queries] = top_1Q
+            self._mix(self.i, seen, queries, weights_TQ)
+
+    def add(self, j: Index, mask: str) -> None:
+        """The keys of block j."""
+        whole = pl.Slice(0, self.shape.block)
+        top = self.top_ref[...]
+        if mask != _NONE:
+            top = jnp.where(self._hidden(j, whole, whole, mask), -_MASKED, top)
+        self._mix(j, whole, whole, jnp.exp2(self._scores(j, whole, whole) - top))
+
+    def renew(self, j: Index) -> None:
+        """The keys of block j, with the largest score so far for a reference."""
+        for queries in self.tiles:
+            for keys in self.tiles:
+                scores_TQ = jnp.where(self._hidden(j, keys, queries, _ALL), _MASKED, self._scores(j, keys, queries))
+                before_1Q = self.top_ref[:, queries]
+                top_1Q = jnp.maximum(before_1Q, jnp.max(scores_TQ, axis=0, keepdims=True))
+                fade_1Q = jnp.exp2(before_1Q - top_1Q)
+                self.top_ref[:, queries] = top_1Q
+                self.sum_ref[:, queries] *= fade_1Q
+                self.mixed_ref[:, queries] *= fade_1Q
+                self._mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """(output [Q, K] in float32, logsumexp [1, Q] in base 2)."""
+        total_1Q = self.sum_ref[...]
+        nothing = total_1Q == 0
+        out_QK = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
+        return out_QK, jnp.where(nothing, -_MASKED, self.top_ref[...] + jnp.log2(total_1Q))
+
+    def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
+        keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
+        return _scores(self.k_ref[0, 0, keys, :], self.q_ref[0, 0, queries, :], self.shape)[0]
+
+    def _hidden(self, j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> jax.Array:
+        return _hidden(self.segments_ref, self.i, j, keys, queries, mask, self.shape)
+
+    def _mix(self, j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
+        v_TK = self.v_ref[0, 0, pl.Slice(j * self.shape.block + keys.start, keys.size), :]
+        self.sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
+        self.mixed_ref[:, queries] += jax.lax.dot_general(
+            v_TK, weights_TQ.astype(v_TK.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+
 def _forward_kernel(
     shape: _Shape,
     ranges_ref: Ref,
@@ -291,98 +378,32 @@ def _forward_kernel(
     segments_ref: Ref,
     out_ref: Ref,
     lse_ref: Ref,
-    top_ref: Ref,
-    sum_ref: Ref,
-    mixed_ref: Ref,
+    *sums: Ref,
 ) -> None:
-    """Softmax against a fixed score of each query, and, only where a sum then leaves the range of float32, against its running maximum.
-
-    A fixed reference spares the vector unit half of its work: scores go from the matrix unit through exp2 back into it, and are
-    stored nowhere. The largest score among a query's nearest keys is one that nearly always does: it must come within 2**`_SAFE`
-    of what the sum holds.
-    """
     b, i = pl.program_id(0), pl.program_id(2)
-    tiles = [pl.Slice(start, shape.tile) for start in range(0, shape.block, shape.tile)]
-
-    def clear() -> None:
-        top_ref[...] = jnp.full_like(top_ref, _FIRST_MAXIMUM)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-        mixed_ref[...] = jnp.zeros_like(mixed_ref)
-
-    def scores(j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
-        return _scores(k_ref[0, 0, pl.Slice(j * shape.block + keys.start, keys.size), :], q_ref[0, 0, queries, :], shape)[0]
-
-    def add(j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> None:
-        top = top_ref[:, queries]
-        if mask != _NONE:
-            top = jnp.where(_hidden(segments_ref, i, j, keys, queries, mask, shape), -_MASKED, top)
-        mix(j, keys, queries, jnp.exp2(scores(j, keys, queries) - top))
-
-    def mix(j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
-        v_TK = v_ref[0, 0, pl.Slice(j * shape.block + keys.start, keys.size), :]
-        sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
-        mixed_ref[:, queries] += jax.lax.dot_general(
-            v_TK, weights_TQ.astype(v_TK.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-
-    def renew(j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> None:
-        """`add`, with the largest score so far for a reference."""
-        scores_TQ = jnp.where(_hidden(segments_ref, i, j, keys, queries, mask, shape), _MASKED, scores(j, keys, queries))
-        before_1Q = top_ref[:, queries]
-        top_1Q = jnp.maximum(before_1Q, jnp.max(scores_TQ, axis=0, keepdims=True))
-        fade_1Q = jnp.exp2(before_1Q - top_1Q)
-        top_ref[:, queries] = top_1Q
-        sum_ref[:, queries] *= fade_1Q
-        mixed_ref[:, queries] *= fade_1Q
-        mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
-
-    def diagonal(mask: str) -> None:
-        for queries in tiles:
-            far, seen = pl.Slice(0, queries.start), pl.Slice(0, queries.start + queries.size)
-            scores_TQ = scores(i, seen, queries)
-            near_TQ = jnp.where(_hidden(segments_ref, i, i, queries, queries, mask, shape), _MASKED, scores_TQ[queries.start :])
-            top_1Q = jnp.maximum(jnp.max(near_TQ, axis=0, keepdims=True), _FIRST_MAXIMUM)
-            weights_TQ = jnp.exp2(near_TQ - top_1Q)
-            if queries.start:
-                far_TQ = jnp.exp2(scores_TQ[: queries.start] - top_1Q)
-                if mask == _ALL:
-                    far_TQ = jnp.where(_hidden(segments_ref, i, i, far, queries, mask, shape), 0.0, far_TQ)
-                weights_TQ = jnp.concatenate([far_TQ, weights_TQ])
-            top_ref[:, queries] = top_1Q
-            mix(i, seen, queries, weights_TQ)
+    softmax = _Softmax(shape, i, q_ref, k_ref, v_ref, segments_ref, *sums)
 
     def beside(j: jax.Array, _: None) -> None:
-        whole = pl.Slice(0, shape.block)
-        _on_blocks(b, i, j, ranges_ref, shape, functools.partial(add, j, whole, whole), _NONE, _APART)
+        _on_blocks(b, i, j, ranges_ref, shape, functools.partial(softmax.add, j), _NONE, _APART)
 
-    clear()
-    _on_blocks(b, i, i, ranges_ref, shape, diagonal, _ORDER, _ALL)
+    softmax.clear()
+    _on_blocks(b, i, i, ranges_ref, shape, softmax.begin, _ORDER, _ALL)
     jax.lax.fori_loop(_first_block(i, shape), i, beside, None)
-
-    def result() -> tuple[jax.Array, jax.Array]:
-        total_1Q = sum_ref[...]
-        nothing = total_1Q == 0
-        out_QK = (mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
-        return out_QK.astype(out_ref.dtype), jnp.where(nothing, -_MASKED, top_ref[...] + jnp.log2(total_1Q))
-
-    out_ref[0], lse_ref[0, 0] = result()
-    lost_1Q = jnp.where(sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
+    out_QK, lse_ref[0, 0] = softmax.result()
+    out_ref[0] = out_QK.astype(out_ref.dtype)
+    lost_1Q = jnp.where(softmax.sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
 
     @pl.when(jnp.max(lost_1Q) > 0)
     def _() -> None:
-        clear()
+        softmax.clear()
 
         @pl.loop(_first_block(i, shape), i + 1)
         def _(j: Index) -> None:
-            @pl.when(_meet(ranges_ref, b, i, j)[0])
-            def _() -> None:
-                for queries in tiles:
-                    for keys in tiles:
-                        renew(j, keys, queries, _ALL)
+            pl.when(_meet(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
 
-        out_QK, lse_1Q = result()
+        out_QK, lse_1Q = softmax.result()
         lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
-        out_ref[0] = jnp.where(lost_Q1 > 0, out_QK, out_ref[0])  # a query depends on no other, to the bit
+        out_ref[0] = jnp.where(lost_Q1 > 0, out_QK.astype(out_ref.dtype), out_ref[0])  # a query depends on no other, to the bit
         lse_ref[0, 0] = jnp.where(lost_1Q > 0, lse_1Q, lse_ref[0, 0])
 
 
