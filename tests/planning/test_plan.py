@@ -139,6 +139,14 @@ def test_ctrl_c_is_heard_even_where_python_drops_it():
 
 
 @needs_libtpu
+def test_a_second_ctrl_c_loses_nothing():
+    """The first ends the search; what it found is still to be printed and written."""
+    with Compiler():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_topologies_are_compared(capfd, monkeypatch):
     answers = []
 

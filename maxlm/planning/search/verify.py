@@ -64,8 +64,9 @@ class Compiler:
         return self
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._stopped = True
-        raise KeyboardInterrupt
+        if not self._stopped:  # a second Ctrl-C would lose what the first one keeps
+            self._stopped = True
+            raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.signal(signal.SIGINT, self._handler)
