@@ -116,7 +116,7 @@ def _plan(request: Request, loaded: LoadedConfig, topology: Topology) -> Plan:
             tell(f"compiling {words(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps what was found)")
 
         explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), said, explore.MOST_COMPILES)
-    return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
+        return Plan(request, loaded, topology, search, own, scale_of(config, topology, request.tokens), points(search))
 
 
 def analytic(config: Config, topology: Topology) -> "Analytic":
