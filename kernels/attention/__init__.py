@@ -69,13 +69,13 @@ def attention(
     device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
     that the implementation asked for cannot run.
     """
+    if sinks_H is not None and sinks_H.shape != q_BSHK.shape[2:3]:
+        raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
     asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
     out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
     if sinks_H is None or lse_BHS is None:
         return out_BSHK
-    if sinks_H.shape != q_BSHK.shape[2:3]:
-        raise ValueError(f"attention: {sinks_H.shape} sinks for {q_BSHK.shape[2]} query heads")
     share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # what the sink leaves of the weights
     return (out_BSHK * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHK.dtype)
 

@@ -168,10 +168,16 @@ def test_recomputing_costs_what_it_computes():
     ],
 )  # fmt: skip
 def test_the_8b_step_on_v5p_is_near_what_the_compiler_said(settings, parts, needed):
-    """Seconds and GiB as `maxlm compile` gave them (libtpu 0.0.42): before anything is compiled, the step is known to 3%."""
+    """Seconds and GiB as `maxlm compile` gave them (libtpu 0.0.42): before anything is compiled, the step is known to 3%.
+
+    Attention's are of today's kernel, compiled for the second layout; in the others they are what its passes cost there, by how often
+    each runs.
+    """
     said = estimate(layout(**settings))
     assert sum(said.parts) == pytest.approx(sum(parts), rel=0.03)
-    assert said.parts[:4] == pytest.approx(parts, rel=0.05, abs=0.03)
+    assert said.parts[:2] == pytest.approx(parts[:2], rel=0.025)
+    assert said.parts[2] == pytest.approx(parts[2], rel=0.08)
+    assert said.parts[3] == pytest.approx(parts[3], abs=0.016)
     assert (said.state + said.temporaries) / 2**30 == pytest.approx(needed, rel=0.1)
 
 

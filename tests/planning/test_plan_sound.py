@@ -1,7 +1,7 @@
 """Nothing that `maxlm plan` drops uncompiled would have been chosen, and its choice is that of compiling everything.
 
-A choice is held to be as good as the fastest of all when it is within CLOSE of it: XLA's estimates of one step move by half as much
-when only the number of loss chunks changes, and a search of a few compiles does not go on for less.
+Two compiled steps are held to be equal when they differ by less than NOISE: XLA's estimates of one step move by as much when only the
+number of loss chunks changes.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from maxlm.planning.search.layouts import Layout, layouts
 from maxlm.planning.search.plan import analytic
 from maxlm.planning.search.verify import verify
 
-CLOSE = 0.01
+NOISE = 0.005
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
 data: {store: unused, seq_len: 512}
@@ -77,5 +77,5 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     explore(search, config, None, lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
     fastest = min(verdict.step_s for verdict in everything.values())
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
-    assert search.best.verdict.step_s <= fastest * (1 + CLOSE)
+    assert search.best.verdict.step_s <= fastest * (1 + NOISE)
     assert len(everything) == search.counted == len(search.open) + len(search.found) + len(search.too_slow) + len(search.too_large)
