@@ -22,12 +22,12 @@ from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
 
 # M rows, E experts, K and N what weights map from and to. A product contracts C of its rows to D: K to N, or transposed N to K.
 
-PRODUCT, TRANSPOSED, WEIGHTS = "grouped_matmul", "grouped_matmul_transposed", "grouped_matmul_weights"  # names in the compiled program
+FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_dx", "grouped_matmul_dw"  # what the kernels are called in the program
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of a tile of the weights' gradient, rows and columns
-MOST_CYCLES = 4096  # of one dot: all of it is straight code, which takes long to compile
+MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _SPARE = 4 << 20  # bytes of VMEM for what the compiler keeps there
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
@@ -88,7 +88,7 @@ def product_bytes(tiles: Tiles, itemsize: int) -> int:
 
 
 def weights_bytes(tiles: Tiles, itemsize: int) -> int:
-    """VMEM of the weights' gradient: the same, and the sum in float32."""
+    """VMEM of the weights' gradient: everything twice, the sum in float32, and the result of a dot."""
     rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
     return 2 * itemsize * (rows * deep + rows * wide + deep * wide) + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
 
@@ -164,7 +164,7 @@ def product(
 
     return pl.pallas_call(
         functools.partial(_product_kernel, tiles, transposed),
-        name=TRANSPOSED if transposed else PRODUCT,
+        name=ROWS if transposed else FORWARD,
         out_shape=jax.ShapeDtypeStruct((rows, columns), x_MC.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits.scalars),
@@ -220,7 +220,7 @@ def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
 def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Ref, w_ref: Ref, arrived: Ref) -> Index:
     """Which half of `w_ref` holds the weights of this visit. At the first visit of a group those of the next are sent for."""
     core, n, columns, weights = pl.program_id(0), pl.program_id(1), pl.num_programs(1), plan.weights_ref[0]
-    slot = (n * weights + visit.rank) % 2
+    slot = (n * weights + visit.rank) & 1
 
     def copy(n: Index, rank: Index, slot: Index) -> Any:
         start = (core * columns + n) * tiles.wide
@@ -231,9 +231,9 @@ def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Re
     @pl.when(visit.first & (visit.rank < weights))
     def _() -> None:
         final = visit.rank + 1 == weights
-        pl.when((n == 0) & (visit.rank == 0))(copy(n, visit.rank, slot).start)
-        pl.when(jnp.logical_not(final))(copy(n, visit.rank + 1, 1 - slot).start)
-        pl.when(final & (n + 1 < columns))(copy(n + 1, 0, 1 - slot).start)
+        pl.when((n == 0) & (visit.rank == 0))(lambda: copy(n, visit.rank, slot).start())
+        pl.when(jnp.logical_not(final))(lambda: copy(n, visit.rank + 1, 1 - slot).start())
+        pl.when(final & (n + 1 < columns))(lambda: copy(n + 1, 0, 1 - slot).start())
         copy(n, visit.rank, slot).wait()
 
     return slot

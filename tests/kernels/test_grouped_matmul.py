@@ -164,7 +164,7 @@ def test_kernels_compile_for_every_chip(deep, wide, chip, monkeypatch):
     groups = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=everywhere)
     with jax.set_mesh(mesh):
         text = everything.lower("tpu", *given, groups).compile().as_text()
-    assert all(name in text for name in (tpu.PRODUCT, tpu.TRANSPOSED, tpu.WEIGHTS))
+    assert all(name in text for name in (tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS))
     assert f"[16,{wide},{deep}]" not in text
 
 

@@ -2,6 +2,7 @@
 copy between HBM and VMEM takes its time: what waits for one is known, too.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -14,11 +15,12 @@ from maxlm.config.errors import UserError
 from maxlm.planning.lab.bundles import Code, Instruction
 
 DELAY = 4  # bundles after a branch that are issued all the same
-MOST_BUNDLES = 10**7  # a kernel that issues more does not end
+MOST_BUNDLES = 10**8  # a kernel that issues more does not end
 LANES = 128
 GRANULE = 32  # bytes, in which copies are counted
 
 _COPIES = ("dma.hbm_to_vmem", "dma.vmem_to_hbm")
+_THREAD = re.compile(r"^\[thread:\S*\] *")  # before the first operand of a copy, or in its place
 _NAMED = re.compile(r"[sp]\d+( |$)")  # a name of memory may follow
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "eq": lambda a, b: a == b,
@@ -82,10 +84,11 @@ def execute(code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float = m
     while core.at < len(code.bundles):
         core.step()
     units: Counter[str] = Counter()
-    for number, times in enumerate(core.issued):
+    issued = list(itertools.accumulate(core.issued[:-1]))
+    for number, times in enumerate(issued):
         for unit, count in code.units[number].items() if times else ():
             units[unit] += times * count
-    return Run(sum(core.issued), units, core.memory.moved, math.ceil(core.memory.waited))
+    return Run(sum(issued), units, core.memory.moved, math.ceil(core.memory.waited))
 
 
 class _Memory:
@@ -111,7 +114,7 @@ class _Core:
         self.code = code
         self.arrays = [operand for operand in operands if operand.size > 1]
         self.numbers = {place: int(operand.item()) for place, operand in enumerate(operands) if operand.size == 1}  # come in registers
-        self.issued = [0] * len(code.bundles)
+        self.issued = [0] * (len(code.bundles) + 1)  # each time more often than the bundle before
         self.registers: dict[str, float] = {}
         self.smem: dict[int, int] = {}
         self.bases: dict[str, int] = {}
@@ -119,12 +122,18 @@ class _Core:
         self.left, self.copied = MOST_BUNDLES, 0
         self.memory = _Memory(bytes_a_cycle)
         self.acting = [[instruction for instruction in bundle if _acts(instruction)] for bundle in code.bundles]
+        self.quiet = list(range(len(code.bundles)))  # up to where nothing acts
+        for number in reversed(range(len(code.bundles))):
+            if not self.acting[number]:
+                self.quiet[number] = number + 1 if number + 1 == len(code.bundles) else self.quiet[number + 1]
 
     def step(self) -> None:
-        """Issue one bundle: all of it is read before any of it is written."""
+        """Issue one bundle that acts, or all until the next that does: all of it is read before any of it is written."""
         number = self.at
+        self.at = max(number + 1, int(min(self.quiet[number], self.jump[0] + 1)))
         self.issued[number] += 1
-        self.left -= 1
+        self.issued[self.at] -= 1
+        self.left -= self.at - number
         if self.left < 0:
             raise UserError(f"A kernel does not end within {MOST_BUNDLES:,} bundles: its scalars are not those that it was made for.")
         writes = [(i, 0 if i.opcode.startswith("dma") else self.value(i)) for i in self.acting[number] if self.holds(i.guard)]
@@ -136,13 +145,12 @@ class _Core:
             elif instruction.opcode.endswith("to_smem"):
                 self.copy(instruction)
             elif instruction.opcode in _COPIES:
-                _, size, _, flag = [operand for operand in instruction.operands if not operand.startswith("[thread")][:4]
+                _, size, _, flag = [operand for text in instruction.operands if (operand := _THREAD.sub("", text))][:4]
                 self.memory.send(int(self.read(flag)), int(self.read(size)), MOST_BUNDLES - self.left)
             elif instruction.opcode == "dma.done.wait":
                 self.memory.wait(int(self.read(instruction.operands[0])), MOST_BUNDLES - self.left)
             elif instruction.result:
                 self.registers[instruction.result] = value
-        self.at = number + 1
         if self.at > self.jump[0]:
             self.at, self.jump = self.jump[1], (math.inf, 0)
 
