@@ -1,6 +1,7 @@
 """Operations that make the step fast. Each folder is one operation: its definition, its implementations, one public function."""
 
 from maxlm.kernels.attention import attention, attention_and_logsumexp
+from maxlm.kernels.grouped_matmul import grouped_matmul
 from maxlm.kernels.linear_cross_entropy import CrossEntropySums, linear_cross_entropy
 
-__all__ = ["CrossEntropySums", "attention", "attention_and_logsumexp", "linear_cross_entropy"]
+__all__ = ["CrossEntropySums", "attention", "attention_and_logsumexp", "grouped_matmul", "linear_cross_entropy"]

@@ -1,7 +1,6 @@
 """Attention: softmax(scale * q k^T + mask) v, masked by causality, window and document."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
+from maxlm.kernels.platform import device, logged
 
 _At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
-_log = logging.getLogger(__name__)
 
 # B batch, S queries, T keys, H query heads, G key/value heads, K head dim
 
@@ -118,7 +117,7 @@ def _run(
         raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
     options: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
     if chosen != "xla":
-        platform, kind = _device()
+        platform, kind = device()
         options |= {"device_kind": kind, "interpret": platform != "tpu"}
         run: Callable[..., tuple[jax.Array, jax.Array | None]] = functools.partial(_splash, **options)
         if chosen == "flash":
@@ -148,7 +147,7 @@ def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segmen
 
 def _problems(seq_len: int, head_dim: int, *, places: bool, logsumexp: bool) -> dict[str, str]:
     """TPU kernels, the best first, and why each cannot run this; empty when it can. Interpreted, they run where there is no TPU."""
-    platform, kind = _device()
+    platform, kind = device()
     if not places:
         elsewhere = "queries and keys must stand at the same places of the sequence"
         return {"flash": elsewhere, "splash": elsewhere}
@@ -159,22 +158,10 @@ def _problems(seq_len: int, head_dim: int, *, places: bool, logsumexp: bool) -> 
 
 def _choose(problems: Mapping[str, str]) -> str:
     """The implementation for the device of the mesh in force, logged once with the reason."""
-    if _device()[0] != "tpu":
-        return _logged("xla", "the device is no TPU")
+    if device()[0] != "tpu":
+        return logged("attention", "xla", "the device is no TPU")
     chosen = next((name for name, problem in problems.items() if not problem), "xla")
-    return _logged(chosen, "; ".join(filter(None, problems.values())) or "the device is a TPU")
-
-
-@functools.cache
-def _logged(chosen: str, reason: str) -> str:
-    _log.info("attention: %s, since %s", chosen, reason)
-    return chosen
-
-
-def _device() -> tuple[str, str]:
-    """Platform and kind of the mesh in force: programs are also compiled for devices that are not there."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform, device.device_kind) if device is not None else (jax.default_backend(), "")
+    return logged("attention", chosen, "; ".join(filter(None, problems.values())) or "the device is a TPU")
 
 
 def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool) -> Callable[..., Any]:

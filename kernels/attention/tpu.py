@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
+
 # B batch, S sequence, H query heads, G key/value heads, K head dim, N = H K, Q queries and T keys of a block
 
-LANES = 128  # a head dim is padded to whole lanes, a block of the sequence is a multiple of them
+# A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
 MOST_FORWARD, MOST_BACKWARD = 1024, 512  # tokens of a block: on v6e fewest instructions a score (v5e to tpu7x are not tuned)
 SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
-WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
-VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any

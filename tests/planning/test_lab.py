@@ -56,14 +56,47 @@ def test_small_integers_are_packed_as_in_memory():
     assert execute(code, [rows]).bundles == 4 + 2 * 13
 
 
+COPIES = """= control target key start
+= control target key end
+
+     0   :  { %s10_s0 = smov 64 }
+   0x1   :  { %12 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s1_s1, /*size_in_granules=*/%s10_s0, /*vmem=*/[#allocation2], /*dst_syncflagno=*/[#allocation3] }
+   0x2   :  { %14 = dma.hbm_to_vmem [thread:$0]  (%p5_p5), /*hbm=*/%s1_s1, /*size_in_granules=*/4096, /*vmem=*/%s2_s2, /*dst_syncflagno=*/%s3_s3 }
+   0x3   :  { %16 = dma.vmem_to_hbm [thread:$0]  /*vmem=*/%s1_s1, /*size_in_granules=*/32, /*hbm=*/%s2_s2, /*dst_syncflagno=*/[#allocation4] }
+   0x4   :  {}
+   0x5   :  { %18 = dma.done.wait [#allocation3], 64 }
+   0x6   :  { %20 = dma.done.wait [#allocation4], 32 }
+   0x7   :  { %21 = dma.done.wait [#allocation4], 32 }
+"""  # noqa: E501
+
+
+def test_copies_take_turns_and_what_waits_for_them_is_known():
+    """64 granules of 32 bytes and 32 more at 16 bytes a cycle, sent by the second bundle; one that is not meant is not sent."""
+    run = execute(read(COPIES), [], bytes_a_cycle=16)
+    assert run.moved == 96 * 32
+    assert run.bundles == run.cycles == 8
+    assert run.waited == 2 + 128 + 64 - 7, "the last arrives when the seventh bundle has long been ready for it"
+    assert execute(read(COPIES), []).waited == 0
+
+
+def test_the_grouped_matmul_reads_every_weight_once(tmp_path):
+    """Rows and result too, where a tile holds all columns; its matrix unit multiplies no more than it must where groups fill tiles."""
+    kernels = counted("qwen3-down", tmp_path, "grouped_matmul", "tpu", "v6e:1x1")
+    rows, weights = 65536 * (768 + 2048) * 2, 128 * 768 * 2048 * 2
+    for kernel in kernels.values():
+        assert kernel["moved"] == rows + weights
+        assert kernel["matrix"] < 1.01 * kernel["flops"] / (4 * 256**2 * 2)
+        assert kernel["cycles"] + kernel["waited"] < 1.05 * kernel["moved"] / (1.638e12 / 1.75e9), "it is HBM that limits them"
+
+
 def test_a_kernel_that_does_not_end_is_refused(monkeypatch):
     monkeypatch.setattr("maxlm.planning.lab.execute.MOST_BUNDLES", 1000)
     with pytest.raises(UserError, match="does not end within 1,000 bundles"):
         execute(read(LOOP), [np.asarray([[0, 2**30]], np.int32)])
 
 
-def counted(shape: str, folder) -> dict[str, dict]:
-    command = [sys.executable, "-m", "maxlm.planning.lab", "attention", "flash", shape, "v5p:2x2x1", str(folder)]
+def counted(shape: str, folder, operation="attention", implementation="flash", topology="v5p:2x2x1") -> dict[str, dict]:
+    command = [sys.executable, "-m", "maxlm.planning.lab", operation, implementation, shape, topology, str(folder)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {kernel["part"]: kernel for kernel in map(json.loads, lines)}
 
@@ -89,7 +122,7 @@ def test_documents_are_told_apart_and_fill_a_sequence():
     ("chips", "operation", "shapes", "said"),
     [
         (["v3"], "attention", [], "No chip v3 in the kernel lab: there are v5e, v5p, v6e, tpu7x."),
-        ([], "softmax", [], "No operation softmax: there are attention."),
+        ([], "softmax", [], "No operation softmax: there are attention, grouped_matmul."),
         ([], "attention", ["llama"], "No shape llama in the kernel lab: there are llama-8k"),
     ],
 )

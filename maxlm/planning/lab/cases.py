@@ -1,7 +1,7 @@
 """What the kernel lab compiles: an operation at a real shape, forward and backward, by one of its implementations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from maxlm.config.errors import UserError
@@ -9,8 +9,7 @@ from maxlm.config.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = {"attention": ("flash", "splash")}  # and implementations, ours first
-HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
+OPERATIONS: Mapping[str, tuple[str, ...]] = {"attention": ("flash", "splash"), "grouped_matmul": ("tpu", "megablox")}  # ours first
 
 
 @dataclass(frozen=True)
@@ -25,60 +24,33 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, shapes and dtypes of its arguments, and the kernels that it becomes."""
+    """A function, shapes and dtypes of its arguments, the kernels that it becomes, and options of the compiler."""
 
     function: Callable[..., Any]
     arguments: Sequence[tuple[tuple[int, ...], str]]
     kernels: Sequence[Kernel]
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
     """The shapes that `operation` is looked at."""
-    from maxlm.kernels.attention.shapes import SHAPES
-
-    return tuple(shape.name for shape in SHAPES) if operation == "attention" else ()
+    return tuple(shape.name for shape in _shapes(operation))
 
 
-def attention_case(name: str, implementation: str, device_kind: str) -> Case:
-    """Gradients of one sequence's attention. Raises UserError for a shape that does not exist."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+def build(operation: str, name: str, implementation: str, device_kind: str) -> Case:
+    """The case of one shape. Raises UserError for one that does not exist."""
+    from maxlm.planning.lab.attention import attention_case
+    from maxlm.planning.lab.grouped_matmul import grouped_matmul_case
 
-    from maxlm.kernels.attention import splash, tpu
-    from maxlm.kernels.attention.shapes import SHAPES
-
-    shape = next((shape for shape in SHAPES if shape.name == name), None)
+    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
     if shape is None:
-        raise UserError(f"No attention shape {name}: there are {', '.join(shape_names('attention'))}.")
-    share = shape.heads // shape.groups
-    groups, segments = min(HEADS_OF_A_CASE, shape.groups), shape.segments(1)
-    heads = groups * share
-    options = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": None}
-    if implementation == "flash":
-        ranges = [np.asarray(tpu.block_ranges(jnp.asarray(segments), block)) for block in tpu.blocks_of(shape.seq_len)]
-        scalars = {tpu.FORWARD: [ranges[0]], tpu.BACKWARD: [ranges[1]]}
+        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    cases: Mapping[str, Callable[..., Case]] = {"attention": attention_case, "grouped_matmul": grouped_matmul_case}
+    return cases[operation](shape, implementation, device_kind)
 
-        def run(*operands: jax.Array) -> jax.Array:
-            return tpu.attention_flash(*operands, **options, device_kind=device_kind)[0]
-    else:
-        kernel = splash.splash_kernel(heads, shape.seq_len, shape.window, None, interpret=False, device_kind=device_kind)
-        infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info}
-        scalars = {
-            part: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]
-            for part, info in infos.items()
-            if info is not None
-        }
 
-        def run(*operands: jax.Array) -> jax.Array:
-            return splash.attention_splash(*operands, **options, device_kind=device_kind)
+def _shapes(operation: str) -> Sequence[Any]:
+    from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
+    from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
 
-    def gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.grad(lambda q, k, v: run(q, k, v, operands[3]).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*operands[:3])
-
-    pair = 2 * heads * shape.head_dim * shape.pairs(segments)
-    flops = dict(zip(("forward", "backward"), (2 * pair, 5 * pair), strict=True))  # matmuls of them: two, and five
-    kernels = [Kernel(part, name, own, flops[part]) for part, (name, own) in zip(flops, scalars.items(), strict=True)]
-    sequence = (1, shape.seq_len)
-    queries, keys = (*sequence, heads, shape.head_dim), (*sequence, groups, shape.head_dim)
-    return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels)
+    return {"attention": ATTENTION, "grouped_matmul": GROUPED}[operation]

@@ -18,14 +18,15 @@ from maxlm.telemetry.words import percent
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
 NOTE = (
-    "Counted, not measured: bundles that the machine code issues at these shapes, its scalar core run with the scalars of real masks; "
-    "waiting for memory is not in it. Of peak: FLOPs that masks leave. Spills: registers stored a bundle."
+    "Counted, not measured: bundles that the machine code issues at these shapes, its scalar core run with the scalars of real masks. "
+    "Of peak: FLOPs that masks leave. Spills: registers stored a bundle. HBM: bytes copied by one core; with it, and the second ratio: "
+    "cycles when copies take turns at the full bandwidth."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel at one shape. `microseconds` of a layer's attention of one sequence, two groups of heads; shares are of 1."""
+    """One kernel at one shape; of attention one sequence, two groups of heads. `microseconds` have no waits in them; shares are of 1."""
 
     operation: str
     shape: str
@@ -37,7 +38,10 @@ class Row:
     peak: float
     matrix: float  # share of the cycles in which the matrix unit works
     spills: float  # stores of registers that did not fit, a cycle
+    moved: int  # bytes between HBM and VMEM, by one core
+    waited: int  # cycles more, in which nothing is issued until they are there
     ratio: float | None  # of our cycles to those of the library that is compared
+    ratio_waited: float | None  # the same with what is waited
 
 
 def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_json: bool) -> int:
@@ -67,7 +71,8 @@ def _rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
     for name, kernels in found.items():
         for kernel in kernels:
             seconds = kernel["cycles"] / clock
-            other = next((o["cycles"] for o in found[implementations[-1]] if o["part"] == kernel["part"]), None)
+            other = next((o for o in found[implementations[-1]] if o["part"] == kernel["part"]), None)
+            compared = other if name != implementations[-1] else None
             yield Row(
                 operation,
                 shape,
@@ -79,7 +84,10 @@ def _rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
                 kernel["flops"] / seconds / peak,
                 kernel["matrix"] / kernel["cycles"],
                 kernel["units"].get("spill store", 0) / kernel["cycles"],
-                kernel["cycles"] / other if other and name != implementations[-1] else None,
+                kernel["moved"],
+                kernel["waited"],
+                kernel["cycles"] / compared["cycles"] if compared else None,
+                (kernel["cycles"] + kernel["waited"]) / (compared["cycles"] + compared["waited"]) if compared else None,
             )
 
 
@@ -97,11 +105,12 @@ def _show(rows: Sequence[Row], console: Console) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("shape", "chip", "part", "kernel"):
         table.add_column(name, no_wrap=True)
-    for name in ("cycles", "us", "of peak", "matrix unit", "spills", "ratio"):
+    for name in ("cycles", "us", "of peak", "matrix unit", "spills", "ratio", "HBM", "with it", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        ratio, waited = ("" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio, row.ratio_waited))
         figures = (f"{row.cycles:,}", f"{row.microseconds:,.0f}", percent(row.peak), percent(row.matrix), f"{row.spills:.2f}", ratio)
-        table.add_row(row.shape, row.chip, row.part, row.implementation, *figures)
+        memory = (f"{row.moved / 1e6:,.0f} MB", f"{row.cycles + row.waited:,}", waited)
+        table.add_row(row.shape, row.chip, row.part, row.implementation, *figures, *memory)
     console.print(table)
     console.print(NOTE, style="dim", highlight=False)

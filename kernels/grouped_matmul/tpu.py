@@ -1,0 +1,336 @@
+"""Grouped matmul on TPU: rows times the weights of their group, and the gradient of the weights.
+
+A grid step is a visit: one tile of rows for one group that has rows in it. A tile wholly of one group is a single dot; where groups meet,
+a visit computes only the pieces of the tile that its group touches. A dot holds the whole contraction, so sums stay in the matrix unit:
+no pass over a float32 accumulator. The weights of a group are fetched once for each tile of columns, while the rows of the group before
+still stream by.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from maxlm.kernels.grouped_matmul.visits import Plan, Visit, of_groups, of_rows
+from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
+
+# M rows, E experts, K and N what weights map from and to. A product contracts C of its rows to D: K to N, or transposed N to K.
+
+FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_dx", "grouped_matmul_dw"  # what the kernels are called in the program
+MOST_ROWS = 512  # of a tile
+PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
+MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
+SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of a tile of the weights' gradient, rows and columns
+MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
+_SPARE = 4 << 20  # bytes of VMEM for what the compiler keeps there
+
+Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Index = Any
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of a kernel: rows by `deep` (what is contracted in a product, weights' rows in their gradient) by `wide` columns of the result.
+
+    A dot computes `chunk` of the columns of a product, of the rows of the weights' gradient.
+    """
+
+    rows: int
+    deep: int
+    wide: int
+    chunk: int
+
+
+def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind: str) -> Tiles | None:
+    """The widest, then the highest that fits into VMEM; None if nothing does."""
+    for wide in _widths(columns, CORES.get(kind, 1)):
+        for most in (MOST_ROWS, MOST_ROWS // 2):
+            height = min(most, _up(rows, PIECES[-1]))
+            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind))
+            if product_bytes(tiles, itemsize) <= _vmem(kind):
+                return tiles
+    return None
+
+
+def _widths(columns: int, cores: int) -> Iterator[int]:
+    """Tiles that divide the columns, the widest first, as many for each core."""
+    if columns % LANES or (columns <= MOST_COLUMNS and columns % (cores * LANES)):
+        yield columns
+    for wide in range(MOST_COLUMNS, 0, -LANES):
+        if columns % (cores * wide) == 0:
+            yield wide
+
+
+def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Tiles | None:
+    """Those that fit into VMEM and for which rows are read least often, with little computed beyond edges; None if nothing fits."""
+    height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
+    pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in sorted({min(wide, size) for size in SIZES})]
+    fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
+
+    def time(tiles: Tiles) -> float:
+        """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
+        over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
+        return over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
+
+    return min(fitting, key=time, default=None)
+
+
+def product_bytes(tiles: Tiles, itemsize: int) -> int:
+    """VMEM of a product: everything twice, since the next travels meanwhile, and the float32 result of a dot."""
+    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
+    return 2 * itemsize * (rows * deep + deep * wide + rows * wide) + 4 * rows * tiles.chunk + _SPARE
+
+
+def weights_bytes(tiles: Tiles, itemsize: int) -> int:
+    """VMEM of the weights' gradient: everything twice, the sum in float32, and the result of a dot."""
+    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
+    return 2 * itemsize * (rows * deep + rows * wide + deep * wide) + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
+
+
+def _vmem(kind: str) -> int:
+    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
+
+
+def _chunk(size: int, products: int, kind: str) -> int:
+    """What one dot computes of `size`, each of which takes so many multiplications."""
+    side = 2 * LANES if kind in WIDE else LANES
+    parts = -(-size * products // (MOST_CYCLES * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
+    return size if parts == 1 else min(_up(-(-size // parts), side), size)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
+    """Why the kernels cannot run this on a device; empty when they can."""
+    if kind not in VMEM_BYTES:
+        return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
+    products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
+    if None in (*products, weights_tiles(rows, deep, wide, itemsize, kind)):
+        return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
+    return ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul_tpu(
+    x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], group_sizes_E: Int[Array, " E"], device_kind: str, interpret: bool
+) -> Float[Array, "M N"]:
+    """See `maxlm.kernels.grouped_matmul`."""
+    return product(x_MK, w_EKN, group_sizes_E, device_kind=device_kind, interpret=interpret)
+
+
+def _forward(
+    x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, device_kind: str, interpret: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return grouped_matmul_tpu(x_MK, w_EKN, group_sizes_E, device_kind, interpret), (x_MK, w_EKN, group_sizes_E)
+
+
+def _backward(device_kind: str, interpret: bool, saved: tuple[jax.Array, ...], dout_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_MK, w_EKN, group_sizes_E = saved
+    dx_MK = product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=device_kind, interpret=interpret)
+    return dx_MK, weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=device_kind, interpret=interpret), None
+
+
+grouped_matmul_tpu.defvjp(_forward, _backward)
+
+
+def product(
+    x_MC: Float[Array, "M C"],
+    w_EKN: Float[Array, "E K N"],
+    group_sizes_E: Int[Array, " E"],
+    *,
+    transposed: bool = False,
+    device_kind: str,
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups."""
+    (rows, contracted), columns = x_MC.shape, w_EKN.shape[1 if transposed else 2]
+    tiles = product_tiles(rows, contracted, columns, x_MC.dtype.itemsize, device_kind)
+    assert tiles is not None, "why_not says so"
+    visits = of_rows(group_sizes_E, rows, tiles.rows)
+    across = columns // tiles.wide
+    cores = CORES.get(device_kind, 1) if across % CORES.get(device_kind, 1) == 0 else 1
+    weights = (tiles.wide, contracted) if transposed else (contracted, tiles.wide)
+
+    def column(core: Index, n: Index) -> Index:
+        return core * (across // cores) + n
+
+    return pl.pallas_call(
+        functools.partial(_product_kernel, tiles, transposed),
+        name=ROWS if transposed else FORWARD,
+        out_shape=jax.ShapeDtypeStruct((rows, columns), x_MC.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits.scalars),
+            grid=(cores, across // cores, visits.total),
+            in_specs=[
+                pl.BlockSpec((tiles.rows, contracted), lambda core, n, v, weights, ranks, at, *_: (at[v], 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec((tiles.rows, tiles.wide), lambda core, n, v, weights, ranks, at, *_: (at[v], column(core, n))),
+            scratch_shapes=[pltpu.VMEM((2, *weights), w_EKN.dtype), pltpu.SemaphoreType.DMA((2,))],
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * contracted * columns,
+            transcendentals=0,
+            bytes_accessed=x_MC.dtype.itemsize * (across * x_MC.size + w_EKN.size + rows * columns),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product_bytes(tiles, x_MC.dtype.itemsize)
+        ),
+        interpret=interpret,
+    )(*visits.scalars, x_MC, w_EKN)
+
+
+def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
+    *scalars, x_ref, w_hbm, out_ref, w_ref, arrived = refs
+    plan, v = Plan(tiles.rows, *scalars), pl.program_id(2)
+    visit = plan.at(v, pl.num_programs(2))
+    slot = _weights(plan, visit, tiles, transposed, w_hbm, w_ref, arrived)
+    has_weights = visit.rank < plan.weights_ref[0]
+
+    def compute(rows: pl.Slice, *, masked: bool) -> None:
+        def columns(at: pl.Slice) -> None:
+            weights, dims = (w_ref[slot, at, :], ((1,), (1,))) if transposed else (w_ref[slot, :, at], ((1,), (0,)))
+            new = jax.lax.dot_general(x_ref[rows, :], weights, (dims, ((), ())), preferred_element_type=jnp.float32).astype(out_ref.dtype)
+            out_ref[rows, at] = _merged(visit, rows, new, out_ref[rows, at]) if masked else new
+
+        _in_chunks(tiles.wide, tiles.chunk, columns)
+
+    whole = has_weights & visit.whole(tiles.rows)
+    pl.when(whole)(functools.partial(compute, pl.Slice(0, tiles.rows), masked=False))
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        @pl.when(has_weights)
+        def _() -> None:
+            visit.on_pieces([size for size in PIECES if size <= tiles.rows], functools.partial(compute, masked=True))
+
+        @pl.when(jnp.logical_not(has_weights))
+        def _() -> None:
+            out_ref[...] = _merged(visit, pl.Slice(0, tiles.rows), jnp.zeros_like(out_ref), out_ref[...])
+
+
+def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Ref, w_ref: Ref, arrived: Ref) -> Index:
+    """Which half of `w_ref` holds the weights of this visit. At the first visit of a group those of the next are sent for."""
+    core, n, columns, weights = pl.program_id(0), pl.program_id(1), pl.num_programs(1), plan.weights_ref[0]
+    slot = (n * weights + visit.rank) & 1
+
+    def copy(n: Index, rank: Index, slot: Index) -> Any:
+        start = (core * columns + n) * tiles.wide
+        at = pl.Slice(pl.multiple_of(start, LANES) if tiles.wide % LANES == 0 else 0, tiles.wide)
+        group = w_hbm.at[plan.groups_ref[rank]]
+        return pltpu.make_async_copy(group.at[at, :] if transposed else group.at[:, at], w_ref.at[slot], arrived.at[slot])
+
+    @pl.when(visit.first & (visit.rank < weights))
+    def _() -> None:
+        final = visit.rank + 1 == weights
+        pl.when((n == 0) & (visit.rank == 0))(lambda: copy(n, visit.rank, slot).start())
+        pl.when(jnp.logical_not(final))(lambda: copy(n, visit.rank + 1, 1 - slot).start())
+        pl.when(final & (n + 1 < columns))(lambda: copy(n + 1, 0, 1 - slot).start())
+        copy(n, visit.rank, slot).wait()
+
+    return slot
+
+
+def weights_gradient(
+    x_MK: Float[Array, "M K"],
+    dout_MN: Float[Array, "M N"],
+    group_sizes_E: Int[Array, " E"],
+    *,
+    device_kind: str,
+    interpret: bool = False,
+) -> Float[Array, "E K N"]:
+    """x^T dout of every group, summed in float32; 0 of an empty one."""
+    (rows, deep), wide, itemsize = x_MK.shape, dout_MN.shape[1], x_MK.dtype.itemsize
+    tiles = weights_tiles(rows, deep, wide, itemsize, device_kind)
+    assert tiles is not None, "why_not says so"
+    visits = of_groups(group_sizes_E, rows, tiles.rows)
+    over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
+    groups = len(group_sizes_E)
+    return pl.pallas_call(
+        functools.partial(_weights_kernel, tiles),
+        name=WEIGHTS,
+        out_shape=jax.ShapeDtypeStruct((groups, deep, wide), x_MK.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits.scalars),
+            grid=(over, across, visits.total),
+            in_specs=[
+                pl.BlockSpec((tiles.rows, tiles.deep), lambda k, n, v, weights, ranks, at, *_: (at[v], k)),
+                pl.BlockSpec((tiles.rows, tiles.wide), lambda k, n, v, weights, ranks, at, *_: (at[v], n)),
+            ],
+            out_specs=pl.BlockSpec((1, tiles.deep, tiles.wide), lambda k, n, v, weights, ranks, *_: (ranks[v], k, n)),
+            scratch_shapes=[pltpu.VMEM((tiles.deep, tiles.wide), jnp.float32)],
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * deep * wide,
+            transcendentals=0,
+            bytes_accessed=itemsize * (across * x_MK.size + over * dout_MN.size + groups * deep * wide),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=weights_bytes(tiles, itemsize)
+        ),
+        interpret=interpret,
+    )(*visits.scalars, x_MK, dout_MN)
+
+
+def _weights_kernel(tiles: Tiles, *refs: Ref) -> None:
+    *scalars, x_ref, dout_ref, out_ref, sum_ref = refs
+    visit = Plan(tiles.rows, *scalars).at(pl.program_id(2), pl.num_programs(2))
+
+    def add(rows: pl.Slice, *, masked: bool) -> None:
+        def part(at: pl.Slice) -> None:
+            x, dout = x_ref[rows, at], dout_ref[rows, :]
+            if masked:
+                x, dout = (_merged(visit, rows, value, jnp.zeros_like(value)) for value in (x, dout))
+            new = jax.lax.dot_general(x, dout, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            total = new + jnp.where(visit.first, 0.0, sum_ref[at, :])
+            sum_ref[at, :] = total
+            out_ref[0, at, :] = total.astype(out_ref.dtype)
+
+        _in_chunks(tiles.deep, tiles.chunk, part)
+
+    whole = visit.whole(tiles.rows)
+    pl.when(whole)(functools.partial(add, pl.Slice(0, tiles.rows), masked=False))
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        @pl.when(visit.high > visit.low)
+        def _() -> None:
+            visit.on_pieces([DEEP_PIECE], functools.partial(add, masked=True))
+
+        @pl.when(visit.high <= visit.low)
+        def _() -> None:
+            out_ref[...] = jnp.zeros_like(out_ref)
+
+
+def _in_chunks(size: int, chunk: int, run: Any) -> None:
+    """`run` on every slice of `chunk` of `size`, and on what is left."""
+    if size == chunk:
+        run(pl.Slice(0, size))
+        return
+
+    @pl.loop(0, size // chunk)
+    def _(i: Index) -> None:
+        run(pl.Slice(pl.multiple_of(i * chunk, LANES), chunk))
+
+    if size % chunk:
+        run(pl.Slice(size // chunk * chunk, size % chunk))
+
+
+def _merged(visit: Visit, rows: pl.Slice, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` in the rows that are the visit's, `old` in others; whatever is in these, NaN included, they do not touch."""
+    low, high = visit.low - rows.start, visit.high - rows.start
+    if new.dtype.itemsize == 4:
+        row = jax.lax.broadcasted_iota(jnp.int32, new.shape, 0)
+        return jnp.where((row >= low) & (row < high), new, old)
+    words_new, words_old = pltpu.bitcast(new, jnp.int32), pltpu.bitcast(old, jnp.int32)  # of two rows each, the first the lower half
+    row = 2 * jax.lax.broadcasted_iota(jnp.int32, words_new.shape, 0)
+    mask = jnp.where((row >= low) & (row < high), 0xFFFF, 0) | jnp.where((row + 1 >= low) & (row + 1 < high), -0x10000, 0)
+    return pltpu.bitcast((words_new & mask) | (words_old & ~mask), new.dtype)

@@ -1,0 +1,104 @@
+"""The grouped matmul in the kernel lab: ours and megablox, of the jax wheel."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from maxlm.kernels.grouped_matmul import tpu, visits
+from maxlm.kernels.grouped_matmul.shapes import GroupedShape
+from maxlm.kernels.platform import VMEM_BYTES
+from maxlm.planning.lab.cases import Case, Kernel
+
+PARTS = ("forward", "dx", "dw")
+Parts = Mapping[str, tuple[str, Sequence[np.ndarray]]]  # of each its kernel's name, and the scalars that it branches on
+Tiling = tuple[int, int, int]  # rows; of the weights what is contracted and columns, of their gradient its rows and columns
+
+_MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # its package gives this name to a function
+
+
+def grouped_matmul_case(shape: GroupedShape, implementation: str, device_kind: str) -> Case:
+    """One matmul of experts and both of its gradients."""
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    sizes_E = jnp.asarray(shape.group_sizes())
+    run, scalars = _ours(shape, sizes_E, device_kind) if implementation == "tpu" else _megablox(shape, sizes_E, device_kind)
+    kernels = [Kernel(part, name, own, 2.0 * rows * deep * wide) for part, (name, own) in scalars.items()]
+    operands = [((rows, deep), "bfloat16"), ((shape.experts, deep, wide), "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
+    # Megablox asks for no VMEM of its own: it takes what the compiler gives a kernel, by default too little for wide tiles.
+    options = {"xla_tpu_scoped_vmem_limit_kib": str(VMEM_BYTES[device_kind] >> 10)}
+
+    def from_hbm(*arrays: jax.Array) -> Any:
+        return run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays[:3]), arrays[3])  # VMEM has room for some
+
+    return Case(from_hbm, operands, kernels, options)
+
+
+def _ours(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+
+    def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> tuple[jax.Array, ...]:
+        return (
+            tpu.product(x_MK, w_EKN, group_sizes_E, device_kind=kind),
+            tpu.product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=kind),
+            tpu.weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=kind),
+        )
+
+    tiles = (tpu.product_tiles(rows, deep, wide, 2, kind), tpu.product_tiles(rows, wide, deep, 2, kind))
+    gradient = tpu.weights_tiles(rows, deep, wide, 2, kind)
+    assert None not in tiles and gradient is not None, "every shape of the lab fits into every chip"
+    plans = [*(visits.of_rows(sizes_E, rows, tile.rows) for tile in tiles if tile), visits.of_groups(sizes_E, rows, gradient.rows)]
+    scalars = [[np.asarray(array) for array in (plan.total, *plan.scalars)] for plan in plans]
+    return run, dict(zip(PARTS, zip((tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS), scalars, strict=True), strict=True))
+
+
+def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    height = 256 if shape.skew is not None and rows // shape.experts <= 512 else 512
+    found = (
+        _product_tiling(deep, wide, height, kind),
+        _product_tiling(wide, deep, height, kind),
+        (height, min(deep, 2048), min(wide, 2048)),
+    )
+    tilings = dict(zip(PARTS, found, strict=True))
+
+    def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> list[jax.Array]:
+        # Not jitted by itself, a kernel bears the name of the scope.
+        gmm, tgmm = (getattr(_MEGABLOX, name).__wrapped__ for name in ("gmm", "tgmm"))
+        calls = {
+            "forward": lambda tiling: gmm(x_MK, w_EKN, group_sizes_E, jnp.bfloat16, tiling),
+            "dx": lambda tiling: gmm(dout_MN, w_EKN, group_sizes_E, jnp.bfloat16, tiling, transpose_rhs=True),
+            "dw": lambda tiling: tgmm(x_MK.T, dout_MN, group_sizes_E, jnp.bfloat16, tiling),
+        }
+        out = []
+        for part, call in calls.items():
+            with jax.named_scope(f"megablox_{part}"):
+                out.append(call(tilings[part]))
+        return out
+
+    parts = {}
+    for part, tiling in tilings.items():
+        metadata, total = _MEGABLOX.make_group_metadata(
+            group_sizes=sizes_E,
+            m=rows,
+            tm=tiling[0],
+            start_group=jnp.int32(0),
+            num_nonzero_groups=shape.experts,
+            visit_empty_groups=part == "dw",
+        )
+        parts[part] = (f"megablox_{part}", [np.asarray(array) for array in (total, *metadata, np.zeros(1, np.int32))])
+    return run, parts
+
+
+def _product_tiling(deep: int, wide: int, height: int, kind: str) -> Tiling:
+    """The best of those tried on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns that fit into VMEM."""
+    contracted = deep if deep <= 4096 else 1792
+    for columns in (4096, 2048, 1024, 512):
+        tiling = (height, contracted, min(wide, columns))
+        moving = height * contracted + contracted * tiling[2] + height * tiling[2]
+        if 4 * moving + 4 * height * tiling[2] <= 0.9 * VMEM_BYTES[kind]:
+            return tiling
+    raise AssertionError("every shape of the lab fits into every chip")

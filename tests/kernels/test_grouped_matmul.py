@@ -1,0 +1,201 @@
+"""Grouped matmul: every implementation against its definition, and what a mixture of experts rests on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlm.hardware.topologies import parse
+from maxlm.kernels import grouped_matmul
+from maxlm.kernels.grouped_matmul import tpu, visits
+from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
+from maxlm.kernels.grouped_matmul.shapes import SHAPES
+from maxlm.kernels.platform import VMEM_BYTES
+
+# M rows, E experts, K and N what weights map from and to
+
+ROWS, DEEP, WIDE, EXPERTS = 600, 128, 256, 5
+SIZES = {
+    "some": (130, 0, 254, 1, 215),  # tiles shared by groups, an empty group, a group of one row
+    "whole": (256, 0, 256, 88, 0),  # on borders of tiles
+    "one": (0, 0, 600, 0, 0),
+    "few": (1, 1, 1, 1, 1),  # rows beyond: tiles that are of no group
+    "none": (0, 0, 0, 0, 0),
+    "short": (200, 100, 77, 0, 13),
+}
+SIZES |= {f"random-{seed}": tuple(np.random.default_rng(seed).multinomial(ROWS, np.ones(6) / 6)[:5].tolist()) for seed in range(2)}
+IMPLEMENTATIONS = ("xla", "tpu")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """So that small operands have many: two tiles of columns, in chunks."""
+    monkeypatch.setattr(tpu, "MOST_ROWS", 256)
+    monkeypatch.setattr(tpu, "MOST_COLUMNS", 128)
+    monkeypatch.setattr(tpu, "SIZES", (128,))
+
+
+def operands(seed=0, dtype=jnp.float32):
+    shapes = ((ROWS, DEEP), (EXPERTS, DEEP, WIDE), (ROWS, WIDE))
+    return [
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(jax.random.split(jax.random.key(seed), 3), shapes, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def everything(implementation, x, w, dout, sizes):
+    """(out, dx, dw) of an implementation, or of the definition; sizes are not known when it is compiled."""
+    run = grouped_matmul_reference if implementation is None else functools.partial(grouped_matmul, implementation=implementation)
+    out, pullback = jax.vjp(lambda x, w: run(x, w, sizes), x, w)
+    return out, *pullback(dout)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equals_definition(implementation, sizes):
+    sizes = jnp.asarray(sizes)
+    found, defined = (everything(which, *operands(), sizes) for which in (implementation, None))
+    for ours, theirs in zip(found, defined, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    out, dx, dw = found
+    assert not np.any(out[sizes.sum() :]) and not np.any(dx[sizes.sum() :]), "rows beyond all groups"
+    assert not np.any(dw[sizes == 0]), "an empty group's weights"
+
+
+def test_bfloat16_is_as_exact_as_xla():
+    """Against the definition in float32: off by no more than twice what XLA's own operations are."""
+    sizes, rounded = jnp.asarray(SIZES["some"]), operands(1, jnp.bfloat16)
+    exact = everything(None, *(a.astype(jnp.float32) for a in rounded), sizes)
+
+    def errors(implementation):
+        found = everything(implementation, *rounded, sizes)
+        assert {a.dtype for a in found} == {jnp.dtype(jnp.bfloat16)}
+        return [jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+    for ours, plain in zip(errors("tpu"), errors("xla"), strict=True):
+        assert 0 < ours < 2 * plain
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_one_group_change_no_bit_of_another(implementation, dtype):
+    """Poison the rows of group 2 and those beyond all groups."""
+    x, w, dout = operands(2, dtype)
+    sizes = jnp.asarray(SIZES["short"])
+    ends = np.cumsum(SIZES["short"])
+    poisoned = np.zeros(ROWS, bool)
+    poisoned[ends[1] : ends[2]] = poisoned[ends[-1] :] = True
+    bad_x, bad_dout = (jnp.where(poisoned[:, None], jnp.nan, a) for a in (x, dout))
+    (out, dx, dw), before = (everything(implementation, *given, sizes) for given in ((bad_x, w, bad_dout), (x, w, dout)))
+    for after, was in ((out, before[0]), (dx, before[1])):
+        np.testing.assert_array_equal(after[~poisoned], was[~poisoned])
+        assert not np.any(after[ends[-1] :]), "rows beyond all groups give 0 whatever they hold"
+        assert np.all(np.isnan(after[ends[1] : ends[2]]))
+    others = np.asarray([0, 1, 3, 4])
+    np.testing.assert_array_equal(dw[others], before[2][others])
+
+
+INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def test_tpu_kernels_race_nowhere_and_read_nothing_unwritten(capfd):
+    """In the interpreter that knows DMAs and semaphores; memory that was not written holds NaN."""
+    sizes, given = jnp.asarray(SIZES["some"]), operands(3, jnp.bfloat16)
+    with pltpu.force_tpu_interpret_mode(INTERPRETED):
+        out = tpu.product(given[0], given[1], sizes, device_kind="")
+        dx = tpu.product(given[2], given[1], sizes, transposed=True, device_kind="")
+        dw = tpu.weights_gradient(given[0], given[2], sizes, device_kind="")
+        jax.block_until_ready((out, dx, dw))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    for ours, plain in zip((out, dx, dw), everything("tpu", *given, sizes), strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+def test_the_interpreter_tells_of_races(capfd):
+    """The test above can fail: a copy that is read before it is waited for."""
+
+    def kernel(x_hbm, out_ref, x_ref, arrived):
+        copy = pltpu.make_async_copy(x_hbm, x_ref, arrived)
+        copy.start()
+        out_ref[...] = x_ref[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    scratch = [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA]
+    with pltpu.force_tpu_interpret_mode(INTERPRETED):
+        run = pl.pallas_call(kernel, out_shape=x, in_specs=[pl.BlockSpec(memory_space=pl.ANY)], scratch_shapes=scratch)
+        jax.block_until_ready(run(x))
+    assert "RACE DETECTED" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("tile", [128, 256])
+def test_every_row_is_visited_by_its_group_alone(sizes, tile):
+    """Also what nobody runs: visits beyond the last stay inside of arrays."""
+    ends = np.cumsum(sizes)
+    owner = np.searchsorted(ends, np.arange(ROWS), side="right")  # EXPERTS: of no group
+    for of, groups in ((visits.of_rows, EXPERTS + 1), (visits.of_groups, EXPERTS)):
+        found = jax.tree.map(np.asarray, vars(of(jnp.asarray(sizes), ROWS, tile)))
+        assert found["total"] <= len(found["ranks_V"])
+        assert found["tiles_V"].min() >= 0 and found["tiles_V"].max() <= (ROWS - 1) // tile
+        seen = np.full(ROWS, -1)
+        for rank, at in zip(found["ranks_V"][: found["total"]], found["tiles_V"], strict=False):
+            rows = np.arange(max(found["starts_R"][rank], at * tile), min(found["starts_R"][rank + 1], (at + 1) * tile))
+            assert (seen[rows] == -1).all()
+            seen[rows] = found["groups_R"][rank]
+        np.testing.assert_array_equal(seen, np.where(owner < groups, owner, -1))
+    assert set(found["ranks_V"][: found["total"]]) == set(range(EXPERTS)), "an empty group is visited, to become 0"
+
+
+@pytest.mark.parametrize("chip", ["v5e:1x1", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(("deep", "wide"), [(1024, 768), (360, 200)])
+def test_kernels_compile_for_every_chip(deep, wide, chip, monkeypatch):
+    """Forward and both gradients, at widths that are whole lanes and at some that are not; no weights are transposed on the way."""
+    monkeypatch.undo()
+    aot = pytest.importorskip("maxlm.planning.aot")
+    mesh = Mesh(np.asarray(aot.devices(parse(chip))[:1]), ("x",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    given = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=everywhere) for size in ((2000, deep), (16, deep, wide), (2000, wide))]
+    groups = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=everywhere)
+    with jax.set_mesh(mesh):
+        text = everything.lower("tpu", *given, groups).compile().as_text()
+    assert all(name in text for name in (tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS))
+    assert f"[16,{wide},{deep}]" not in text
+
+
+@pytest.mark.parametrize("kind", VMEM_BYTES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_real_shapes_fit(shape, kind):
+    assert tpu.why_not(shape.rows, shape.d_in, shape.d_out, 2, kind) == ""
+    assert shape.group_sizes().sum() == shape.rows
+
+
+def test_what_does_not_fit_into_vmem_is_refused():
+    assert tpu.why_not(4096, 4096, 14336, 2, "TPU v6 lite") == ""
+    assert "rows of 262144 do not fit into the 50 MiB of VMEM" in tpu.why_not(4096, 1024, 262144, 2, "TPU7x")
+    assert "nothing is known of the VMEM of TPU v3" in tpu.why_not(4096, 1024, 1024, 2, "TPU v3")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"x": jnp.zeros((8, 5))}, "shapes do not fit: x (8, 5), w (2, 4, 6)"),
+        ({"x": jnp.zeros((0, 4))}, "nothing to multiply: x (0, 4)"),
+        ({"w": jnp.zeros((2, 4, 6), jnp.bfloat16)}, "x float32 and w bfloat16 must both be"),
+        ({"sizes": jnp.ones(2)}, "group_sizes are float32, no integers"),
+        ({"sizes": jnp.ones(3, jnp.int32)}, "group_sizes (3,) do not fit w (2, 4, 6)"),
+        ({"sizes": jnp.asarray([7, 2])}, "group_sizes of 2 to 7 rows, 9 in all, for 8 rows"),
+        ({"sizes": jnp.asarray([-1, 2])}, "group_sizes of -1 to 2 rows"),
+        ({"implementation": "triton"}, "no implementation 'triton': there are tpu, xla"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, named):
+    given = {"x": jnp.zeros((8, 4)), "w": jnp.zeros((2, 4, 6)), "sizes": jnp.asarray([3, 5]), "implementation": None, **change}
+    with pytest.raises(ValueError, match="grouped_matmul: ") as error:
+        grouped_matmul(given["x"], given["w"], given["sizes"], implementation=given["implementation"])
+    assert named in str(error.value)
