@@ -3,5 +3,15 @@
 from maxlm.kernels.attention import attention, attention_and_logsumexp
 from maxlm.kernels.grouped_matmul import grouped_matmul
 from maxlm.kernels.linear_cross_entropy import CrossEntropySums, linear_cross_entropy
+from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem
 
-__all__ = ["CrossEntropySums", "attention", "attention_and_logsumexp", "grouped_matmul", "linear_cross_entropy"]
+__all__ = [
+    "CrossEntropySums",
+    "MlpLayout",
+    "attention",
+    "attention_and_logsumexp",
+    "gated_mlp",
+    "gated_mlp_problem",
+    "grouped_matmul",
+    "linear_cross_entropy",
+]

@@ -1,15 +1,19 @@
 """Feed-forward layers: gated (SwiGLU, GeGLU) and plain (GELU)."""
 
+import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, matrix_size, project, weight
+from maxlm.kernels import MlpLayout, gated_mlp, gated_mlp_problem
+from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, fenced, matrix_size, project, weight
+from maxlm.parallel import mesh_axes
 
 # B batch, S sequence, D width, F feed-forward width
 
 _INSIDE = ("batch", "seq", "mlp")
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # as kernels name them
 
 
 class Mlp(nnx.Module):
@@ -28,6 +32,8 @@ class Mlp(nnx.Module):
         self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
 
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        if self._fuses(x_BSD):
+            return checkpoint_name(fenced(self._fused, x_BSD, ENTERING, BETWEEN), "mlp_out")
         act = ACTIVATIONS[self.activation]
         up_BSF = checkpoint_name(self._into(x_BSD, self.up_DF, self.up_bias_F), "up")
         if self.gate_DF is not None:
@@ -37,6 +43,18 @@ class Mlp(nnx.Module):
             hidden_BSF = act(up_BSF)
         return checkpoint_name(project("BSF,FD->BSD", hidden_BSF, self.down_FD[...], self.down_bias_D, _INSIDE, BETWEEN), "mlp_out")
 
+    def _fuses(self, x_BSD: Array) -> bool:
+        """Whether a kernel computes the gate beside its matmuls, and faster than XLA."""
+        return (
+            self.gate_DF is not None
+            and self.up_bias_F is None
+            and not gated_mlp_problem(x_BSD.shape, self.up_DF.shape[-1], x_BSD.dtype, _layout())
+        )
+
+    def _fused(self, x_BSD: Array) -> Array:
+        weights = (w[...] for w in (self.gate_DF, self.up_DF, self.down_FD) if w is not None)
+        return gated_mlp(x_BSD, *weights, activation=GATES[self.activation], layout=_layout())
+
     @staticmethod
     def _into(x_BSD: Array, w_DF: nnx.Param, bias_F: nnx.Param | None) -> Array:
         return project("BSD,DF->BSF", x_BSD, w_DF[...], bias_F, ENTERING, _INSIDE)
@@ -44,3 +62,9 @@ class Mlp(nnx.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""
         return 6 * matrix_size(self.gate_DF, self.up_DF, self.down_FD)
+
+
+def _layout() -> MlpLayout:
+    """How the mesh in force splits rows and the feed-forward width."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))

@@ -6,6 +6,7 @@ A process of its own, since libtpu reads where to write machine code when it is 
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 
@@ -27,18 +28,23 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
 
     found = parse(topology)
     device = devices(found)[0]
-    case = build(operation, shape, implementation, device.device_kind)
     bandwidth = found.chip.hbm_bytes_per_s / found.chip.devices_per_chip / CORES.get(device.device_kind, 1)
     mesh = Mesh([device], ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
-    arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in case.arguments]
-    with jax.set_mesh(mesh):
-        jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options))
-    for kernel in case.kernels:
-        (code,) = (path for path in Path(folder).glob("*final_bundles.txt") if kernel.name in path.name and "schedule" not in path.name)
-        run = execute.execute(bundles.read(code.read_text(encoding="utf-8")), kernel.scalars, bandwidth / CLOCK_HZ[found.chip.name])
-        counted = {"cycles": run.cycles, "matrix": run.matrix, "units": run.units, "moved": run.moved, "waited": run.waited}
-        print(json.dumps({"part": kernel.part, "flops": kernel.flops, **counted}))
+    for case in build(operation, shape, implementation, device.device_kind):
+        before = set(Path(folder).iterdir())
+        arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in case.arguments]
+        with jax.set_mesh(mesh):
+            jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options))
+        written = [path for path in Path(folder).glob("*final_bundles.txt") if path not in before and "schedule" not in path.name]
+        for kernel in case.kernels:
+            total: Counter[str] = Counter()
+            for path in (path for path in written if kernel.name in path.name):
+                code = bundles.read(path.read_text(encoding="utf-8"))
+                run = execute.execute(code, kernel.scalars, bandwidth / CLOCK_HZ[found.chip.name])
+                total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units["spill store"])
+            assert total["cycles"], f"no machine code of {kernel.name}"
+            print(json.dumps({"part": kernel.part, "flops": kernel.flops, **total}))
 
 
 if __name__ == "__main__":

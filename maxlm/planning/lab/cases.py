@@ -9,12 +9,19 @@ from maxlm.config.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = {"attention": ("flash", "splash"), "grouped_matmul": ("tpu", "megablox")}  # ours first
+OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
+    "attention": ("flash", "splash"),
+    "grouped_matmul": ("tpu", "megablox"),
+    "gated_mlp": ("fused", "xla"),
+}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a compiled case: how it is named in the program, the scalars it branches on, FLOPs that masks leave, of the case."""
+    """One part of a compiled case: what it is called in the program, the scalars it branches on, FLOPs that masks leave, of the case.
+
+    Where several operations bear the name, XLA's own, it is all of them.
+    """
 
     part: str
     name: str
@@ -32,25 +39,36 @@ class Case:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+def from_hbm(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` on arrays that lie in HBM, as in a training step; alone in a program, some would be given VMEM."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return lambda *arrays: run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays))
+
+
 def shape_names(operation: str) -> tuple[str, ...]:
     """The shapes that `operation` is looked at."""
     return tuple(shape.name for shape in _shapes(operation))
 
 
-def build(operation: str, name: str, implementation: str, device_kind: str) -> Case:
-    """The case of one shape. Raises UserError for one that does not exist."""
+def build(operation: str, name: str, implementation: str, device_kind: str) -> Sequence[Case]:
+    """What is compiled for one shape. Raises UserError for one that does not exist."""
     from maxlm.planning.lab.attention import attention_case
+    from maxlm.planning.lab.gated_mlp import gated_mlp_cases
     from maxlm.planning.lab.grouped_matmul import grouped_matmul_case
 
     shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
     if shape is None:
         raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    if operation == "gated_mlp":
+        return gated_mlp_cases(shape, implementation, device_kind)
     cases: Mapping[str, Callable[..., Case]] = {"attention": attention_case, "grouped_matmul": grouped_matmul_case}
-    return cases[operation](shape, implementation, device_kind)
+    return [cases[operation](shape, implementation, device_kind)]
 
 
 def _shapes(operation: str) -> Sequence[Any]:
     from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
     from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
+    from maxlm.kernels.matmul.shapes import SHAPES as MLP
 
-    return {"attention": ATTENTION, "grouped_matmul": GROUPED}[operation]
+    return {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP}[operation]

@@ -83,7 +83,7 @@ def _rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
                 seconds * 1e6,
                 kernel["flops"] / seconds / peak,
                 kernel["matrix"] / kernel["cycles"],
-                kernel["units"].get("spill store", 0) / kernel["cycles"],
+                kernel["spills"] / kernel["cycles"],
                 kernel["moved"],
                 kernel["waited"],
                 kernel["cycles"] / compared["cycles"] if compared else None,

@@ -111,10 +111,13 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     if best is None and (last or not fits_N.any()):  # better a slow one than none
         return layouts[int(np.argmin(said.needed_N))]
     hope = HOPE * (1 + EARLY / max(1, len(search.found)))
-    hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * (1 - said.trust_N)), np.inf)
-    place = int(np.argmin(hoped_N))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
-    return layouts[place] if hoped_N[place] < limit else None
+    for doubt_N in (1 - said.trust_N, np.ones_like(said.trust_N)):  # in the end also of what is like the compiled: here and there it errs
+        hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * doubt_N), np.inf)
+        place = int(np.argmin(hoped_N))
+        if hoped_N[place] < limit:
+            return layouts[place]
+    return None
 
 
 def _drop(search: Search) -> None:

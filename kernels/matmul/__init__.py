@@ -1,0 +1,136 @@
+"""Matmuls together with what a model does to their results."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from maxlm.kernels.matmul import tpu
+from maxlm.kernels.platform import WIDE, device
+
+# B batch, S sequence, D model width, F feed-forward width
+
+
+@dataclass(frozen=True)
+class MlpLayout:
+    """The mesh axes that split batch rows, and the feed-forward width. Empty: not split."""
+
+    batch: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    activation: str
+    layout: MlpLayout
+
+
+def gated_mlp_problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout | None = None) -> str:
+    """Why `gated_mlp` cannot run x of this shape [B, S, D] on the mesh in force, or is no faster than XLA; empty if it should be used."""
+    platform, kind = device()
+    if platform != "tpu":
+        return "the device is no TPU"
+    if kind not in WIDE:
+        return f"XLA's own matmuls run at 98% of peak on {kind}"
+    found = layout or MlpLayout()
+    return _problem(shape, d_ff, dtype, found, kind) or tpu.why_slow(*_local(shape, d_ff, found), dtype.itemsize, kind)
+
+
+def gated_mlp(
+    x_BSD: Float[Array, "B S D"],
+    gate_DF: Float[Array, "D F"],
+    up_DF: Float[Array, "D F"],
+    down_FD: Float[Array, "F D"],
+    *,
+    activation: str = "silu",
+    layout: MlpLayout | None = None,
+) -> Float[Array, "B S D"]:
+    """(act(x gate) * (x up)) down (Shazeer 2020, arXiv 2002.05202); `activation`: "silu" or "gelu" (by tanh).
+
+    The matmuls that end in something elementwise, one forward and one backward, are kernels, interpreted where there is no TPU. Sums are
+    float32, what is kept is rounded to x's dtype. `layout` says how the mesh in force splits the operands. What a remat policy saves is
+    named "gate" and "up". Raises ValueError for shapes and dtypes that do not fit, and for what the kernels cannot run.
+    """
+    if activation not in tpu.ACTIVATIONS:
+        raise ValueError(f"gated_mlp: no activation {activation!r}: there are {', '.join(tpu.ACTIVATIONS)}")
+    weights = {"gate": gate_DF, "up": up_DF, "down": down_FD}
+    if x_BSD.ndim != 3 or gate_DF.shape != up_DF.shape or gate_DF.shape != down_FD.shape[::-1] or gate_DF.shape[:1] != x_BSD.shape[2:]:
+        shapes = ", ".join(f"{name} {w.shape}" for name, w in weights.items())
+        raise ValueError(f"gated_mlp: shapes do not fit: x {x_BSD.shape}, {shapes}")
+    if any(w.dtype != x_BSD.dtype for w in weights.values()):
+        raise ValueError(f"gated_mlp: x {x_BSD.dtype} and weights {', '.join(str(w.dtype) for w in weights.values())} must be of one dtype")
+    asked = _Asked(activation, layout or MlpLayout())
+    if problem := _problem(x_BSD.shape, gate_DF.shape[1], x_BSD.dtype, asked.layout, device()[1]):
+        raise ValueError(f"gated_mlp: cannot run this: {problem}")
+    return _gated_mlp(asked, x_BSD, gate_DF, up_DF, down_FD)
+
+
+def _problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout, kind: str) -> str:
+    batch, hidden = (math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) for axes in (layout.batch, layout.hidden))
+    if shape[0] % batch or d_ff % hidden:
+        return f"{shape[0]} sequences over {batch} devices, or a width of {d_ff} over {hidden}, cannot be split evenly"
+    return tpu.why_not(*_local(shape, d_ff, layout), dtype.itemsize, kind)
+
+
+def _local(shape: tuple[int, ...], d_ff: int, layout: MlpLayout) -> tuple[int, int, int]:
+    """Rows, d_model and d_ff of a device."""
+    batch, hidden = (math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) for axes in (layout.batch, layout.hidden))
+    return shape[0] // batch * shape[1], shape[2], d_ff // hidden
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_mlp(asked: _Asked, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+    return _forward(asked, x_BSD, gate_DF, up_DF, down_FD)[0]
+
+
+def _forward(
+    asked: _Asked, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    whole, columns = _specs(asked.layout)
+    hidden_BSF, gate_BSF, up_BSF = _on_each_device(
+        asked, tpu.gated_forward, (whole, P(None, *columns[2:]), P(None, *columns[2:])), x_BSD, gate_DF, up_DF
+    )
+    saved = (x_BSD, checkpoint_name(gate_BSF, "gate"), checkpoint_name(up_BSF, "up"), gate_DF, up_DF, down_FD)
+    return jnp.einsum("BSF,FD->BSD", hidden_BSF, down_FD), saved
+
+
+def _backward(asked: _Asked, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) -> tuple[jax.Array, ...]:
+    x_BSD, gate_BSF, up_BSF, gate_DF, up_DF, down_FD = saved
+    whole, columns = _specs(asked.layout)
+    hidden_BSF, dgate_BSF, dup_BSF = _on_each_device(
+        asked, tpu.gated_backward, (whole, P(*columns[2:]), columns, columns), dy_BSD, down_FD, gate_BSF, up_BSF
+    )
+    dx_BSD = jnp.einsum("BSF,DF->BSD", dgate_BSF, gate_DF) + jnp.einsum("BSF,DF->BSD", dup_BSF, up_DF)
+    dgate_DF, dup_DF = (jnp.einsum("BSD,BSF->DF", x_BSD, gradient_BSF) for gradient_BSF in (dgate_BSF, dup_BSF))
+    return dx_BSD, dgate_DF, dup_DF, jnp.einsum("BSF,BSD->FD", hidden_BSF, dy_BSD)
+
+
+_gated_mlp.defvjp(_forward, _backward)
+
+
+def _specs(layout: MlpLayout) -> tuple[P, P]:
+    """(of what is as wide as the model, of what is as wide as the feed-forward layer)."""
+    return P(layout.batch or None, None, None), P(layout.batch or None, None, layout.hidden or None)
+
+
+def _on_each_device(asked: _Asked, kernel: Any, specs: tuple[P, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`kernel` on every device's share, sequences joined to rows."""
+    platform, kind = device()
+
+    def run(*local: jax.Array) -> tuple[jax.Array, ...]:
+        rows = [x.reshape(-1, x.shape[-1]) for x in local]
+        results = kernel(*rows, activation=asked.activation, device_kind=kind, interpret=platform != "tpu")
+        return tuple(x.reshape(*local[0].shape[:2], -1) for x in results)
+
+    if not (asked.layout.batch or asked.layout.hidden):
+        return run(*operands)
+    return jax.shard_map(run, in_specs=specs, out_specs=(_specs(asked.layout)[1],) * 3, check_vma=False)(*operands)
+
+
+__all__ = ["MlpLayout", "gated_mlp", "gated_mlp_problem"]

@@ -1,0 +1,24 @@
+"""Gated feed-forward layers of real models, as much of one as a chip computes at once: what tests, the kernel lab and benchmarks run."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """`rows`: tokens of a device."""
+
+    name: str
+    rows: int
+    d_model: int
+    d_ff: int
+    source: str
+
+
+SHAPES = (
+    MlpShape("llama-8b", 16384, 4096, 14336, "Llama 3.1 8B (arXiv 2407.21783, table 3), two sequences of 8,192"),
+    MlpShape(
+        "llama-8b-quarter", 8192, 4096, 4096, "the same, one sequence, and a width that XLA's estimates of machine code can be had of"
+    ),
+    MlpShape("llama-70b", 8192, 8192, 28672, "Llama 3.1 70B (the same table), one sequence of 8,192"),
+    MlpShape("gemma-27b", 8192, 5376, 21504, "Gemma 3 27B (arXiv 2503.19786), one sequence of 8,192"),
+)
