@@ -75,8 +75,9 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
 
     def time(tiles: Tiles) -> float:
         """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
-        over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
-        return over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
+        over, across, cores = -(-deep // tiles.deep), -(-wide // tiles.wide), CORES.get(kind, 1)
+        idle = over % cores and across % cores  # one core does it all
+        return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
     return min(fitting, key=time, default=None)
 
