@@ -28,7 +28,7 @@ PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of a tile of the weights' gradient, rows and columns
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
-_SPARE = 4 << 20  # bytes of VMEM for what the compiler keeps there
+_SPARE = 8 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 7 MiB on v5p
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
@@ -75,8 +75,9 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
 
     def time(tiles: Tiles) -> float:
         """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
-        over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
-        return over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
+        over, across, cores = -(-deep // tiles.deep), -(-wide // tiles.wide), CORES.get(kind, 1)
+        idle = over % cores and across % cores  # one core does it all
+        return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
     return min(fitting, key=time, default=None)
 

@@ -19,7 +19,7 @@ MOST_BUNDLES = 10**8  # a kernel that issues more does not end
 LANES = 128
 GRANULE = 32  # bytes, in which copies are counted
 
-_COPIES = ("dma.hbm_to_vmem", "dma.vmem_to_hbm")
+_COPIES = ("dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general")
 _THREAD = re.compile(r"^\[thread:\S*\] *")  # before the first operand of a copy, or in its place
 _NAMED = re.compile(r"[sp]\d+( |$)")  # a name of memory may follow
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
