@@ -10,6 +10,7 @@ import pytest
 from maxlm.config.errors import UserError
 from maxlm.kernels.attention.shapes import SHAPES
 from maxlm.planning.lab.bundles import read
+from maxlm.planning.lab.cases import OPERATIONS
 from maxlm.planning.lab.execute import execute
 from maxlm.planning.lab.report import run as report
 
@@ -129,3 +130,21 @@ def test_documents_are_told_apart_and_fill_a_sequence():
 def test_unknown_names_are_refused(chips, operation, shapes, said):
     with pytest.raises(UserError, match=said):
         report(chips, operation, shapes, as_json=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("operation", "shape", "most"),
+    [
+        ("attention", "llama-8k", 0.85),
+        ("attention", "llama-8k-packed", 0.85),
+        ("gated_mlp", "llama-8b", 0.97),
+        ("grouped_matmul", "mixtral-up", 0.95),
+    ],
+)
+def test_our_kernels_take_less_than_what_they_replace(operation, shape, most, capsys):
+    """On v6e, by their machine code and with what waits for HBM: all parts of forward and backward together."""
+    assert report(["v6e"], operation, [shape], as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    ours, theirs = (sum(row["cycles"] + row["waited"] for row in rows if row["implementation"] == name) for name in OPERATIONS[operation])
+    assert ours <= most * theirs

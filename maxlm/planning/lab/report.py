@@ -1,5 +1,6 @@
 """`maxlm kernels report`: every kernel at real shapes, compiled for chips that are not there, its machine code counted."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -18,30 +19,33 @@ from maxlm.telemetry.words import percent
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
 NOTE = (
-    "Counted, not measured: bundles that the machine code issues at these shapes, its scalar core run with the scalars of real masks. "
-    "Of peak: FLOPs that masks leave. Spills: registers stored a bundle. HBM: bytes copied by one core; with it, and the second ratio: "
-    "cycles when copies take turns at the full bandwidth."
+    "Counted, not measured: thousand cycles of bundles that the machine code issues at these shapes, its scalar core run with the scalars "
+    "of real masks; waits are for HBM, whose copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
+    "Spills: registers stored a bundle. Ratio: of cycles and waits to those of the other implementation."
 )
+NO_ROOM = "no room"  # in the chip's memory
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel at one shape; of attention one sequence, two groups of heads. `microseconds` have no waits in them; shares are of 1."""
+    """One kernel at one shape; of attention one sequence, two groups of heads. Shares are of 1; `cycles` have no waits in them.
+
+    `problem`: why there is nothing to be counted; what follows is then 0 or None.
+    """
 
     operation: str
     shape: str
     chip: str
     part: str
     implementation: str
-    cycles: int
-    microseconds: float
-    peak: float
-    matrix: float  # share of the cycles in which the matrix unit works
-    spills: float  # stores of registers that did not fit, a cycle
-    moved: int  # bytes between HBM and VMEM, by one core
-    waited: int  # cycles more, in which nothing is issued until they are there
-    ratio: float | None  # of our cycles to those of the library that is compared
-    ratio_waited: float | None  # the same with what is waited
+    problem: str = ""
+    cycles: int = 0
+    waited: int = 0  # cycles more, in which nothing is issued until copies between HBM and VMEM are there
+    moved: int = 0  # bytes of these, by one core
+    peak: float = 0.0
+    matrix: float = 0.0  # share of the cycles in which the matrix unit works
+    spills: float = 0.0  # stores of registers that did not fit, a cycle
+    ratio: float | None = None  # of our cycles, waits included, to those of the implementation that is compared
 
 
 def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_json: bool) -> int:
@@ -65,52 +69,54 @@ def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_json:
 
 
 def _rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
-    implementations = OPERATIONS[operation]
-    found = {name: list(_counted(operation, name, shape, chip)) for name in implementations}
-    peak, clock = parse(TOPOLOGIES[chip]).chip.peak_bf16_flops_per_device, CLOCK_HZ[chip]
+    *ours, compared = OPERATIONS[operation]
+    found = {name: _counted(operation, name, shape, chip) for name in (*ours, compared)}
+    peak = parse(TOPOLOGIES[chip]).chip.peak_bf16_flops_per_device / CLOCK_HZ[chip]  # FLOPs a cycle
+    others = {kernel["part"]: kernel["cycles"] + kernel["waited"] for kernel in found[compared] or ()}
     for name, kernels in found.items():
-        for kernel in kernels:
-            seconds = kernel["cycles"] / clock
-            other = next((o for o in found[implementations[-1]] if o["part"] == kernel["part"]), None)
-            compared = other if name != implementations[-1] else None
+        if kernels is None:
+            yield Row(operation, shape, chip, "all", name, NO_ROOM)
+        for kernel in kernels or ():
+            cycles, total, other = kernel["cycles"], kernel["cycles"] + kernel["waited"], others.get(kernel["part"])
             yield Row(
                 operation,
                 shape,
                 chip,
                 kernel["part"],
                 name,
-                kernel["cycles"],
-                seconds * 1e6,
-                kernel["flops"] / seconds / peak,
-                kernel["matrix"] / kernel["cycles"],
-                kernel["spills"] / kernel["cycles"],
-                kernel["moved"],
-                kernel["waited"],
-                kernel["cycles"] / compared["cycles"] if compared else None,
-                (kernel["cycles"] + kernel["waited"]) / (compared["cycles"] + compared["waited"]) if compared else None,
+                cycles=cycles,
+                waited=kernel["waited"],
+                moved=kernel["moved"],
+                peak=kernel["flops"] / total / peak,
+                matrix=kernel["matrix"] / cycles,
+                spills=kernel["spills"] / cycles,
+                ratio=total / other if other and name != compared else None,
             )
 
 
-def _counted(operation: str, implementation: str, shape: str, chip: str) -> Iterator[Mapping]:
-    """What the lab's other process says of one case, a kernel each; nothing where it does not compile."""
+def _counted(operation: str, implementation: str, shape: str, chip: str) -> list[Mapping] | None:
+    """What the lab's other process says of one case, a kernel each; None where the chip's memory is too small for it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "maxlm.planning.lab", operation, implementation, shape, TOPOLOGIES[chip], folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and "RESOURCE_EXHAUSTED" not in done.stderr:
+    if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr:
+        return None
+    if done.returncode:
         raise UserError(f"{operation} {implementation} at {shape} does not compile for {chip}: {done.stderr.strip().splitlines()[-1]}")
-    return map(json.loads, done.stdout.splitlines())
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("shape", "chip", "part", "kernel"):
-        table.add_column(name, no_wrap=True)
-    for name in ("cycles", "us", "of peak", "matrix unit", "spills", "ratio", "HBM", "with it", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        ratio, waited = ("" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio, row.ratio_waited))
-        figures = (f"{row.cycles:,}", f"{row.microseconds:,.0f}", percent(row.peak), percent(row.matrix), f"{row.spills:.2f}", ratio)
-        memory = (f"{row.moved / 1e6:,.0f} MB", f"{row.cycles + row.waited:,}", waited)
-        table.add_row(row.shape, row.chip, row.part, row.implementation, *figures, *memory)
-    console.print(table)
+    for (shape, chip), found in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
+        console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
+        table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+        for name in ("part", "kernel"):
+            table.add_column(name, no_wrap=True, min_width=9)
+        for name in ("kcycles", "waits", "of peak", "matrix", "spills", "HBM MB", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True, min_width=7)
+        for row in found:
+            figures = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}", percent(row.peak), percent(row.matrix), f"{row.spills:.2f}")
+            memory = (f"{row.moved / 1e6:,.0f}", "" if row.ratio is None else f"{row.ratio:.3f}")
+            table.add_row(row.part, row.implementation, *((row.problem,) if row.problem else (*figures, *memory)))
+        console.print(table)
     console.print(NOTE, style="dim", highlight=False)
