@@ -61,7 +61,7 @@ def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Calla
     found = (
         _product_tiling(deep, wide, height, kind),
         _product_tiling(wide, deep, height, kind),
-        (height, min(deep, 2048), min(_share(wide, kind), 2048)),
+        (1024 if shape.skew is None and rows // shape.experts > 1024 else height, min(deep, 2048), min(_share(wide, kind), 2048)),
     )
     tilings = dict(zip(PARTS, found, strict=True))
 
