@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.kernels.grouped_matmul import tpu, visits
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
-from maxlm.kernels.platform import VMEM_BYTES
+from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 from maxlm.planning.lab.cases import Case, Kernel
 
 PARTS = ("forward", "dx", "dw")
@@ -61,7 +61,7 @@ def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Calla
     found = (
         _product_tiling(deep, wide, height, kind),
         _product_tiling(wide, deep, height, kind),
-        (height, min(deep, 2048), min(wide, 2048)),
+        (1024 if shape.skew is None and rows // shape.experts > 1024 else height, min(deep, 2048), min(_share(wide, kind), 2048)),
     )
     tilings = dict(zip(PARTS, found, strict=True))
 
@@ -97,8 +97,14 @@ def _product_tiling(deep: int, wide: int, height: int, kind: str) -> Tiling:
     """The best of those tried on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns for which there is room."""
     contracted = deep if deep <= 4096 else 1792
     for columns in (4096, 2048, 1024, 512) if contracted <= 2048 else (2048, 1024, 512):
-        tiling = (height, contracted, min(wide, columns))
+        tiling = (height, contracted, min(_share(wide, kind), columns))
         moving = height * contracted + contracted * tiling[2] + height * tiling[2]
         if 4 * moving + 4 * height * tiling[2] <= 0.9 * VMEM_BYTES[kind]:
             return tiling
     raise AssertionError("every shape of the lab fits into every chip")
+
+
+def _share(wide: int, kind: str) -> int:
+    """Columns that leave a tile to every core."""
+    cores = CORES.get(kind, 1)
+    return wide if wide % (cores * LANES) else wide // cores
