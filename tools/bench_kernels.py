@@ -6,7 +6,8 @@ usage: python tools/bench_kernels.py [OPERATION ...] [--rounds 7] [--tiny]    (d
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
 - grouped_matmul: what is chosen, XLA's ragged dot, and one dense matmul of as many FLOPs
 - cross_entropy: without logits, and with all of them in memory
-Operands are normal random numbers, in bfloat16 (float32 on a CPU). A ratio is of medians, the other seconds over ours: above 1, ours is faster.
+Operands are normal random numbers, in bfloat16 (float32 on a CPU). A ratio is of medians, the
+other seconds over ours: above 1, ours is faster.
 FLOPs are useful ones: what masks leave, nothing computed again. Prints a table, and a JSON line a row.
 """
 
