@@ -29,6 +29,7 @@ FORWARD, BACKWARD = "attention_hopper_forward", "attention_hopper_backward"  # w
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 _MEMORY, _COMPUTE = 24, 240  # registers a thread, of 512 a lane of an SM; multiples of 8
 _NOTHING = 1e30  # logsumexp of a query that sees nothing: its weights are then 0 in the backward pass, too
@@ -59,6 +60,16 @@ class _Shape:
     def stages(self) -> int:
         """Tiles of keys, and of values, that shared memory holds."""
         return 2
+
+    @property
+    def halves(self) -> int:
+        """Tiles of ROWS queries that a step of the backward pass takes."""
+        return 2 if self.head_dim == 64 else 1
+
+    @property
+    def queries(self) -> int:
+        """Queries of a step of the backward pass."""
+        return self.halves * ROWS
 
     @property
     def slope(self) -> float:
@@ -132,22 +143,20 @@ def _bent(raw: jax.Array, shape: _Shape) -> jax.Array:
     return 1.0 - 2.0 / (1.0 + jnp.exp2(raw * (2 * _LOG2E * shape.scale / shape.softcap)))
 
 
-def _hidden(
-    offset: Index, queries: jax.Array, keys: jax.Array, places_ref: Ref, dims: tuple[int, int], shape: _Shape, *, ordered: bool
-) -> jax.Array:
-    """Which keys of a tile queries do not see, by their documents; its first query stands `offset` after its first key.
+class _Side(NamedTuple):
+    """Documents and places of the queries or the keys of a tile; places of both are counted from its first key."""
 
-    `ordered`: no key stands after any query, so that causality hides none. `places_ref`: 0, 1, 2 ..., from memory, since LLVM keeps
-    what it can compute beforehand, a register for each column of the tile, and counts that up from tile to tile.
-    """
-    hidden = _across(keys, dims, 1) != _across(jnp.where(queries == 0, -1, queries), dims, 0)
-    if ordered and shape.window is None:
-        return hidden
-    query = _rows(dims[0], shape) + jax.lax.optimization_barrier(offset)
-    key = _across(_load(places_ref, _BY_COLUMN, shape), dims, 1)
+    documents: jax.Array
+    places: jax.Array
+
+
+def _hidden(queries: _Side, keys: _Side, query_dim: int, dims: tuple[int, int], shape: _Shape, *, ordered: bool) -> jax.Array:
+    """Which keys of a tile, queries along `query_dim`, are not seen. `ordered`: none stands after any query, so causality hides none."""
+    query, key = (functools.partial(_across, dims=dims, dim=dim) for dim in (query_dim, 1 - query_dim))
+    hidden = key(keys.documents) != query(jnp.where(queries.documents == 0, -1, queries.documents))
     if not ordered:
-        hidden |= key > _across(query, dims, 0)
-    return hidden if shape.window is None else hidden | (key <= _across(query - shape.window, dims, 0))
+        hidden |= key(keys.places) > query(queries.places)
+    return hidden if shape.window is None else hidden | (key(keys.places) <= query(queries.places - shape.window))
 
 
 # Which blocks meet, found before a kernel starts.
@@ -161,6 +170,16 @@ def block_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) 
     first_BI = jnp.min(jnp.where(some_BIJ | (tiles == diagonal_I1), tiles, tiles.size), axis=2)
     whole_BI = jnp.max(jnp.where((tiles < diagonal_I1) & ~all_BIJ, tiles + 1, 0), axis=2)
     return jnp.stack([first_BI, whole_BI])
+
+
+def query_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> Int[Array, "2 B J"]:
+    """(end, whole) of every `keys` keys, in blocks of queries: none from end on sees any; from the diagonal to before whole, each sees all."""
+    some_BIJ, all_BIJ = _meet(segments_BS, keys, window)
+    blocks_I1 = jnp.arange(some_BIJ.shape[1], dtype=jnp.int32)[:, None]
+    diagonal = jnp.arange(some_BIJ.shape[2], dtype=jnp.int32) * keys // BLOCK
+    end_BJ = jnp.max(jnp.where(some_BIJ | (blocks_I1 == diagonal), blocks_I1 + 1, 0), axis=1)
+    whole_BJ = jnp.min(jnp.where((blocks_I1 > diagonal) & ~all_BIJ, blocks_I1, blocks_I1.size), axis=1)
+    return jnp.stack([end_BJ, whole_BJ])
 
 
 def _meet(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> tuple[jax.Array, jax.Array]:
@@ -220,7 +239,7 @@ def _mesh(grid: tuple[int, ...], name: str) -> plgpu.Mesh:
 
 def _tiles(dims: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as wgmma reads it: rows of 128 bytes, swizzled."""
-    return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))
 
 
 class _ForwardRefs(NamedTuple):
@@ -418,8 +437,11 @@ class _Rows:
         def masked(scores: jax.Array) -> jax.Array:
             keys = _load(refs.key_segments.at[self._slot(t)], _BY_COLUMN, shape)
             queries = _load(refs.query_segments.at[self.group], _BY_ROW, shape)
-            places = refs.key_places.at[self.group]
-            hidden = _hidden(self.start - j * shape.keys, queries, keys, places, self.dims, shape, ordered=ordered)
+            # LLVM would keep what it can compute beforehand, a register for each row and column, and count that up from tile to
+            # tile: it does not see through the barrier, nor into memory.
+            query_at = _rows(ROWS, shape) + jax.lax.optimization_barrier(self.start - j * shape.keys)
+            key_at = _load(refs.key_places.at[self.group], _BY_COLUMN, shape)
+            hidden = _hidden(_Side(queries, query_at), _Side(keys, key_at), 0, self.dims, shape, ordered=ordered)
             return jnp.where(hidden, -jnp.inf, scores)
 
         cut = j < self.whole
@@ -443,6 +465,303 @@ class _Rows:
         plgpu.copy_smem_to_gmem(out_ref, refs.out.at[self.b, rows, head])
         plgpu.copy_smem_to_gmem(lse_ref, refs.lse.at[self.b, head, rows])
         plgpu.wait_smem_to_gmem(0)
+
+
+# Backward. Scores are held keys by queries: what belongs to the keys of a warpgroup then stays in its registers.
+
+
+def _backward(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    dout_BSHK: jax.Array,
+    lse_BHS: jax.Array,
+    delta_BHS: jax.Array,
+    segments_BS: jax.Array,
+    shape: _Shape,
+) -> Gradients:
+    """Gradients of q, k and v. Heads that share keys come one after the other, and dk and dv stay in registers all the time.
+
+    `lse_BHS` in base 2; `delta_BHS`: sum of output times its gradient, less that of the logsumexp. dq is added up in HBM in float32, in
+    the order in which thread blocks come to it: its last bits may differ from run to run.
+    """
+    batch, dtype, width = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim
+    rows = (shape.stages, shape.halves, ROWS)
+    scratch = (
+        _tiles((2, ROWS, width), dtype),
+        _tiles((2, ROWS, width), dtype),
+        _tiles((*rows, width), dtype),
+        _tiles((*rows, width), dtype),
+        _tiles((2, shape.halves, 2, ROWS, ROWS), dtype),
+        _tiles((2, ROWS, ROWS), jnp.float32),
+        *(plgpu.SMEM(rows, kind) for kind in (jnp.float32, jnp.float32, jnp.int32)),
+        plgpu.SMEM((2, ROWS), jnp.int32),
+        plgpu.SMEM((2, ROWS), jnp.int32),
+        plgpu.Barrier(num_arrivals=4, num_barriers=2),
+        plgpu.Barrier(num_arrivals=3 * shape.halves, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=2 * shape.halves, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        plgpu.Barrier(num_arrivals=2),
+    )
+
+    def body(*refs: Ref) -> None:
+        pl.run_scoped(lambda *scoped: _backward_block(_BackwardRefs(*refs, *scoped), shape), *scratch, collective_axes="warpgroup")
+
+    dq_ref = jax.new_ref(jnp.zeros(q_BSHK.shape, jnp.float32), memory_space=plgpu.GMEM)
+    dk_BSGK, dv_BSGK = pl.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k_BSGK, v_BSGK)),
+        mesh=_mesh((shape.groups, shape.seq_len // BLOCK, batch), BACKWARD),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        cost_estimate=_cost(5, batch, shape, [q_BSHK, dout_BSHK, dq_ref, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
+        name=BACKWARD,
+    )(
+        query_bounds(segments_BS, BLOCK, shape.window),
+        q_BSHK,
+        k_BSGK,
+        v_BSGK,
+        dout_BSHK,
+        lse_BHS,
+        delta_BHS,
+        segments_BS,
+        jnp.arange(ROWS, dtype=jnp.int32),
+        dq_ref,
+    )
+    return (dq_ref[...] * shape.scale).astype(dtype), dk_BSGK, dv_BSGK
+
+
+class _BackwardRefs(NamedTuple):
+    """What the backward kernel reads, writes and shares between its warpgroups; a barrier is passed once its tile is full or free."""
+
+    bounds: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    dout: Ref
+    lse: Ref
+    delta: Ref
+    segments: Ref
+    places: Ref
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    k_tile: Ref  # a part for each warpgroup; later dk and dv
+    v_tile: Ref
+    q_tile: Ref
+    dout_tile: Ref
+    dscores: Ref  # by step (odd or even), half of the queries, half of the keys
+    dq_part: Ref
+    lse_row: Ref
+    delta_row: Ref
+    query_segments: Ref
+    key_segments: Ref
+    query_places: Ref
+    k_full: Ref
+    q_full: Ref
+    dout_full: Ref
+    free: Ref
+    dscores_full: Ref
+    done: Ref
+
+
+def _backward_block(refs: _BackwardRefs, shape: _Shape) -> None:
+    """One block of keys of one head: the first ones first, since they take longest. Queries from the diagonal on."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    j, b = jax.lax.axis_index("block"), jax.lax.axis_index("batch")
+    end, whole = (refs.bounds[edge, b, j] * (BLOCK // shape.queries) for edge in (0, 1))
+    columns = _Columns(refs, shape, warpgroup, b, j, j * (BLOCK // shape.queries), end, whole)
+
+    @pl.when(warpgroup == 2)
+    def _() -> None:
+        plgpu.set_max_registers(_MEMORY, action="decrease")
+        columns.fetch()
+
+    @pl.when(warpgroup < 2)
+    def _() -> None:
+        plgpu.set_max_registers(_COMPUTE, action="increase")
+        columns.run()
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The keys of one thread block; of its second half, the places counted from `first` to `end` are tiles of queries."""
+
+    refs: _BackwardRefs
+    shape: _Shape
+    warpgroup: Index
+    b: Index
+    j: Index
+    first: Index
+    end: Index
+    whole: Index
+
+    @property
+    def steps(self) -> Index:
+        """Tiles of queries of all heads that share these keys."""
+        return (self.end - self.first) * (self.shape.heads // self.shape.groups)
+
+    def _at(self, step: Index) -> tuple[Index, Index, Index]:
+        """(query head, tile of queries, slot) of a step."""
+        tiles, share = self.end - self.first, jnp.int32(self.shape.heads // self.shape.groups)
+        head = jax.lax.axis_index("head") * share + jax.lax.div(step, tiles)
+        return head, self.first + jax.lax.rem(step, tiles), jax.lax.rem(step, jnp.int32(self.shape.stages))
+
+    def fetch(self) -> None:
+        """What the memory warpgroup does."""
+        refs, shape = self.refs, self.shape
+
+        @pl.loop(0, self.steps)
+        def _(step: Index) -> None:
+            head, i, slot = self._at(step)
+
+            @pl.when(step >= shape.stages)
+            def _() -> None:
+                plgpu.barrier_wait(refs.free.at[slot])
+
+            for half in range(shape.halves):
+                tokens = pl.ds(i * shape.queries + half * ROWS, ROWS)
+                full, dout_full = refs.q_full.at[slot], refs.dout_full.at[slot]
+                plgpu.copy_gmem_to_smem(refs.q.at[self.b, tokens, head], refs.q_tile.at[slot, half], full)
+                plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.query_segments.at[slot, half], full)
+                plgpu.copy_gmem_to_smem(refs.lse.at[self.b, head, tokens], refs.lse_row.at[slot, half], full)
+                plgpu.copy_gmem_to_smem(refs.dout.at[self.b, tokens, head], refs.dout_tile.at[slot, half], dout_full)
+                plgpu.copy_gmem_to_smem(refs.delta.at[self.b, head, tokens], refs.delta_row.at[slot, half], dout_full)
+
+        @pl.loop(jnp.maximum(self.steps - shape.stages, 0), self.steps)
+        def _(step: Index) -> None:  # no barrier is left before all have passed it
+            plgpu.barrier_wait(refs.free.at[self._at(step)[2]])
+
+    def run(self) -> None:
+        """What a computing warpgroup does."""
+        refs, shape, mine = self.refs, self.shape, self.warpgroup
+        tokens, head = pl.ds(self.j * BLOCK + mine * ROWS, ROWS), jax.lax.axis_index("head")
+        full = refs.k_full.at[mine]
+        plgpu.copy_gmem_to_smem(refs.k.at[self.b, tokens, head], refs.k_tile.at[mine], full)
+        plgpu.copy_gmem_to_smem(refs.v.at[self.b, tokens, head], refs.v_tile.at[mine], full)
+        plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.key_segments.at[mine], full)
+        plgpu.copy_gmem_to_smem(refs.places, refs.query_places.at[mine], full)
+        plgpu.barrier_wait(full)
+        zero = _laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
+        dk, dv = jax.lax.fori_loop(jnp.int32(0), self.steps, self._step, (zero, zero))
+        plgpu.barrier_arrive(refs.done)
+        plgpu.barrier_wait(refs.done)  # the other's last dq was formed of these keys, too
+        refs.k_tile[mine] = (dk * shape.scale).astype(refs.dk.dtype)
+        refs.v_tile[mine] = dv.astype(refs.dv.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.k_tile.at[mine], refs.dk.at[self.b, tokens, head])
+        plgpu.copy_smem_to_gmem(refs.v_tile.at[mine], refs.dv.at[self.b, tokens, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _step(self, step: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        refs, (head, i, slot), (dk, dv) = self.refs, self._at(step), sums
+        parity = jax.lax.rem(step, jnp.int32(2))
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        plgpu.barrier_wait(refs.dout_full.at[slot])
+        for half in range(self.shape.halves):
+            dv = self._add_dv(i, slot, half, refs.dscores.at[parity, half, self.warpgroup], dv)
+        plgpu.barrier_arrive(refs.dscores_full.at[parity])
+        dk, dq = self._add_dk(slot, parity, dk)
+        plgpu.barrier_arrive(refs.free.at[slot])
+        self._store_dq(head, i, dq)
+        return dk, dv
+
+    def _add_dv(self, i: Index, slot: Index, half: int, dscores_ref: Ref, dv: jax.Array) -> jax.Array:
+        """Also leaves gradients of the scores in shared memory, for all to read."""
+        refs, shape, mine = self.refs, self.shape, self.warpgroup
+        q_ref, dout_ref = refs.q_tile.at[slot, half], refs.dout_tile.at[slot, half]
+        k_ref, v_ref, dims = refs.k_tile.at[mine], refs.v_tile.at[mine], (ROWS, ROWS)
+
+        def weigh(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
+            bent = _bent(raw, shape)
+            lse = _load(refs.lse_row.at[slot, half], _BY_COLUMN, shape)
+            scores = self._masked(i, slot, half, bent)
+            return bent, jnp.exp2(scores * shape.slope - _across(lse, dims, 1))
+
+        def form(scores_ref: Ref, dweights_ref: Ref) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            plgpu.wgmma(scores_ref, k_ref, plgpu.transpose_ref(q_ref, (1, 0)))
+            plgpu.wgmma(dweights_ref, v_ref, plgpu.transpose_ref(dout_ref, (1, 0)))
+            weights = weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+            return weights, dweights_ref[...]
+
+        def keep(bent: jax.Array, weights: jax.Array, dweights: jax.Array) -> None:
+            delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
+            dscores = weights * (dweights - _across(delta, dims, 1))
+            if shape.softcap is not None:
+                dscores *= 1.0 - bent * bent
+            dscores_ref[...] = dscores.astype(refs.q.dtype)
+            plgpu.commit_smem()
+
+        if shape.interpret:
+            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T))
+            keep(bent, weights, _dot(v_ref[...], dout_ref[...].T))
+            return _add_product(dv, weights.astype(refs.q.dtype), dout_ref, shape)
+        (bent, weights), dweights = pl.run_scoped(form, plgpu.ACC(dims, jnp.float32), plgpu.ACC(dims, jnp.float32))
+
+        def mix(dv_ref: Ref) -> jax.Array:
+            dv_ref[...] = dv
+            plgpu.wgmma(dv_ref, weights.astype(refs.q.dtype), dout_ref)
+            keep(bent, weights, dweights)
+            return dv_ref[...]
+
+        return pl.run_scoped(mix, plgpu.ACC(dv.shape, jnp.float32))
+
+    def _masked(self, i: Index, slot: Index, half: int, scores: jax.Array) -> jax.Array:
+        refs, shape, mine = self.refs, self.shape, self.warpgroup
+        offset = i * shape.queries + half * ROWS - self.j * BLOCK - mine * ROWS
+
+        def masked(scores: jax.Array) -> jax.Array:
+            queries = _load(refs.query_segments.at[slot, half], _BY_COLUMN, shape)
+            query_at = _load(refs.query_places.at[mine], _BY_COLUMN, shape) + offset
+            keys = _load(refs.key_segments.at[mine], _BY_ROW, shape)
+            hidden = _hidden(_Side(queries, query_at), _Side(keys, _rows(ROWS, shape)), 1, scores.shape, shape, ordered=False)
+            return jnp.where(hidden, -jnp.inf, scores)
+
+        cut = (i < self.first + BLOCK // shape.queries) | (i >= self.whole)
+        return jax.lax.cond(cut, masked, lambda scores: scores, scores)
+
+    def _add_dk(self, slot: Index, parity: Index, dk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(dk, this warpgroup's part of dq: half of the queries, or of the head dim)."""
+        refs, shape, mine = self.refs, self.shape, self.warpgroup
+
+        def add_dk(dk_ref: Ref) -> None:
+            for half in range(shape.halves):
+                plgpu.wgmma(dk_ref, refs.dscores.at[parity, half, mine], refs.q_tile.at[slot, half])
+
+        def operands(part: int) -> tuple[Ref, Ref]:
+            if shape.halves == 2:
+                return refs.dscores.at[parity, mine, part], refs.k_tile.at[part]
+            return refs.dscores.at[parity, 0, part], refs.k_tile.at[part, :, pl.ds(mine * ROWS, ROWS)]
+
+        if shape.interpret:
+            for half in range(shape.halves):
+                dk = _add_product(dk, refs.dscores.at[parity, half, mine][...], refs.q_tile.at[slot, half], shape)
+            plgpu.barrier_wait(refs.dscores_full.at[parity])
+            parts = [(a_ref[...].T, b_ref[...]) for a_ref, b_ref in map(operands, range(2))]
+            return dk, sum(_dot(*part) for part in parts)
+
+        def run(dk_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array]:
+            dk_ref[...] = dk
+            add_dk(dk_ref)
+            plgpu.barrier_wait(refs.dscores_full.at[parity])
+            for a_ref, b_ref in map(operands, range(2)):
+                plgpu.wgmma(dq_ref, plgpu.transpose_ref(a_ref, (1, 0)), b_ref)
+            return dk_ref[...], dq_ref[...]
+
+        return pl.run_scoped(run, plgpu.ACC(dk.shape, jnp.float32), plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+    def _store_dq(self, head: Index, i: Index, dq: jax.Array) -> None:
+        refs, shape, mine = self.refs, self.shape, self.warpgroup
+        start = i * shape.queries + (mine * ROWS if shape.halves == 2 else 0)
+        columns = pl.ds(0 if shape.halves == 2 else mine * ROWS, ROWS)
+        dq_ref = refs.dq.at[self.b, pl.ds(start, ROWS), head, columns]
+        if shape.interpret:
+            dq_ref[...] = dq_ref[...] + dq
+            return
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        refs.dq_part[mine] = dq
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.dq_part.at[mine], dq_ref, reduction_op="add")
 
 
 def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
