@@ -492,16 +492,15 @@ def _backward(
         _tiles((2, ROWS, width), dtype),
         _tiles((*rows, width), dtype),
         _tiles((*rows, width), dtype),
-        _tiles((2, shape.halves, 2, ROWS, ROWS), dtype),
+        _tiles((shape.stages, shape.halves, 2, ROWS, ROWS), dtype),
         _tiles((2, ROWS, ROWS), jnp.float32),
         *(plgpu.SMEM(rows, kind) for kind in (jnp.float32, jnp.float32, jnp.int32)),
         plgpu.SMEM((2, ROWS), jnp.int32),
         plgpu.SMEM((2, ROWS), jnp.int32),
         plgpu.Barrier(num_arrivals=4, num_barriers=2),
-        plgpu.Barrier(num_arrivals=3 * shape.halves, num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2 * shape.halves, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=5 * shape.halves, num_barriers=shape.stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         plgpu.Barrier(num_arrivals=2),
     )
 
@@ -522,8 +521,8 @@ def _backward(
         k_BSGK,
         v_BSGK,
         dout_BSHK,
-        lse_BHS,
-        delta_BHS,
+        -lse_BHS if shape.softcap is not None else lse_BHS * (-1.0 / shape.slope),
+        -delta_BHS,
         segments_BS,
         jnp.arange(ROWS, dtype=jnp.int32),
         dq_ref,
@@ -550,7 +549,7 @@ class _BackwardRefs(NamedTuple):
     v_tile: Ref
     q_tile: Ref
     dout_tile: Ref
-    dscores: Ref  # by step (odd or even), half of the queries, half of the keys
+    dscores: Ref  # by slot, half of the queries, half of the keys: written again when both have read the next slot
     dq_part: Ref
     lse_row: Ref
     delta_row: Ref
@@ -559,7 +558,6 @@ class _BackwardRefs(NamedTuple):
     query_places: Ref
     k_full: Ref
     q_full: Ref
-    dout_full: Ref
     free: Ref
     dscores_full: Ref
     done: Ref
@@ -599,21 +597,34 @@ class _Columns:
     @property
     def steps(self) -> Index:
         """Tiles of queries of all heads that share these keys."""
-        return (self.end - self.first) * (self.shape.heads // self.shape.groups)
+        return (self.end - self.first) * self.share
 
-    def _at(self, step: Index) -> tuple[Index, Index, Index]:
-        """(query head, tile of queries, slot) of a step."""
-        tiles, share = self.end - self.first, jnp.int32(self.shape.heads // self.shape.groups)
-        head = jax.lax.axis_index("head") * share + jax.lax.div(step, tiles)
-        return head, self.first + jax.lax.rem(step, tiles), jax.lax.rem(step, jnp.int32(self.shape.stages))
+    @property
+    def share(self) -> int:
+        """Query heads that share these keys."""
+        return self.shape.heads // self.shape.groups
+
+    def _walk(self, visit: Callable[[Index, Index, Index, Any], Any], carry: Any) -> Any:
+        """visit(query head, tile of queries, step, carry) for every step, which gives the carry of the next."""
+        tiles = self.end - self.first
+
+        def head(r: Index, carry: Any) -> Any:
+            def tile(t: Index, carry: Any) -> Any:
+                return visit(jax.lax.axis_index("head") * self.share + r, self.first + t, r * tiles + t, carry)
+
+            return jax.lax.fori_loop(jnp.int32(0), tiles, tile, carry)
+
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(self.share), head, carry)
+
+    def _slot(self, step: Index) -> Index:
+        return jax.lax.rem(step, jnp.int32(self.shape.stages))
 
     def fetch(self) -> None:
         """What the memory warpgroup does."""
         refs, shape = self.refs, self.shape
 
-        @pl.loop(0, self.steps)
-        def _(step: Index) -> None:
-            head, i, slot = self._at(step)
+        def fetch(head: Index, i: Index, step: Index, _: None) -> None:
+            slot = self._slot(step)
 
             @pl.when(step >= shape.stages)
             def _() -> None:
@@ -621,16 +632,18 @@ class _Columns:
 
             for half in range(shape.halves):
                 tokens = pl.ds(i * shape.queries + half * ROWS, ROWS)
-                full, dout_full = refs.q_full.at[slot], refs.dout_full.at[slot]
+                full = refs.q_full.at[slot]
                 plgpu.copy_gmem_to_smem(refs.q.at[self.b, tokens, head], refs.q_tile.at[slot, half], full)
                 plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.query_segments.at[slot, half], full)
                 plgpu.copy_gmem_to_smem(refs.lse.at[self.b, head, tokens], refs.lse_row.at[slot, half], full)
-                plgpu.copy_gmem_to_smem(refs.dout.at[self.b, tokens, head], refs.dout_tile.at[slot, half], dout_full)
-                plgpu.copy_gmem_to_smem(refs.delta.at[self.b, head, tokens], refs.delta_row.at[slot, half], dout_full)
+                plgpu.copy_gmem_to_smem(refs.dout.at[self.b, tokens, head], refs.dout_tile.at[slot, half], full)
+                plgpu.copy_gmem_to_smem(refs.delta.at[self.b, head, tokens], refs.delta_row.at[slot, half], full)
+
+        self._walk(fetch, None)
 
         @pl.loop(jnp.maximum(self.steps - shape.stages, 0), self.steps)
         def _(step: Index) -> None:  # no barrier is left before all have passed it
-            plgpu.barrier_wait(refs.free.at[self._at(step)[2]])
+            plgpu.barrier_wait(refs.free.at[self._slot(step)])
 
     def run(self) -> None:
         """What a computing warpgroup does."""
@@ -643,7 +656,7 @@ class _Columns:
         plgpu.copy_gmem_to_smem(refs.places, refs.query_places.at[mine], full)
         plgpu.barrier_wait(full)
         zero = _laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
-        dk, dv = jax.lax.fori_loop(jnp.int32(0), self.steps, self._step, (zero, zero))
+        dk, dv = self._walk(self._step, (zero, zero))
         plgpu.barrier_arrive(refs.done)
         plgpu.barrier_wait(refs.done)  # the other's last dq was formed of these keys, too
         refs.k_tile[mine] = (dk * shape.scale).astype(refs.dk.dtype)
@@ -653,58 +666,50 @@ class _Columns:
         plgpu.copy_smem_to_gmem(refs.v_tile.at[mine], refs.dv.at[self.b, tokens, head])
         plgpu.wait_smem_to_gmem(0)
 
-    def _step(self, step: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        refs, (head, i, slot), (dk, dv) = self.refs, self._at(step), sums
-        parity = jax.lax.rem(step, jnp.int32(2))
+    def _step(self, head: Index, i: Index, step: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        refs, slot = self.refs, self._slot(step)
         plgpu.barrier_wait(refs.q_full.at[slot])
-        plgpu.barrier_wait(refs.dout_full.at[slot])
-        for half in range(self.shape.halves):
-            dv = self._add_dv(i, slot, half, refs.dscores.at[parity, half, self.warpgroup], dv)
-        plgpu.barrier_arrive(refs.dscores_full.at[parity])
-        dk, dq = self._add_dk(slot, parity, dk)
+        weights = [self._weights(i, slot, half, refs.dscores.at[slot, half, self.warpgroup]) for half in range(self.shape.halves)]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.dscores_full.at[slot])
+        dk, dv, dq = self._products(slot, weights, *sums)
         plgpu.barrier_arrive(refs.free.at[slot])
         self._store_dq(head, i, dq)
         return dk, dv
 
-    def _add_dv(self, i: Index, slot: Index, half: int, dscores_ref: Ref, dv: jax.Array) -> jax.Array:
-        """Also leaves gradients of the scores in shared memory, for all to read."""
+    def _weights(self, i: Index, slot: Index, half: int, dscores_ref: Ref) -> jax.Array:
+        """Of these keys for half of the queries. Gradients of their scores go to shared memory, where all read them."""
         refs, shape, mine = self.refs, self.shape, self.warpgroup
         q_ref, dout_ref = refs.q_tile.at[slot, half], refs.dout_tile.at[slot, half]
         k_ref, v_ref, dims = refs.k_tile.at[mine], refs.v_tile.at[mine], (ROWS, ROWS)
 
+        lse = _load(refs.lse_row.at[slot, half], _BY_COLUMN, shape)
+        # Products go on from what is taken off them: the numbers of a row then need no registers beside them.
+        below = jnp.zeros_like(lse) if shape.softcap is not None else lse
+        delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
+
         def weigh(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
             bent = _bent(raw, shape)
-            lse = _load(refs.lse_row.at[slot, half], _BY_COLUMN, shape)
-            scores = self._masked(i, slot, half, bent)
-            return bent, jnp.exp2(scores * shape.slope - _across(lse, dims, 1))
+            scores = self._masked(i, slot, half, bent) * shape.slope
+            return bent, jnp.exp2(scores if shape.softcap is None else scores + _across(lse, dims, 1))
 
         def form(scores_ref: Ref, dweights_ref: Ref) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            scores_ref[...] = _across(below, dims, 1)
+            dweights_ref[...] = _across(delta, dims, 1)
             plgpu.wgmma(scores_ref, k_ref, plgpu.transpose_ref(q_ref, (1, 0)))
             plgpu.wgmma(dweights_ref, v_ref, plgpu.transpose_ref(dout_ref, (1, 0)))
-            weights = weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            return weights, dweights_ref[...]
-
-        def keep(bent: jax.Array, weights: jax.Array, dweights: jax.Array) -> None:
-            delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
-            dscores = weights * (dweights - _across(delta, dims, 1))
-            if shape.softcap is not None:
-                dscores *= 1.0 - bent * bent
-            dscores_ref[...] = dscores.astype(refs.q.dtype)
-            plgpu.commit_smem()
+            return weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)), dweights_ref[...]
 
         if shape.interpret:
-            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T))
-            keep(bent, weights, _dot(v_ref[...], dout_ref[...].T))
-            return _add_product(dv, weights.astype(refs.q.dtype), dout_ref, shape)
-        (bent, weights), dweights = pl.run_scoped(form, plgpu.ACC(dims, jnp.float32), plgpu.ACC(dims, jnp.float32))
-
-        def mix(dv_ref: Ref) -> jax.Array:
-            dv_ref[...] = dv
-            plgpu.wgmma(dv_ref, weights.astype(refs.q.dtype), dout_ref)
-            keep(bent, weights, dweights)
-            return dv_ref[...]
-
-        return pl.run_scoped(mix, plgpu.ACC(dv.shape, jnp.float32))
+            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T) + below)
+            dweights = _dot(v_ref[...], dout_ref[...].T) + delta
+        else:
+            (bent, weights), dweights = pl.run_scoped(form, plgpu.ACC(dims, jnp.float32), plgpu.ACC(dims, jnp.float32))
+        dscores = weights * dweights
+        if shape.softcap is not None:
+            dscores *= 1.0 - bent * bent
+        dscores_ref[...] = dscores.astype(refs.q.dtype)
+        return weights.astype(refs.q.dtype)
 
     def _masked(self, i: Index, slot: Index, half: int, scores: jax.Array) -> jax.Array:
         refs, shape, mine = self.refs, self.shape, self.warpgroup
@@ -720,35 +725,40 @@ class _Columns:
         cut = (i < self.first + BLOCK // shape.queries) | (i >= self.whole)
         return jax.lax.cond(cut, masked, lambda scores: scores, scores)
 
-    def _add_dk(self, slot: Index, parity: Index, dk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dk, this warpgroup's part of dq: half of the queries, or of the head dim)."""
+    def _products(
+        self, slot: Index, weights: list[jax.Array], dk: jax.Array, dv: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(dk, dv, this warpgroup's part of dq: half of the queries, or of the head dim)."""
         refs, shape, mine = self.refs, self.shape, self.warpgroup
+        halves = [
+            (weights[half], refs.dout_tile.at[slot, half], refs.dscores.at[slot, half, mine], refs.q_tile.at[slot, half])
+            for half in range(shape.halves)
+        ]
 
-        def add_dk(dk_ref: Ref) -> None:
-            for half in range(shape.halves):
-                plgpu.wgmma(dk_ref, refs.dscores.at[parity, half, mine], refs.q_tile.at[slot, half])
-
-        def operands(part: int) -> tuple[Ref, Ref]:
+        def of_dq(part: int) -> tuple[Ref, Ref]:
             if shape.halves == 2:
-                return refs.dscores.at[parity, mine, part], refs.k_tile.at[part]
-            return refs.dscores.at[parity, 0, part], refs.k_tile.at[part, :, pl.ds(mine * ROWS, ROWS)]
+                return refs.dscores.at[slot, mine, part], refs.k_tile.at[part]
+            return refs.dscores.at[slot, 0, part], refs.k_tile.at[part, :, pl.ds(mine * ROWS, ROWS)]
 
         if shape.interpret:
-            for half in range(shape.halves):
-                dk = _add_product(dk, refs.dscores.at[parity, half, mine][...], refs.q_tile.at[slot, half], shape)
-            plgpu.barrier_wait(refs.dscores_full.at[parity])
-            parts = [(a_ref[...].T, b_ref[...]) for a_ref, b_ref in map(operands, range(2))]
-            return dk, sum(_dot(*part) for part in parts)
+            for half_weights, dout_ref, dscores_ref, q_ref in halves:
+                dv = _add_product(dv, half_weights, dout_ref, shape)
+                dk = _add_product(dk, dscores_ref[...], q_ref, shape)
+            plgpu.barrier_wait(refs.dscores_full.at[slot])
+            return dk, dv, sum(_dot(a_ref[...].T, b_ref[...]) for a_ref, b_ref in map(of_dq, range(2)))
 
-        def run(dk_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array]:
-            dk_ref[...] = dk
-            add_dk(dk_ref)
-            plgpu.barrier_wait(refs.dscores_full.at[parity])
-            for a_ref, b_ref in map(operands, range(2)):
+        def run(dk_ref: Ref, dv_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
+            dk_ref[...], dv_ref[...] = dk, dv
+            for half_weights, dout_ref, dscores_ref, q_ref in halves:
+                plgpu.wgmma(dv_ref, half_weights, dout_ref)
+                plgpu.wgmma(dk_ref, dscores_ref, q_ref)
+            plgpu.barrier_wait(refs.dscores_full.at[slot])
+            for a_ref, b_ref in map(of_dq, range(2)):
                 plgpu.wgmma(dq_ref, plgpu.transpose_ref(a_ref, (1, 0)), b_ref)
-            return dk_ref[...], dq_ref[...]
+            return dk_ref[...], dv_ref[...], dq_ref[...]
 
-        return pl.run_scoped(run, plgpu.ACC(dk.shape, jnp.float32), plgpu.ACC((ROWS, ROWS), jnp.float32))
+        sums = plgpu.ACC(dk.shape, jnp.float32)
+        return pl.run_scoped(run, sums, sums, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
     def _store_dq(self, head: Index, i: Index, dq: jax.Array) -> None:
         refs, shape, mine = self.refs, self.shape, self.warpgroup
