@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.tpu import block_ranges
+from maxlm.kernels.attention.tpu import SAVED, block_ranges
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, I query blocks, J key blocks, Q queries and T keys of a tile
 
 ROWS = 64  # of a tile of scores: what one wgmma of a warpgroup takes
 BLOCK = 2 * ROWS  # queries of a thread block, ROWS a computing warpgroup
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
+DEVICES = ("H100", "H200")  # what kinds of device are called that have Hopper's wgmma
 FORWARD, BACKWARD = "attention_hopper_forward", "attention_hopper_backward"  # what the kernels are called in the compiled program
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
@@ -80,6 +82,92 @@ class _Shape:
 def keys_of(head_dim: int) -> int:
     """Keys of a tile: beside an output of 256 a row, registers are left for few scores."""
     return 64 if head_dim > 128 else 128
+
+
+def why_not(seq_len: int, head_dim: int, dtype: Any, device_kind: str) -> str:
+    """Why `attention_hopper` cannot run sequences on a device; empty when it can."""
+    if not any(kind in device_kind for kind in DEVICES):
+        return "the device is no H100 or H200"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"operands are {jnp.dtype(dtype).name}, and its tensor cores take bfloat16 and float16"
+    if head_dim > HEAD_DIMS[-1]:
+        return f"a head dim of {head_dim} is above {HEAD_DIMS[-1]}"
+    return f"a sequence of {seq_len} is no multiple of {BLOCK}" if seq_len % BLOCK else ""
+
+
+def attention_hopper(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    segments_BS: Int[Array, "B S"],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    logsumexp: bool = False,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
+    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places, what `why_not` allows.
+
+    `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be. Raises ValueError for a scale that is not above 0.
+    """
+    if scale <= 0:
+        raise ValueError(f"attention: hopper cannot run this: a scale of {scale} is not above 0, and it looks for the largest raw score")
+    head_dim, heads = q_BSHK.shape[3], q_BSHK.shape[2]
+    width = next(dim for dim in HEAD_DIMS if dim >= head_dim)
+    padded = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - head_dim)]) for x in (q_BSHK, k_BSGK, v_BSGK)]
+    shape = _Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, window, softcap, interpret)
+    if not logsumexp:
+        return _attention(*padded, segments_BS, shape)[..., :head_dim], None
+    out_BSHK, lse_BHS = _attention_and_lse(*padded, segments_BS, shape)
+    natural_BHS = jnp.where(lse_BHS >= _NOTHING, -jnp.inf, lse_BHS * math.log(2))
+    return out_BSHK[..., :head_dim], natural_BHS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> jax.Array:
+    return _forward(q_BSHK, k_BSGK, v_BSGK, segments_BS, shape)[0]
+
+
+def _attention_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out_BSHK, lse_BHS = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, segments_BS, shape))
+    return out_BSHK, (q, k, v, segments_BS, out_BSHK, lse_BHS)
+
+
+def _attention_backward(
+    shape: _Shape, saved: tuple[jax.Array, ...], dout_BSHK: jax.Array, dlse_BHS: jax.Array | None = None
+) -> tuple[jax.Array | None, ...]:
+    q, k, v, segments_BS, out_BSHK, lse_BHS = saved
+    delta_BHS = jnp.einsum("BSHK,BSHK->BHS", out_BSHK, dout_BSHK, preferred_element_type=jnp.float32)
+    if dlse_BHS is not None:  # a score moves the logsumexp by its weight, as one moves the output
+        delta_BHS -= dlse_BHS * _LOG2E
+    return *_backward(q, k, v, dout_BSHK, lse_BHS, delta_BHS, segments_BS, shape), None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention_and_lse(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(q_BSHK, k_BSGK, v_BSGK, segments_BS, shape)
+
+
+def _both_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    _, saved = _attention_forward(q, k, v, segments_BS, shape)
+    return (saved[-2], saved[-1]), saved
+
+
+def _both_backward(shape: _Shape, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
+    return _attention_backward(shape, saved, *cotangents)
+
+
+_attention_and_lse.defvjp(_both_forward, _both_backward)
 
 
 # What the interpreter lacks has a second body here: layouts of registers, loads into them, accumulators that go on from a value.
