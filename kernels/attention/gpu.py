@@ -9,7 +9,7 @@ are masked.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +67,13 @@ class _Shape:
     def halves(self) -> int:
         """Tiles of ROWS queries that a step of the backward pass takes."""
         return 2 if self.head_dim == 64 else 1
+
+    @property
+    def parts(self) -> int:
+        """Tiles of ROWS keys that a thread block of the backward pass holds, one for each warpgroup; one for both where registers hold
+        only dv or dk of a tile.
+        """
+        return 1 if self.head_dim == 256 else 2
 
     @property
     def queries(self) -> int:
@@ -201,18 +208,21 @@ def _add_product(total: jax.Array, a: jax.Array, b_ref: Ref, shape: _Shape) -> j
     return pl.run_scoped(run, plgpu.ACC(total.shape, jnp.float32))
 
 
-def _transposed_product(a_ref: Ref, b_ref: Ref, then: Callable[[], None], shape: _Shape) -> jax.Array:
-    """a b^T; `then` runs once it is issued."""
+def _transposed_product(a_ref: Ref, b_ref: Ref, then: Callable[[], None], shape: _Shape, start: jax.Array | None = None) -> jax.Array:
+    """a b^T, plus a number a column; `then` runs once it is issued."""
+    dims = (a_ref.shape[0], b_ref.shape[0])
     if shape.interpret:
         then()
-        return _dot(a_ref[...], b_ref[...].T)
+        return _dot(a_ref[...], b_ref[...].T) + (0.0 if start is None else start)
 
     def run(product_ref: Ref) -> jax.Array:
+        if start is not None:
+            product_ref[...] = _across(start, dims, 1)
         plgpu.wgmma(product_ref, a_ref, plgpu.transpose_ref(b_ref, (1, 0)))
         then()
         return product_ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a_ref.shape[0], b_ref.shape[0]), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC(dims, jnp.float32))
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -574,21 +584,24 @@ def _backward(
     the order in which thread blocks come to it: its last bits may differ from run to run.
     """
     batch, dtype, width = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim
-    rows = (shape.stages, shape.halves, ROWS)
+    slots = shape.stages if shape.parts == 2 else 1  # a second tile of 256 columns does not fit into shared memory
+    rows = (slots, shape.halves, ROWS)
     scratch = (
-        _tiles((2, ROWS, width), dtype),
-        _tiles((2, ROWS, width), dtype),
+        _tiles((shape.parts, ROWS, width), dtype),
+        _tiles((shape.parts, ROWS, width), dtype),
         _tiles((*rows, width), dtype),
         _tiles((*rows, width), dtype),
-        _tiles((shape.stages, shape.halves, 2, ROWS, ROWS), dtype),
-        _tiles((2, ROWS, ROWS), jnp.float32),
+        _tiles((slots, shape.halves, shape.parts, ROWS, ROWS), dtype),
+        _tiles((ROWS, ROWS), jnp.float32) if shape.parts == 1 else plgpu.SMEM((ROWS,), jnp.float32),
+        _tiles((2, ROWS, width // 2 if shape.halves == 1 else width), jnp.float32),
         *(plgpu.SMEM(rows, kind) for kind in (jnp.float32, jnp.float32, jnp.int32)),
-        plgpu.SMEM((2, ROWS), jnp.int32),
-        plgpu.SMEM((2, ROWS), jnp.int32),
-        plgpu.Barrier(num_arrivals=4, num_barriers=2),
-        plgpu.Barrier(num_arrivals=5 * shape.halves, num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
+        plgpu.SMEM((shape.parts, ROWS), jnp.int32),
+        plgpu.SMEM((shape.parts, ROWS), jnp.int32),
+        plgpu.Barrier(num_arrivals=4, num_barriers=shape.parts),
+        plgpu.Barrier(num_arrivals=5 * shape.halves, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=shape.parts, num_barriers=slots),
+        plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=2),
     )
 
@@ -599,12 +612,12 @@ def _backward(
     dk_BSGK, dv_BSGK = pl.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k_BSGK, v_BSGK)),
-        mesh=_mesh((shape.groups, shape.seq_len // BLOCK, batch), BACKWARD),
+        mesh=_mesh((shape.groups, shape.seq_len // (shape.parts * ROWS), batch), BACKWARD),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=_cost(5, batch, shape, [q_BSHK, dout_BSHK, dq_ref, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
         name=BACKWARD,
     )(
-        query_bounds(segments_BS, BLOCK, shape.window),
+        query_bounds(segments_BS, shape.parts * ROWS, shape.window),
         q_BSHK,
         k_BSGK,
         v_BSGK,
@@ -638,6 +651,7 @@ class _BackwardRefs(NamedTuple):
     q_tile: Ref
     dout_tile: Ref
     dscores: Ref  # by slot, half of the queries, half of the keys: written again when both have read the next slot
+    slopes: Ref  # weights, less what the cap takes off, from the warpgroup of dv to that of dk, where those are apart
     dq_part: Ref
     lse_row: Ref
     delta_row: Ref
@@ -648,6 +662,7 @@ class _BackwardRefs(NamedTuple):
     q_full: Ref
     free: Ref
     dscores_full: Ref
+    slopes_full: Ref
     done: Ref
 
 
@@ -656,7 +671,8 @@ def _backward_block(refs: _BackwardRefs, shape: _Shape) -> None:
     warpgroup = jax.lax.axis_index("warpgroup")
     j, b = jax.lax.axis_index("block"), jax.lax.axis_index("batch")
     end, whole = (refs.bounds[edge, b, j] * (BLOCK // shape.queries) for edge in (0, 1))
-    columns = _Columns(refs, shape, warpgroup, b, j, j * (BLOCK // shape.queries), end, whole)
+    first = j * (shape.parts * ROWS // shape.queries)
+    columns = (_Columns if shape.parts == 2 else _WideColumns)(refs, shape, warpgroup, b, j, first, end, whole)
 
     @pl.when(warpgroup == 2)
     def _() -> None:
@@ -671,7 +687,10 @@ def _backward_block(refs: _BackwardRefs, shape: _Shape) -> None:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The keys of one thread block; of its second half, the places counted from `first` to `end` are tiles of queries."""
+    """The keys of one thread block, a tile for each computing warpgroup, seen by the tiles of queries from `first` to before `end`.
+
+    Queries before tile `whole` that do not share a block with these keys see all of them.
+    """
 
     refs: _BackwardRefs
     shape: _Shape
@@ -705,7 +724,12 @@ class _Columns:
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(self.share), head, carry)
 
     def _slot(self, step: Index) -> Index:
-        return jax.lax.rem(step, jnp.int32(self.shape.stages))
+        return jax.lax.rem(step, jnp.int32(self.slots))
+
+    @property
+    def slots(self) -> int:
+        """Tiles of queries that shared memory holds."""
+        return self.refs.q_tile.shape[0]
 
     def fetch(self) -> None:
         """What the memory warpgroup does."""
@@ -714,7 +738,7 @@ class _Columns:
         def fetch(head: Index, i: Index, step: Index, _: None) -> None:
             slot = self._slot(step)
 
-            @pl.when(step >= shape.stages)
+            @pl.when(step >= self.slots)
             def _() -> None:
                 plgpu.barrier_wait(refs.free.at[slot])
 
@@ -729,30 +753,39 @@ class _Columns:
 
         self._walk(fetch, None)
 
-        @pl.loop(jnp.maximum(self.steps - shape.stages, 0), self.steps)
+        @pl.loop(jnp.maximum(self.steps - self.slots, 0), self.steps)
         def _(step: Index) -> None:  # no barrier is left before all have passed it
             plgpu.barrier_wait(refs.free.at[self._slot(step)])
 
     def run(self) -> None:
         """What a computing warpgroup does."""
-        refs, shape, mine = self.refs, self.shape, self.warpgroup
-        tokens, head = pl.ds(self.j * BLOCK + mine * ROWS, ROWS), jax.lax.axis_index("head")
-        full = refs.k_full.at[mine]
-        plgpu.copy_gmem_to_smem(refs.k.at[self.b, tokens, head], refs.k_tile.at[mine], full)
-        plgpu.copy_gmem_to_smem(refs.v.at[self.b, tokens, head], refs.v_tile.at[mine], full)
-        plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.key_segments.at[mine], full)
-        plgpu.copy_gmem_to_smem(refs.places, refs.query_places.at[mine], full)
-        plgpu.barrier_wait(full)
-        zero = _laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
-        dk, dv = self._walk(self._step, (zero, zero))
-        plgpu.barrier_arrive(refs.done)
-        plgpu.barrier_wait(refs.done)  # the other's last dq was formed of these keys, too
-        refs.k_tile[mine] = (dk * shape.scale).astype(refs.dk.dtype)
-        refs.v_tile[mine] = dv.astype(refs.dv.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.k_tile.at[mine], refs.dk.at[self.b, tokens, head])
-        plgpu.copy_smem_to_gmem(refs.v_tile.at[mine], refs.dv.at[self.b, tokens, head])
+        self._fetch_keys(self.warpgroup)
+        plgpu.barrier_wait(self.refs.k_full.at[self.warpgroup])
+        dk, dv = self._walk(self._step, (self._zero(), self._zero()))
+        plgpu.barrier_arrive(self.refs.done)
+        plgpu.barrier_wait(self.refs.done)  # the other's last dq was formed of these keys, too
+        self._store(dk * self.shape.scale, self.refs.k_tile, self.refs.dk, self.warpgroup)
+        self._store(dv, self.refs.v_tile, self.refs.dv, self.warpgroup)
         plgpu.wait_smem_to_gmem(0)
+
+    def _fetch_keys(self, part: Index) -> None:
+        refs, tokens, full = self.refs, self._tokens(part), self.refs.k_full.at[part]
+        head = jax.lax.axis_index("head")
+        plgpu.copy_gmem_to_smem(refs.k.at[self.b, tokens, head], refs.k_tile.at[part], full)
+        plgpu.copy_gmem_to_smem(refs.v.at[self.b, tokens, head], refs.v_tile.at[part], full)
+        plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.key_segments.at[part], full)
+        plgpu.copy_gmem_to_smem(refs.places, refs.query_places.at[part], full)
+
+    def _tokens(self, part: Index) -> pl.Slice:
+        return pl.ds((self.j * self.shape.parts + part) * ROWS, ROWS)
+
+    def _zero(self) -> jax.Array:
+        return _laid_out(jnp.zeros((ROWS, self.shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, self.shape)
+
+    def _store(self, total: jax.Array, tile_ref: Ref, ref: Ref, part: Index) -> None:
+        tile_ref[part] = total.astype(ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile_ref.at[part], ref.at[self.b, self._tokens(part), jax.lax.axis_index("head")])
 
     def _step(self, head: Index, i: Index, step: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         refs, slot = self.refs, self._slot(step)
@@ -769,21 +802,13 @@ class _Columns:
         """Of these keys for half of the queries. Gradients of their scores go to shared memory, where all read them."""
         refs, shape, mine = self.refs, self.shape, self.warpgroup
         q_ref, dout_ref = refs.q_tile.at[slot, half], refs.dout_tile.at[slot, half]
-        k_ref, v_ref, dims = refs.k_tile.at[mine], refs.v_tile.at[mine], (ROWS, ROWS)
-
-        lse = _load(refs.lse_row.at[slot, half], _BY_COLUMN, shape)
-        # Products go on from what is taken off them: the numbers of a row then need no registers beside them.
-        below = jnp.zeros_like(lse) if shape.softcap is not None else lse
+        k_ref, v_ref = refs.k_tile.at[mine], refs.v_tile.at[mine]
+        below, weigh = self._weigh(i, slot, half)
         delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
 
-        def weigh(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
-            bent = _bent(raw, shape)
-            scores = self._masked(i, slot, half, bent) * shape.slope
-            return bent, jnp.exp2(scores if shape.softcap is None else scores + _across(lse, dims, 1))
-
         def form(scores_ref: Ref, dweights_ref: Ref) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            scores_ref[...] = _across(below, dims, 1)
-            dweights_ref[...] = _across(delta, dims, 1)
+            scores_ref[...] = _across(below, (ROWS, ROWS), 1)
+            dweights_ref[...] = _across(delta, (ROWS, ROWS), 1)
             plgpu.wgmma(scores_ref, k_ref, plgpu.transpose_ref(q_ref, (1, 0)))
             plgpu.wgmma(dweights_ref, v_ref, plgpu.transpose_ref(dout_ref, (1, 0)))
             return weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)), dweights_ref[...]
@@ -792,16 +817,31 @@ class _Columns:
             bent, weights = weigh(_dot(k_ref[...], q_ref[...].T) + below)
             dweights = _dot(v_ref[...], dout_ref[...].T) + delta
         else:
-            (bent, weights), dweights = pl.run_scoped(form, plgpu.ACC(dims, jnp.float32), plgpu.ACC(dims, jnp.float32))
+            (bent, weights), dweights = pl.run_scoped(form, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
         dscores = weights * dweights
         if shape.softcap is not None:
             dscores *= 1.0 - bent * bent
         dscores_ref[...] = dscores.astype(refs.q.dtype)
         return weights.astype(refs.q.dtype)
 
+    def _weigh(self, i: Index, slot: Index, half: int) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+        """(what the product of keys and queries goes on from, a number a query; what makes of it bent scores and weights).
+
+        Products go on from what is taken off them where they can: the numbers of a row then need no registers beside them.
+        """
+        shape = self.shape
+        lse = _load(self.refs.lse_row.at[slot, half], _BY_COLUMN, shape)
+
+        def weigh(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
+            bent = _bent(raw, shape)
+            scores = self._masked(i, slot, half, bent) * shape.slope
+            return bent, jnp.exp2(scores if shape.softcap is None else scores + _across(lse, scores.shape, 1))
+
+        return lse if shape.softcap is None else jnp.zeros_like(lse), weigh
+
     def _masked(self, i: Index, slot: Index, half: int, scores: jax.Array) -> jax.Array:
         refs, shape, mine = self.refs, self.shape, self.warpgroup
-        offset = i * shape.queries + half * ROWS - self.j * BLOCK - mine * ROWS
+        offset = i * shape.queries + half * ROWS - (self.j * shape.parts + mine) * ROWS
 
         def masked(scores: jax.Array) -> jax.Array:
             queries = _load(refs.query_segments.at[slot, half], _BY_COLUMN, shape)
@@ -810,7 +850,8 @@ class _Columns:
             hidden = _hidden(_Side(queries, query_at), _Side(keys, _rows(ROWS, shape)), 1, scores.shape, shape, ordered=False)
             return jnp.where(hidden, -jnp.inf, scores)
 
-        cut = (i < self.first + BLOCK // shape.queries) | (i >= self.whole)
+        own_block = self.j * (shape.parts * ROWS) // BLOCK
+        cut = (i < (own_block + 1) * (BLOCK // shape.queries)) | (i >= self.whole)
         return jax.lax.cond(cut, masked, lambda scores: scores, scores)
 
     def _products(
@@ -849,9 +890,9 @@ class _Columns:
         return pl.run_scoped(run, sums, sums, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
     def _store_dq(self, head: Index, i: Index, dq: jax.Array) -> None:
-        refs, shape, mine = self.refs, self.shape, self.warpgroup
+        refs, shape, mine, width = self.refs, self.shape, self.warpgroup, dq.shape[1]
         start = i * shape.queries + (mine * ROWS if shape.halves == 2 else 0)
-        columns = pl.ds(0 if shape.halves == 2 else mine * ROWS, ROWS)
+        columns = pl.ds(0 if shape.halves == 2 else mine * width, width)
         dq_ref = refs.dq.at[self.b, pl.ds(start, ROWS), head, columns]
         if shape.interpret:
             dq_ref[...] = dq_ref[...] + dq
@@ -860,6 +901,82 @@ class _Columns:
         refs.dq_part[mine] = dq
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.dq_part.at[mine], dq_ref, reduction_op="add")
+
+
+@dataclass(frozen=True)
+class _WideColumns(_Columns):
+    """Of a head dim of 256: one tile of keys, whose dv the first warpgroup holds and whose dk the second."""
+
+    def run(self) -> None:
+        """What a computing warpgroup does."""
+        pl.when(self.warpgroup == 0)(lambda: self._fetch_keys(0))
+        plgpu.barrier_wait(self.refs.k_full.at[0])
+
+        @pl.when(self.warpgroup == 0)
+        def _() -> None:
+            mine = replace(self, warpgroup=0)
+            mine._finish(mine._walk(mine._add_dv, mine._zero()), self.refs.v_tile, self.refs.dv)
+
+        @pl.when(self.warpgroup == 1)
+        def _() -> None:
+            mine = replace(self, warpgroup=1)
+            mine._finish(mine._walk(mine._add_dk, mine._zero()) * self.shape.scale, self.refs.k_tile, self.refs.dk)
+
+    def _finish(self, total: jax.Array, tile_ref: Ref, ref: Ref) -> None:
+        plgpu.barrier_arrive(self.refs.done)
+        plgpu.barrier_wait(self.refs.done)
+        self._store(total, tile_ref, ref, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _add_dv(self, head: Index, i: Index, step: Index, dv: jax.Array) -> jax.Array:
+        refs, shape, slot = self.refs, self.shape, self._slot(step)
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        start, weigh = self._weigh(i, slot, 0)
+        bent, weights = weigh(_transposed_product(refs.k_tile.at[0], refs.q_tile.at[slot, 0], _nothing, shape, start))
+        refs.slopes[...] = weights if shape.softcap is None else weights * (1.0 - bent * bent)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.slopes_full)
+        dv, dq = self._both(dv, weights.astype(refs.q.dtype), refs.dout_tile.at[slot, 0], slot)
+        plgpu.barrier_arrive(refs.free.at[slot])
+        self._store_dq(head, i, dq)
+        return dv
+
+    def _add_dk(self, head: Index, i: Index, step: Index, dk: jax.Array) -> jax.Array:
+        refs, shape, slot = self.refs, self.shape, self._slot(step)
+        plgpu.barrier_wait(refs.q_full.at[slot])
+        delta = _load(refs.delta_row.at[slot, 0], _BY_COLUMN, shape)
+        dweights = _transposed_product(refs.v_tile.at[0], refs.dout_tile.at[slot, 0], _nothing, shape, delta)
+        plgpu.barrier_wait(refs.slopes_full)
+        dscores = _load(refs.slopes, plgpu.Layout.WGMMA, shape) * dweights
+        refs.dscores[slot, 0, 0] = dscores.astype(refs.q.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.dscores_full.at[slot])
+        dk, dq = self._both(dk, refs.dscores.at[slot, 0, 0], refs.q_tile.at[slot, 0], slot)
+        plgpu.barrier_arrive(refs.free.at[slot])
+        self._store_dq(head, i, dq)
+        return dk
+
+    def _both(self, total: jax.Array, a: Any, b_ref: Ref, slot: Index) -> tuple[jax.Array, jax.Array]:
+        """(total + a b, this warpgroup's half of the columns of dq)."""
+        refs, shape, half = self.refs, self.shape, self.shape.head_dim // 2
+        dscores_ref, k_ref = refs.dscores.at[slot, 0, 0], refs.k_tile.at[0, :, pl.ds(self.warpgroup * half, half)]
+        if shape.interpret:
+            total = _add_product(total, a if self.warpgroup == 0 else a[...], b_ref, shape)
+            plgpu.barrier_wait(refs.dscores_full.at[slot])
+            return total, _dot(dscores_ref[...].T, k_ref[...])
+
+        def run(total_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array]:
+            total_ref[...] = total
+            plgpu.wgmma(total_ref, a, b_ref)
+            plgpu.barrier_wait(refs.dscores_full.at[slot])
+            plgpu.wgmma(dq_ref, plgpu.transpose_ref(dscores_ref, (1, 0)), k_ref)
+            return total_ref[...], dq_ref[...]
+
+        return pl.run_scoped(run, plgpu.ACC(total.shape, jnp.float32), plgpu.ACC((ROWS, half), jnp.float32))
+
+
+def _nothing() -> None:
+    """Between the issue of a product and the wait for it."""
 
 
 def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
