@@ -195,10 +195,10 @@ def _rows(size: int, shape: _Shape) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_BY_ROW)
 
 
-def _add_product(total: jax.Array, a: jax.Array, b_ref: Ref, shape: _Shape) -> jax.Array:
-    """total + a b, a in registers."""
+def _add_product(total: jax.Array, a: jax.Array | Ref, b_ref: Ref, shape: _Shape) -> jax.Array:
+    """total + a b, a in registers or in shared memory."""
     if shape.interpret:
-        return total + _dot(a, b_ref[...])
+        return total + _dot(a[...], b_ref[...])
 
     def run(total_ref: Ref) -> jax.Array:
         total_ref[...] = total
@@ -227,6 +227,11 @@ def _transposed_product(a_ref: Ref, b_ref: Ref, then: Callable[[], None], shape:
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _here(i: Index) -> jax.Array:
+    """The same number, of which LLVM knows nothing: what is computed from it stays in the loop and takes no registers around it."""
+    return jax.lax.optimization_barrier(jnp.int32(i))
 
 
 def _across(x: jax.Array, dims: tuple[int, int], dim: int) -> jax.Array:
@@ -593,7 +598,7 @@ def _backward(
         _tiles((*rows, width), dtype),
         _tiles((slots, shape.halves, shape.parts, ROWS, ROWS), dtype),
         _tiles((ROWS, ROWS), jnp.float32) if shape.parts == 1 else plgpu.SMEM((ROWS,), jnp.float32),
-        _tiles((2, ROWS, width // 2 if shape.halves == 1 else width), jnp.float32),
+        _tiles((2, ROWS, ROWS), jnp.float32),
         *(plgpu.SMEM(rows, kind) for kind in (jnp.float32, jnp.float32, jnp.int32)),
         plgpu.SMEM((shape.parts, ROWS), jnp.int32),
         plgpu.SMEM((shape.parts, ROWS), jnp.int32),
@@ -795,14 +800,17 @@ class _Columns:
         plgpu.barrier_arrive(refs.dscores_full.at[slot])
         dk, dv, dq = self._products(slot, weights, *sums)
         plgpu.barrier_arrive(refs.free.at[slot])
-        self._store_dq(head, i, dq)
+        mine = self.warpgroup * ROWS
+        start, column = (mine, 0) if self.shape.halves == 2 else (0, mine)
+        self._store_dq(head, i * self.shape.queries + start, column, dq)
         return dk, dv
 
     def _weights(self, i: Index, slot: Index, half: int, dscores_ref: Ref) -> jax.Array:
         """Of these keys for half of the queries. Gradients of their scores go to shared memory, where all read them."""
         refs, shape, mine = self.refs, self.shape, self.warpgroup
         q_ref, dout_ref = refs.q_tile.at[slot, half], refs.dout_tile.at[slot, half]
-        k_ref, v_ref = refs.k_tile.at[mine], refs.v_tile.at[mine]
+        part = _here(mine)
+        k_ref, v_ref = refs.k_tile.at[part], refs.v_tile.at[part]
         below, weigh = self._weigh(i, slot, half)
         delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
 
@@ -866,8 +874,8 @@ class _Columns:
 
         def of_dq(part: int) -> tuple[Ref, Ref]:
             if shape.halves == 2:
-                return refs.dscores.at[slot, mine, part], refs.k_tile.at[part]
-            return refs.dscores.at[slot, 0, part], refs.k_tile.at[part, :, pl.ds(mine * ROWS, ROWS)]
+                return refs.dscores.at[slot, mine, part], refs.k_tile.at[_here(part)]
+            return refs.dscores.at[slot, 0, part], refs.k_tile.at[_here(part), :, pl.ds(mine * ROWS, ROWS)]
 
         if shape.interpret:
             for half_weights, dout_ref, dscores_ref, q_ref in halves:
@@ -889,12 +897,11 @@ class _Columns:
         sums = plgpu.ACC(dk.shape, jnp.float32)
         return pl.run_scoped(run, sums, sums, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
-    def _store_dq(self, head: Index, i: Index, dq: jax.Array) -> None:
-        refs, shape, mine, width = self.refs, self.shape, self.warpgroup, dq.shape[1]
-        start = i * shape.queries + (mine * ROWS if shape.halves == 2 else 0)
-        columns = pl.ds(0 if shape.halves == 2 else mine * width, width)
-        dq_ref = refs.dq.at[self.b, pl.ds(start, ROWS), head, columns]
-        if shape.interpret:
+    def _store_dq(self, head: Index, start: Index, column: Index, dq: jax.Array) -> None:
+        """Into ROWS queries from `start` and as many columns of dq."""
+        refs, mine = self.refs, self.warpgroup
+        dq_ref = refs.dq.at[self.b, pl.ds(start, ROWS), head, pl.ds(column, ROWS)]
+        if self.shape.interpret:
             dq_ref[...] = dq_ref[...] + dq
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -932,47 +939,44 @@ class _WideColumns(_Columns):
         refs, shape, slot = self.refs, self.shape, self._slot(step)
         plgpu.barrier_wait(refs.q_full.at[slot])
         start, weigh = self._weigh(i, slot, 0)
-        bent, weights = weigh(_transposed_product(refs.k_tile.at[0], refs.q_tile.at[slot, 0], _nothing, shape, start))
+        bent, weights = weigh(_transposed_product(refs.k_tile.at[_here(0)], refs.q_tile.at[slot, 0], _nothing, shape, start))
         refs.slopes[...] = weights if shape.softcap is None else weights * (1.0 - bent * bent)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.slopes_full)
-        dv, dq = self._both(dv, weights.astype(refs.q.dtype), refs.dout_tile.at[slot, 0], slot)
+        dv = _add_product(dv, weights.astype(refs.q.dtype), refs.dout_tile.at[slot, 0], shape)
         plgpu.barrier_arrive(refs.free.at[slot])
-        self._store_dq(head, i, dq)
+        plgpu.barrier_wait(refs.dscores_full.at[slot])
+        self._add_dq(head, i, slot)
         return dv
 
     def _add_dk(self, head: Index, i: Index, step: Index, dk: jax.Array) -> jax.Array:
         refs, shape, slot = self.refs, self.shape, self._slot(step)
         plgpu.barrier_wait(refs.q_full.at[slot])
         delta = _load(refs.delta_row.at[slot, 0], _BY_COLUMN, shape)
-        dweights = _transposed_product(refs.v_tile.at[0], refs.dout_tile.at[slot, 0], _nothing, shape, delta)
+        dweights = _transposed_product(refs.v_tile.at[_here(0)], refs.dout_tile.at[slot, 0], _nothing, shape, delta)
         plgpu.barrier_wait(refs.slopes_full)
         dscores = _load(refs.slopes, plgpu.Layout.WGMMA, shape) * dweights
         refs.dscores[slot, 0, 0] = dscores.astype(refs.q.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.dscores_full.at[slot])
-        dk, dq = self._both(dk, refs.dscores.at[slot, 0, 0], refs.q_tile.at[slot, 0], slot)
+        dk = _add_product(dk, refs.dscores.at[slot, 0, 0], refs.q_tile.at[slot, 0], shape)
         plgpu.barrier_arrive(refs.free.at[slot])
-        self._store_dq(head, i, dq)
+        self._add_dq(head, i, slot)
         return dk
 
-    def _both(self, total: jax.Array, a: Any, b_ref: Ref, slot: Index) -> tuple[jax.Array, jax.Array]:
-        """(total + a b, this warpgroup's half of the columns of dq)."""
+    def _add_dq(self, head: Index, i: Index, slot: Index) -> None:
+        """This warpgroup's half of the columns, ROWS at a time, since all of them would not fit into registers beside dv or dk."""
         refs, shape, half = self.refs, self.shape, self.shape.head_dim // 2
-        dscores_ref, k_ref = refs.dscores.at[slot, 0, 0], refs.k_tile.at[0, :, pl.ds(self.warpgroup * half, half)]
-        if shape.interpret:
-            total = _add_product(total, a if self.warpgroup == 0 else a[...], b_ref, shape)
-            plgpu.barrier_wait(refs.dscores_full.at[slot])
-            return total, _dot(dscores_ref[...].T, k_ref[...])
+        for column in range(self.warpgroup * half, (self.warpgroup + 1) * half, ROWS):
+            dscores_ref, k_ref = refs.dscores.at[slot, 0, 0], refs.k_tile.at[_here(0), :, pl.ds(column, ROWS)]
 
-        def run(total_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array]:
-            total_ref[...] = total
-            plgpu.wgmma(total_ref, a, b_ref)
-            plgpu.barrier_wait(refs.dscores_full.at[slot])
-            plgpu.wgmma(dq_ref, plgpu.transpose_ref(dscores_ref, (1, 0)), k_ref)
-            return total_ref[...], dq_ref[...]
+            def product(dq_ref: Ref, dscores_ref: Ref = dscores_ref, k_ref: Ref = k_ref) -> jax.Array:
+                plgpu.wgmma(dq_ref, plgpu.transpose_ref(dscores_ref, (1, 0)), k_ref)
+                return dq_ref[...]
 
-        return pl.run_scoped(run, plgpu.ACC(total.shape, jnp.float32), plgpu.ACC((ROWS, half), jnp.float32))
+            accumulator = plgpu.ACC((ROWS, ROWS), jnp.float32)
+            dq = _dot(dscores_ref[...].T, k_ref[...]) if shape.interpret else pl.run_scoped(product, accumulator)
+            self._store_dq(head, i * ROWS, column, dq)
 
 
 def _nothing() -> None:
