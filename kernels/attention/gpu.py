@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.tpu import SAVED, block_ranges
+from maxlm.kernels.attention.tpu import SAVED
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, I query blocks, J key blocks, Q queries and T keys of a tile
 
@@ -36,6 +36,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 _MEMORY, _COMPUTE = 24, 240  # registers a thread, of 512 a lane of an SM; multiples of 8
 _NOTHING = 1e30  # logsumexp of a query that sees nothing: its weights are then 0 in the backward pass, too
 _FIRST_MAXIMUM = -1e29  # finite, so that a row of masked scores (-inf) keeps weights of 0
+_NO_DOCUMENT = jnp.iinfo(jnp.int32).max  # above every document
 _LOG2E = math.log2(math.e)
 _BY_ROW, _BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number a query, a number a key
 
@@ -287,12 +288,20 @@ def query_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) 
 
 def _meet(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> tuple[jax.Array, jax.Array]:
     """(whether a query of block I may see a key of tile J, whether every query does, those on the diagonal left aside) [B, I, J]."""
-    (low_q, high_q), (low_k, high_k) = (block_ranges(segments_BS, tokens) for tokens in (BLOCK, keys))
-    low_q, high_q, low_k, high_k = low_q[:, :, None], high_q[:, :, None], low_k[:, None], high_k[:, None]
+    segments_BS = jnp.asarray(segments_BS)
+
+    def ranges(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(smallest document, largest document, whether there is padding) of every so many tokens."""
+        blocks_BXT = segments_BS.reshape(segments_BS.shape[0], -1, tokens)
+        padding_BXT = blocks_BXT == 0
+        return jnp.min(jnp.where(padding_BXT, _NO_DOCUMENT, blocks_BXT), axis=2), jnp.max(blocks_BXT, axis=2), jnp.any(padding_BXT, axis=2)
+
+    low_q, high_q, padding_q = (x[:, :, None] for x in ranges(BLOCK))
+    low_k, high_k, padding_k = (x[:, None] for x in ranges(keys))
     start_q = (jnp.arange(low_q.shape[1], dtype=jnp.int32) * BLOCK)[:, None]
     start_k = jnp.arange(low_k.shape[2], dtype=jnp.int32) * keys
-    some = (low_q <= high_k) & (low_k <= high_q) & (high_q > 0) & (high_k > 0) & (start_k < start_q + BLOCK)
-    every = (low_q == high_q) & (low_k == high_k) & (low_q == low_k) & (low_q > 0)
+    some = (low_q <= high_k) & (low_k <= high_q) & (start_k < start_q + BLOCK)
+    every = (low_q == high_q) & (low_k == high_k) & (low_q == low_k) & ~padding_q & ~padding_k
     if window is not None:
         some &= start_q - (start_k + keys - 1) < window
         every &= start_q + BLOCK - 1 - start_k < window
@@ -815,14 +824,15 @@ class _Columns:
         delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
 
         def form(scores_ref: Ref, dweights_ref: Ref) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            scores_ref[...] = _across(below, (ROWS, ROWS), 1)
+            if below is not None:
+                scores_ref[...] = _across(below, (ROWS, ROWS), 1)
             dweights_ref[...] = _across(delta, (ROWS, ROWS), 1)
             plgpu.wgmma(scores_ref, k_ref, plgpu.transpose_ref(q_ref, (1, 0)))
             plgpu.wgmma(dweights_ref, v_ref, plgpu.transpose_ref(dout_ref, (1, 0)))
             return weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)), dweights_ref[...]
 
         if shape.interpret:
-            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T) + below)
+            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T) + (0.0 if below is None else below))
             dweights = _dot(v_ref[...], dout_ref[...].T) + delta
         else:
             (bent, weights), dweights = pl.run_scoped(form, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
@@ -832,7 +842,7 @@ class _Columns:
         dscores_ref[...] = dscores.astype(refs.q.dtype)
         return weights.astype(refs.q.dtype)
 
-    def _weigh(self, i: Index, slot: Index, half: int) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+    def _weigh(self, i: Index, slot: Index, half: int) -> tuple[jax.Array | None, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
         """(what the product of keys and queries goes on from, a number a query; what makes of it bent scores and weights).
 
         Products go on from what is taken off them where they can: the numbers of a row then need no registers beside them.
@@ -845,7 +855,7 @@ class _Columns:
             scores = self._masked(i, slot, half, bent) * shape.slope
             return bent, jnp.exp2(scores if shape.softcap is None else scores + _across(lse, scores.shape, 1))
 
-        return lse if shape.softcap is None else jnp.zeros_like(lse), weigh
+        return lse if shape.softcap is None else None, weigh
 
     def _masked(self, i: Index, slot: Index, half: int, scores: jax.Array) -> jax.Array:
         refs, shape, mine = self.refs, self.shape, self.warpgroup
@@ -936,7 +946,7 @@ class _WideColumns(_Columns):
         plgpu.wait_smem_to_gmem(0)
 
     def _add_dv(self, head: Index, i: Index, step: Index, dv: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, self._slot(step)
+        refs, shape, slot = self.refs, self.shape, _here(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
         start, weigh = self._weigh(i, slot, 0)
         bent, weights = weigh(_transposed_product(refs.k_tile.at[_here(0)], refs.q_tile.at[slot, 0], _nothing, shape, start))
@@ -950,7 +960,7 @@ class _WideColumns(_Columns):
         return dv
 
     def _add_dk(self, head: Index, i: Index, step: Index, dk: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, self._slot(step)
+        refs, shape, slot = self.refs, self.shape, _here(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
         delta = _load(refs.delta_row.at[slot, 0], _BY_COLUMN, shape)
         dweights = _transposed_product(refs.v_tile.at[_here(0)], refs.dout_tile.at[slot, 0], _nothing, shape, delta)
