@@ -824,26 +824,22 @@ class _Columns:
         delta = _load(refs.delta_row.at[slot, half], _BY_COLUMN, shape)
 
         def form(scores_ref: Ref, dweights_ref: Ref) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            if below is not None:
-                scores_ref[...] = _across(below, (ROWS, ROWS), 1)
+            scores_ref[...] = _across(below, (ROWS, ROWS), 1)
             dweights_ref[...] = _across(delta, (ROWS, ROWS), 1)
             plgpu.wgmma(scores_ref, k_ref, plgpu.transpose_ref(q_ref, (1, 0)))
             plgpu.wgmma(dweights_ref, v_ref, plgpu.transpose_ref(dout_ref, (1, 0)))
             return weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)), dweights_ref[...]
 
-        if shape.interpret:
-            bent, weights = weigh(_dot(k_ref[...], q_ref[...].T) + (0.0 if below is None else below))
-            dweights = _dot(v_ref[...], dout_ref[...].T) + delta
+        if shape.interpret or below is None:  # one after the other: a cap takes the registers that the second would need
+            weights, slopes = weigh(_transposed_product(k_ref, q_ref, _nothing, shape, below))
+            dweights = _transposed_product(v_ref, dout_ref, _nothing, shape, delta)
         else:
-            (bent, weights), dweights = pl.run_scoped(form, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
-        dscores = weights * dweights
-        if shape.softcap is not None:
-            dscores *= 1.0 - bent * bent
-        dscores_ref[...] = dscores.astype(refs.q.dtype)
-        return weights.astype(refs.q.dtype)
+            (weights, slopes), dweights = pl.run_scoped(form, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
+        dscores_ref[...] = (slopes * dweights).astype(refs.q.dtype)
+        return weights
 
     def _weigh(self, i: Index, slot: Index, half: int) -> tuple[jax.Array | None, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
-        """(what the product of keys and queries goes on from, a number a query; what makes of it bent scores and weights).
+        """(what the product of keys and queries goes on from, a number a query; what makes of it weights, and how they change with a score).
 
         Products go on from what is taken off them where they can: the numbers of a row then need no registers beside them.
         """
@@ -853,7 +849,9 @@ class _Columns:
         def weigh(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
             bent = _bent(raw, shape)
             scores = self._masked(i, slot, half, bent) * shape.slope
-            return bent, jnp.exp2(scores if shape.softcap is None else scores + _across(lse, scores.shape, 1))
+            weights = jnp.exp2(scores if shape.softcap is None else scores + _across(lse, scores.shape, 1))
+            slopes = weights if shape.softcap is None else weights * (1.0 - bent * bent)
+            return weights.astype(self.refs.q.dtype), slopes
 
         return lse if shape.softcap is None else None, weigh
 
@@ -949,11 +947,11 @@ class _WideColumns(_Columns):
         refs, shape, slot = self.refs, self.shape, _here(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
         start, weigh = self._weigh(i, slot, 0)
-        bent, weights = weigh(_transposed_product(refs.k_tile.at[_here(0)], refs.q_tile.at[slot, 0], _nothing, shape, start))
-        refs.slopes[...] = weights if shape.softcap is None else weights * (1.0 - bent * bent)
+        weights, slopes = weigh(_transposed_product(refs.k_tile.at[_here(0)], refs.q_tile.at[slot, 0], _nothing, shape, start))
+        refs.slopes[...] = slopes
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.slopes_full)
-        dv = _add_product(dv, weights.astype(refs.q.dtype), refs.dout_tile.at[slot, 0], shape)
+        dv = _add_product(dv, weights, refs.dout_tile.at[slot, 0], shape)
         plgpu.barrier_arrive(refs.free.at[slot])
         plgpu.barrier_wait(refs.dscores_full.at[slot])
         self._add_dq(head, i, slot)
