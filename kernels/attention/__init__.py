@@ -68,9 +68,9 @@ def attention(
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
     `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
     is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and
-    H200; its dq may differ in the last bits from run to run), "xla", or None for the best that the device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
-    that the implementation asked for cannot run.
+    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200;
+    its dq may differ in the last bits from run to run), "xla", or None for the best that the device of that mesh runs. What a remat
+    policy saves is named "attention". Raises ValueError for shapes that do not fit, or that the implementation asked for cannot run.
     """
     asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
@@ -122,7 +122,7 @@ def _run(
     options: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
     if chosen != "xla":
         platform, kind = _device()
-        on_tpu = {"device_kind": kind, "interpret": platform != "tpu"}
+        on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
             "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=asked.logsumexp),
             "splash": functools.partial(_splash, **options, **on_tpu),

@@ -9,8 +9,8 @@ import pytest
 from hopper_interpreter import interpreting
 from test_attention import logsumexp_reference, operands, reference, run
 
-from maxlm.kernels.attention import gpu
-from maxlm.kernels.attention.gpu import attention_hopper, block_bounds, query_bounds, why_not
+from maxlm.kernels.attention.gpu import attention_hopper, why_not
+from maxlm.kernels.attention.gpu_parts import BLOCK, block_bounds, query_bounds
 from maxlm.kernels.attention.reference import visible
 from maxlm.planning.lab import hopper
 
@@ -105,7 +105,7 @@ def test_changing_one_document_changes_no_bit_of_another(monkeypatch):
 @pytest.mark.parametrize("documents", [(1, 2, 3, 7, 0), (2, 1, 0, 2, 7)])
 def test_only_blocks_that_meet_are_visited_and_only_whole_ones_are_not_masked(keys, window, documents):
     """By what the definition says of every pair; documents in their order, and out of it."""
-    length, block = 1024, gpu.BLOCK
+    length, block = 1024, BLOCK
     segments = np.repeat(documents, (300, 280, 20, 200, 224)).astype(np.int32)
     seen = visible(segments, segments, np.arange(length), np.arange(length), window)
     tiles = seen.reshape(length // block, block, length // keys, keys)

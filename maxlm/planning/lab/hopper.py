@@ -1,8 +1,8 @@
-"""`python -m maxlm.planning.lab.hopper IMPLEMENTATION SHAPE [HEADS]`: attention compiled for an H200 that is not there, a JSON line a kernel.
+"""`python -m maxlm.planning.lab.hopper IMPLEMENTATION SHAPE [HEADS]`: compiles attention for an H200 that is not there.
 
-Mosaic GPU turns a kernel into machine code with no GPU at hand: ptxas says what registers it takes, nvdisasm shows the code. Needs
-jax's CUDA plugin at jax's version (jax-cuda13-plugin, jax-cuda13-pjrt, without their dependencies) and nvidia-cuda-nvdisasm. A process
-of its own, since the environment is read when libraries are loaded, and since they print from C++.
+Prints a JSON line a kernel. Mosaic GPU turns a kernel into machine code with no GPU at hand: ptxas says what registers it takes,
+nvdisasm shows the code. Needs jax's CUDA plugin at jax's version (jax-cuda13-plugin, jax-cuda13-pjrt, without their dependencies) and
+nvidia-cuda-nvdisasm. A process of its own, since the environment is read when libraries are loaded, and since they print from C++.
 """
 
 import importlib.util
