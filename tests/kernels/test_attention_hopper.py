@@ -148,14 +148,13 @@ def test_is_refused_where_there_is_no_hopper():
 @pytest.mark.skipif(bool(hopper.missing()), reason=hopper.missing())
 @pytest.mark.parametrize("shape", ["llama1b-8k", "llama-8k", "gemma-local-8k"])
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel(shape):
-    """wgmma that do not wait for each other, nothing spilled in the forward kernel, next to nothing in the other."""
-    forward, backward = hopper.kernels_of("hopper", shape)
-    for kernel in (forward, backward):
+    """Head dims of 64, 128 and 256: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
+    kernels = hopper.kernels_of("hopper", shape)
+    assert len(kernels) == 2, "the forward and the backward one"
+    for kernel in kernels:
         assert kernel.target == "sm_90a"
         assert kernel.opcodes["HGMMA"] >= 24
-        assert not kernel.opcodes.get("HMMA")
+        assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0
+        assert not {"LDL", "STL", "HMMA"} & kernel.opcodes.keys()
         assert not any("serialized" in warning for warning in kernel.warnings)
-    assert forward.spill_stores == forward.spill_loads == forward.stack == 0
-    assert not {"LDL", "STL"} & forward.opcodes.keys()
-    assert backward.opcodes["UTMAREDG"] == 1, "dq is added up by the copy engine"
-    assert backward.spill_stores <= 32
+    assert [kernel.opcodes.get("UTMAREDG", 0) > 0 for kernel in kernels] == [False, True], "the copy engine adds up dq"
