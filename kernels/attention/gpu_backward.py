@@ -16,6 +16,7 @@ from maxlm.kernels.attention.gpu_parts import (
     BLOCK,
     BY_COLUMN,
     BY_ROW,
+    COMPILER_PARAMS,
     COMPUTE,
     MEMORY,
     ROWS,
@@ -92,7 +93,7 @@ def backward(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k_BSGK, v_BSGK)),
         mesh=mesh_of((shape.groups, shape.seq_len // (shape.parts * ROWS), batch), BACKWARD),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         cost_estimate=cost_of(5, batch, shape, [q_BSHK, dout_BSHK, dq_ref, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
         name=BACKWARD,
     )(

@@ -12,6 +12,7 @@ from maxlm.kernels.attention.gpu_parts import (
     BLOCK,
     BY_COLUMN,
     BY_ROW,
+    COMPILER_PARAMS,
     COMPUTE,
     LOG2E,
     MEMORY,
@@ -71,7 +72,7 @@ def forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS
             jax.ShapeDtypeStruct((batch, shape.heads, shape.seq_len), jnp.float32),
         ),
         mesh=mesh_of((shape.heads, shape.seq_len // BLOCK, batch), FORWARD),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         cost_estimate=cost_of(2, batch, shape, [q_BSHK, k_BSGK, v_BSGK, q_BSHK]),
         name=FORWARD,
     )(block_bounds(segments_BS, shape.keys, shape.window), q_BSHK, k_BSGK, v_BSGK, segments_BS, jnp.arange(shape.keys, dtype=jnp.int32))

@@ -95,7 +95,9 @@ def compile_for_h200(function: Callable[..., Any], arguments: Sequence["jax.Shap
         stdout = os.dup(1)
         os.dup2(said.fileno(), 1)  # the compiler prints from C++
         try:
-            jax.jit(function).lower(*placed).compile()
+            lowered = jax.jit(function).lower(*placed)
+            os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(_TOOLS.parent)  # jax 0.11 looks nowhere else, and sets it when a kernel is lowered
+            lowered.compile()
         finally:
             os.dup2(stdout, 1)
         said.seek(0)
