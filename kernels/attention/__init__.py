@@ -12,8 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention import gpu
-from maxlm.kernels.attention.gpu import attention_hopper
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
@@ -126,7 +124,7 @@ def _run(
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
             "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=asked.logsumexp),
             "splash": functools.partial(_splash, **options, **on_tpu),
-            "hopper": functools.partial(attention_hopper, **options, logsumexp=asked.logsumexp),
+            "hopper": functools.partial(_hopper, **options, logsumexp=asked.logsumexp),
         }
         run = runs[chosen]
         return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGK, query_at[0])
@@ -137,6 +135,12 @@ def _run(
 
 def _splash(*operands: jax.Array, **options: Any) -> tuple[jax.Array, None]:
     return attention_splash(*operands, **options), None
+
+
+def _hopper(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    from maxlm.kernels.attention.gpu import attention_hopper  # its compiler takes a third of a second to load, and only GPUs use it
+
+    return attention_hopper(*operands, **options)
 
 
 def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segments_BS: jax.Array, key_segments_BT: jax.Array) -> None:
@@ -163,7 +167,11 @@ def _problems(q_BSHK: jax.Array, *, places: bool, logsumexp: bool) -> dict[str, 
         return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must stand at the same places of the sequence")
     uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
     flash = uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
-    hopper = gpu.why_not(seq_len, head_dim, q_BSHK.dtype, kind if platform in GPUS else "")
+    hopper = "the device is no GPU"
+    if platform in GPUS:
+        from maxlm.kernels.attention import gpu
+
+        hopper = gpu.why_not(seq_len, head_dim, q_BSHK.dtype, kind)
     return {"flash": flash, "splash": "its logsumexp has no gradient" if logsumexp else uneven, "hopper": hopper}
 
 
