@@ -241,7 +241,8 @@ class _Columns:
     def run(self) -> None:
         """What a computing warpgroup does."""
         self._fetch_keys(self.warpgroup)
-        plgpu.barrier_wait(self.refs.k_full.at[self.warpgroup])
+        for part in range(self.shape.parts):  # dq is formed of the other's keys, too
+            plgpu.barrier_wait(self.refs.k_full.at[part])
         dk, dv = self._walk(self._step, (self._zero(), self._zero()))
         plgpu.barrier_arrive(self.refs.done)
         plgpu.barrier_wait(self.refs.done)  # the other's last dq was formed of these keys, too
