@@ -3,22 +3,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off
 
-.PHONY: help train test lint soak clean
+.PHONY: help train test lint soak gpu-compiler clean
 help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
 	@echo "make test    all checks: lint, then every test that is not a soak"
 	@echo "make lint    ruff, mypy and the layering contracts"
 	@echo "make soak    the slow tests"
+	@echo "make gpu-compiler   what compiles kernels for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
 
 train: .venv/installed
 	@$(BIN)/maxlm train runs/quickstart $(ARGS)
 
-test: lint
+test: lint .venv/gpu-compiler
 	$(BIN)/python -m pytest -n 2 -m "not soak" $(ARGS)
 
 soak: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m soak $(ARGS)
+
+gpu-compiler: .venv/gpu-compiler
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -41,3 +44,9 @@ clean:
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	@$(INSTALL) --editable '.[test]'
 	@touch $@ .venv/installed
+
+# Apart from the other packages: jax looks for a GPU wherever it finds its plugin. Without it, tests that compile for GPUs are skipped.
+.venv/gpu-compiler: .venv/installed-test
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && $(INSTALL) --no-deps --upgrade --target $@ \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-cuda-nvdisasm \
+		&& touch $@ || { rm -rf $@; echo "No compiler for GPUs could be installed: the tests that need it are skipped"; }

@@ -1,12 +1,16 @@
 """Attention in the kernel lab: ours and splash."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlm.kernels import attention
 from maxlm.kernels.attention import splash, tpu
 from maxlm.kernels.attention.shapes import AttentionShape
-from maxlm.planning.lab.cases import Case, Kernel
+from maxlm.planning.lab.cases import Case, Kernel, shape_of
 
 HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
 
@@ -44,3 +48,20 @@ def attention_case(shape: AttentionShape, implementation: str, device_kind: str)
     sequence = (1, shape.seq_len)
     queries, keys = (*sequence, heads, shape.head_dim), (*sequence, groups, shape.head_dim)
     return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels)
+
+
+def gpu_attention_case(name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes.
+
+    Raises UserError for a shape that does not exist.
+    """
+    shape: AttentionShape = shape_of("attention", name)
+    groups = max(heads * shape.groups // shape.heads, 1)
+    sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "implementation": implementation}
+        return attention(q, k, v, query_segments_BS=segments, key_segments_BT=segments, **options).astype(jnp.float32).sum()
+
+    arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    return jax.grad(total, argnums=(0, 1, 2)), [*arguments, jax.ShapeDtypeStruct((1, shape.seq_len), jnp.int32)]

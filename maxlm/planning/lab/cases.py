@@ -51,15 +51,21 @@ def shape_names(operation: str) -> tuple[str, ...]:
     return tuple(shape.name for shape in _shapes(operation))
 
 
+def shape_of(operation: str, name: str) -> Any:
+    """The shape of that name. Raises UserError where there is none."""
+    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
+    if shape is None:
+        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    return shape
+
+
 def build(operation: str, name: str, implementation: str, device_kind: str) -> Sequence[Case]:
-    """What is compiled for one shape. Raises UserError for one that does not exist."""
+    """What is compiled for one shape of a TPU. Raises UserError for one that does not exist."""
     from maxlm.planning.lab.attention import attention_case
     from maxlm.planning.lab.gated_mlp import gated_mlp_cases
     from maxlm.planning.lab.grouped_matmul import grouped_matmul_case
 
-    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
-    if shape is None:
-        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    shape = shape_of(operation, name)
     if operation == "gated_mlp":
         return gated_mlp_cases(shape, implementation, device_kind)
     cases: Mapping[str, Callable[..., Case]] = {"attention": attention_case, "grouped_matmul": grouped_matmul_case}
