@@ -11,8 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.attention.gradients import SAVED
 from maxlm.kernels.attention.splash import attention_splash
-from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
+from maxlm.kernels.attention.tpu import LANES, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
 from maxlm.kernels.platform import GPUS, device, logged
 

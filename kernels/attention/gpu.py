@@ -6,24 +6,16 @@ at the tensor cores. Only blocks that causality, the window and the documents le
 are masked.
 """
 
-import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention.gpu_backward import backward
 from maxlm.kernels.attention.gpu_forward import forward
-from maxlm.kernels.attention.gpu_parts import (
-    BLOCK,
-    LOG2E,
-    UNSEEING,
-    Shape,
-)
-from maxlm.kernels.attention.tpu import SAVED
+from maxlm.kernels.attention.gpu_parts import BLOCK, Shape
+from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 
@@ -64,54 +56,16 @@ def attention_hopper(
     width = next(dim for dim in HEAD_DIMS if dim >= head_dim)
     padded = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - head_dim)]) for x in (q_BSHK, k_BSGK, v_BSGK)]
     shape = Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, window, softcap, interpret)
-    if not logsumexp:
-        return _attention(*padded, segments_BS, shape)[..., :head_dim], None
-    out_BSHK, lse_BHS = _attention_and_lse(*padded, segments_BS, shape)
-    natural_BHS = jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS * math.log(2))
-    return out_BSHK[..., :head_dim], natural_BHS
+    out_BSHK, lse_BHS = _attention(*padded, segments_BS, shape, logsumexp)
+    return out_BSHK[..., :head_dim], lse_BHS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, shape: Shape) -> jax.Array:
-    return forward(q_BSHK, k_BSGK, v_BSGK, segments_BS, shape)[0]
-
-
-def _attention_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: Shape
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out_BSHK, lse_BHS = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments_BS, shape))
-    return out_BSHK, (q, k, v, segments_BS, out_BSHK, lse_BHS)
-
-
-def _attention_backward(
-    shape: Shape, saved: tuple[jax.Array, ...], dout_BSHK: jax.Array, dlse_BHS: jax.Array | None = None
-) -> tuple[jax.Array | None, ...]:
-    q, k, v, segments_BS, out_BSHK, lse_BHS = saved
+def _gradients(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, shape: Shape) -> Gradients:
+    q_BSHK, k_BSGK, v_BSGK, segments_BS, out_BSHK, lse_BHS = saved
     delta_BHS = jnp.einsum("BSHK,BSHK->BHS", out_BSHK, dout_BSHK, preferred_element_type=jnp.float32)
-    if dlse_BHS is not None:  # a score moves the logsumexp by its weight, as one moves the output
-        delta_BHS -= dlse_BHS * LOG2E
-    return *backward(q, k, v, dout_BSHK, lse_BHS, delta_BHS, segments_BS, shape), None
+    if dlse_BHS is not None:
+        delta_BHS -= dlse_BHS
+    return backward(q_BSHK, k_BSGK, v_BSGK, dout_BSHK, lse_BHS, delta_BHS, segments_BS, shape)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention_and_lse(
-    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, shape: Shape
-) -> tuple[jax.Array, jax.Array]:
-    return forward(q_BSHK, k_BSGK, v_BSGK, segments_BS, shape)
-
-
-def _both_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: Shape
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    _, saved = _attention_forward(q, k, v, segments_BS, shape)
-    return (saved[-2], saved[-1]), saved
-
-
-def _both_backward(shape: Shape, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
-    return _attention_backward(shape, saved, *cotangents)
-
-
-_attention_and_lse.defvjp(_both_forward, _both_backward)
+_attention = differentiable(forward, _gradients)

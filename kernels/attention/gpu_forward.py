@@ -14,10 +14,8 @@ from maxlm.kernels.attention.gpu_parts import (
     BY_ROW,
     COMPILER_PARAMS,
     COMPUTE,
-    LOG2E,
     MEMORY,
     ROWS,
-    UNSEEING,
     Index,
     Ref,
     Shape,
@@ -37,6 +35,7 @@ from maxlm.kernels.attention.gpu_parts import (
     swizzled,
     transposed_product,
 )
+from maxlm.kernels.attention.gradients import LOG2E, UNSEEING
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, Q queries and T keys of a tile
 

@@ -1,7 +1,6 @@
 """What the forward and the backward kernel for Hopper share: tiles and products, masks, which blocks meet."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,15 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from maxlm.kernels.attention.gradients import LOG2E
+
 # B batch, S sequence, I query blocks, J key blocks
 
 ROWS = 64  # of a tile of scores: what one wgmma of a warpgroup takes
 BLOCK = 2 * ROWS  # queries of a thread block of the forward kernel, ROWS a computing warpgroup
 MEMORY, COMPUTE = 24, 240  # registers a thread of a warpgroup, of 512 a lane of an SM; multiples of 8
-UNSEEING = 1e30  # logsumexp of a query that sees nothing: its weights are then 0 in the backward pass, too
 # Layouts are all given: jax 0.11 would look for them, by trial, and not come to an end.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-LOG2E = math.log2(math.e)
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number a row of a tile, a number a column
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run

@@ -8,7 +8,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.tpu import LANES, SAVED
+from maxlm.kernels.attention.gradients import SAVED
+from maxlm.kernels.attention.tpu import LANES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 

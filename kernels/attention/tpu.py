@@ -7,30 +7,27 @@ reduces over sublanes, which costs additions and no shuffles, and what belongs t
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, N = H K, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
 MOST_FORWARD, MOST_BACKWARD = 1024, 512  # tokens of a block: on v6e fewest instructions a score (v5e to tpu7x are not tuned)
-SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 _NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what hides keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
@@ -120,61 +117,13 @@ def attention_flash(
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
     block, width, flipped = blocks_of(seq_len)[0], heads_first[0].shape[-1], device_kind in WIDE
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, block, flipped, interpret)
-    if not logsumexp:
-        return _attention(*heads_first, segments_BS, shape).reshape(batch, seq_len, heads, -1)[..., :head_dim], None
-    out_BSN, lse_BHS = _attention_and_lse(*heads_first, segments_BS, shape)
-    natural_BHS = jnp.where(lse_BHS >= -_MASKED, -jnp.inf, lse_BHS * math.log(2))
-    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], natural_BHS
+    out_BSN, lse_BHS = _attention(*heads_first, segments_BS, shape, logsumexp)
+    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], lse_BHS
 
 
 def _padded(x: jax.Array) -> jax.Array:
     missing = -x.shape[-1] % LANES
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> jax.Array:
-    return _forward(q_BHSK, k_BGSK, v_BGSK, segments_BS, shape)[0]
-
-
-def _attention_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out_BSN, lse_BHS = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, segments_BS, shape))
-    return out_BSN, (q, k, v, segments_BS, out_BSN, lse_BHS)
-
-
-def _attention_backward(shape: _Shape, saved: tuple[jax.Array, ...], dout_BSN: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, k, v, segments_BS, out_BSN, lse_BHS = saved
-    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
-    return *_backward(q, k, v, out_BSN, dout_BSN, lse_BHS, segments_BS, shape), None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention_and_lse(
-    q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(q_BHSK, k_BGSK, v_BGSK, segments_BS, shape)
-
-
-def _both_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BS: jax.Array, shape: _Shape
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    _, saved = _attention_forward(q, k, v, segments_BS, shape)
-    return (saved[-2], saved[-1]), saved
-
-
-def _both_backward(shape: _Shape, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
-    dout_BSN, dlse_BHS = cotangents
-    q, k, v, segments_BS, out_BSN, lse_BHS = saved
-    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
-    return *_backward(q, k, v, out_BSN, dout_BSN, lse_BHS, segments_BS, shape, dlse_BHS * math.log2(math.e)), None
-
-
-_attention_and_lse.defvjp(_both_forward, _both_backward)
 
 
 # Which blocks meet. Queries of block i see keys of blocks first..i; a window ends the reach, documents leave out some between.
@@ -237,11 +186,10 @@ def _hidden(segments_ref: Ref, i: Index, j: Index, keys: pl.Slice, queries: pl.S
 def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array | float]:
     """(scores of keys by queries in base 2, and their derivative by q k)."""
     raw_TQ = jax.lax.dot_general(k_TK, q_QK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    log2e = math.log2(math.e)
     if shape.softcap is None:
-        return raw_TQ * (shape.scale * log2e), shape.scale
+        return raw_TQ * (shape.scale * LOG2E), shape.scale
     bent_TQ = jnp.tanh(raw_TQ * (shape.scale / shape.softcap))
-    return bent_TQ * (shape.softcap * log2e), shape.scale * (1 - bent_TQ * bent_TQ)
+    return bent_TQ * (shape.softcap * LOG2E), shape.scale * (1 - bent_TQ * bent_TQ)
 
 
 def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array]:
@@ -352,7 +300,7 @@ class _Softmax:
         total_1Q = self.sum_ref[...]
         nothing = total_1Q == 0
         out_QK = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
-        return out_QK, jnp.where(nothing, -_MASKED, self.top_ref[...] + jnp.log2(total_1Q))
+        return out_QK, jnp.where(nothing, UNSEEING, self.top_ref[...] + jnp.log2(total_1Q))
 
     def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
         keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
@@ -558,3 +506,12 @@ def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> p
     return pl.CostEstimate(
         flops=2 * matmuls * scores * shape.head_dim, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
     )
+
+
+def _gradients(saved: Saved, dout_BSN: jax.Array, dlse_BHS: jax.Array | None, shape: _Shape) -> Gradients:
+    q_BHSK, k_BGSK, v_BGSK, segments_BS, out_BSN, lse_BHS = saved
+    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
+    return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS, segments_BS, shape, dlse_BHS)
+
+
+_attention = differentiable(_forward, _gradients)

@@ -1,0 +1,66 @@
+"""What flash attention has in common on every kind of device: what is saved for the backward pass, and a logsumexp that has a gradient."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
+UNSEEING = 1e30  # logsumexp of a query that sees nothing: its weights are then 0 in the backward pass, too
+LOG2E = math.log2(math.e)
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array]  # of q, k and v
+Saved = tuple[jax.Array, ...]  # q, k, v, segments, output, logsumexp
+# (q, k, v, segments, shape) to the output, and logsumexp of the scores in base 2 [B, H, S].
+Forward = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
+# (what is saved, gradient of the output, and of the logsumexp in nats where that is used, shape). A score moves the logsumexp by its
+# weight, as one moves the output.
+Backward = Callable[[Saved, jax.Array, jax.Array | None, Any], Gradients]
+
+
+def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    """(q, k, v, segments, shape, logsumexp) to the output and, where asked for, logsumexp in nats, -inf where a query sees nothing."""
+
+    def save(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> tuple[jax.Array, jax.Array, Saved]:
+        out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, shape))
+        return out, lse, (q, k, v, segments, out, lse)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def alone(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> jax.Array:
+        return forward(q, k, v, segments, shape)[0]
+
+    def alone_forward(*operands: Any) -> tuple[jax.Array, Saved]:
+        out, _, saved = save(*operands)
+        return out, saved
+
+    def alone_backward(shape: Any, saved: Saved, dout: jax.Array) -> tuple[jax.Array | None, ...]:
+        return *backward(saved, dout, None, shape), None
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> tuple[jax.Array, jax.Array]:
+        return forward(q, k, v, segments, shape)
+
+    def both_forward(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], Saved]:
+        out, lse, saved = save(*operands)
+        return (out, lse), saved
+
+    def both_backward(shape: Any, saved: Saved, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
+        dout, dlse = cotangents
+        return *backward(saved, dout, dlse * LOG2E, shape), None
+
+    alone.defvjp(alone_forward, alone_backward)
+    both.defvjp(both_forward, both_backward)
+
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any, logsumexp: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if not logsumexp:
+            return alone(q, k, v, segments, shape), None
+        out, lse_BHS = both(q, k, v, segments, shape)
+        return out, jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
+
+    return run
