@@ -6,6 +6,8 @@ knows bfloat16, that is what it computes in: half of the instructions; elsewhere
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +27,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
 }
-SIZES = (2048, 1024, 512, 256, LANES)  # rows and columns of a block
-ENOUGH = (
-    2048  # FLOPs for each byte that is read again; chips do 240 (v5e) to 630 (tpu7x) while a byte of HBM is read, and more is moved beside
-)
-PARTS = 2  # of a block's rows, backward: what follows the first matmul runs beside the second
-_SPARE = 4 << 20  # bytes of VMEM for what the compiler keeps there
+SIZES = (2048, 1024, 512, 256, LANES)  # rows and columns of a block, rows of a part
+FILLING = 350  # cycles of a part beside its matmuls, by the machine code of v6e
+MOST_CYCLES = 16384  # of the matmuls of a part: all of it is straight code
+SPILLED = 1024  # bytes of VMEM for each of these, for registers that do not fit
+HBM_BYTES = 900  # of a cycle, about: v5e 550, v5p, v6e and tpu7x 800 to 940 a core
+MOST_OVER, LEAST_PART = 1.1, 256  # times what the matrix unit takes, and rows of a part, to be chosen
+_SPARE = 4 << 20  # bytes of VMEM for what else the compiler keeps there
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
@@ -38,11 +41,17 @@ Index = Any
 
 @dataclass(frozen=True)
 class Block:
-    """Rows by columns of the results that one grid step computes. `weights`: matrices that it multiplies by, 2 forward and 1 backward."""
+    """Rows by columns of the results that one grid step computes, `part` of the rows at a time.
+
+    `weights`: matrices that it multiplies by, 2 forward and 1 backward. `cycles`: of the matrix unit, for a row of the block.
+    """
 
     rows: int
     columns: int
+    part: int
     weights: int
+    d_model: int
+    cycles: float
 
     @property
     def rows_stay(self) -> bool:
@@ -50,23 +59,41 @@ class Block:
         return self.rows > self.weights * self.columns
 
     @property
-    def intensity(self) -> int:
-        """FLOPs for each byte in bfloat16 that is read again."""
-        return max(self.rows, self.weights * self.columns)
+    def beside(self) -> int:
+        """Arrays as wide as the feed-forward layer that are read or written: hidden, gate and up; backward gradients of the two as well."""
+        return {2: 3, 1: 5}[self.weights]
+
+    def computing(self) -> float:
+        """Cycles of a grid step."""
+        return self.rows * (self.cycles + FILLING / self.part)
+
+    def moving(self, itemsize: int) -> float:
+        """Cycles that its copies take."""
+        again = self.d_model * (self.weights * self.columns if self.rows_stay else self.rows)
+        return itemsize * (again + self.beside * self.rows * self.columns) / HBM_BYTES
+
+    def time(self, itemsize: int) -> float:
+        """Cycles, of each of its results."""
+        return max(self.computing(), self.moving(itemsize)) / (self.rows * self.columns)
+
+    def vmem(self, itemsize: int) -> int:
+        """Bytes: what enters and leaves twice, since the next travels meanwhile, results of matmuls in float32, and what spills."""
+        entering = (self.rows + self.weights * self.columns) * self.d_model
+        sums = 4 * self.weights * self.part * self.columns
+        spilled = SPILLED * math.ceil(self.part * self.cycles)
+        return 2 * itemsize * (entering + self.beside * self.rows * self.columns) + sums + spilled + _SPARE
 
 
 def block_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, weights: int) -> Block | None:
-    """The largest that divides both and fits into VMEM, of those that read little again; None if none does."""
-    found = (Block(high, wide, weights) for high in SIZES for wide in SIZES if not (rows % high or d_ff % wide))
-    fitting = (block for block in found if _vmem_needed(block, d_model, itemsize) <= _vmem(kind))
-    return max(fitting, key=lambda block: (min(block.intensity, ENOUGH), block.rows * block.columns, block.rows), default=None)
-
-
-def _vmem_needed(block: Block, d_model: int, itemsize: int) -> int:
-    """Bytes: what enters and leaves twice, since the next travels meanwhile, and results of matmuls in float32."""
-    area, beside = block.rows * block.columns, {2: 3, 1: 5}[block.weights]  # hidden, gate and up; gradients of the two as well
-    entering = (block.rows + block.weights * block.columns) * d_model
-    return 2 * itemsize * (entering + beside * area) + 4 * block.weights * area + _SPARE
+    """The fastest by a rough account of those that divide both and fit into VMEM, the largest of these; None if none does."""
+    side = 2 * LANES if kind in WIDE else LANES
+    found = []
+    for high, wide, part in itertools.product(SIZES, SIZES, SIZES):
+        cycles = weights * max(wide, side) * d_model / (4 * side**2)  # multiplications of 4 units of 128 by 128, or 2 of 256 twice
+        if not (rows % high or d_ff % wide or high % part) and (part * cycles <= MOST_CYCLES or part == SIZES[-1]):
+            found.append(Block(high, wide, part, weights, d_model, cycles))
+    fitting = (block for block in found if block.vmem(itemsize) <= _vmem(kind))
+    return min(fitting, key=lambda block: (block.time(itemsize), -block.rows * block.columns), default=None)
 
 
 def _vmem(kind: str) -> int:
@@ -84,13 +111,12 @@ def why_not(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str) -> str
 
 
 def why_slow(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str) -> str:
-    """Why the kernels would wait for HBM, given that they can run this; empty when they would not."""
+    """Why the kernels would wait for HBM or compute in scraps, given that they can run this; empty when they would not."""
     for weights in (2, 1):
         block = block_of(rows, d_model, d_ff, itemsize, kind, weights=weights)
-        if block is not None and block.intensity < ENOUGH // 4:
-            return (
-                f"{rows} rows of {d_model} and a width of {d_ff} leave blocks of {block.rows} by {block.columns}, which read too much again"
-            )
+        scraps = block is not None and block.part < LEAST_PART
+        if block is not None and (scraps or block.columns * block.time(itemsize) > MOST_OVER * block.cycles):
+            return f"{rows} rows of {d_model} and a width of {d_ff} leave blocks of {block.rows} by {block.columns}, which are slow"
     return ""
 
 
@@ -107,12 +133,13 @@ def gated_forward(
     (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
     block = block_of(rows, d_model, d_ff, x_MD.dtype.itemsize, device_kind, weights=2)
     assert block is not None, "why_not says so"
-    kernel = functools.partial(_forward_kernel, ACTIVATIONS[activation], _between(x_MD.dtype, device_kind))
+    kernel = functools.partial(_forward_kernel, block, ACTIVATIONS[activation], _between(x_MD.dtype, device_kind))
     operands = [(x_MD, "rows"), (gate_DF, "columns"), (up_DF, "columns")]
     return _call(kernel, FORWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
 def _forward_kernel(
+    block: Block,
     act: Callable[[jax.Array], jax.Array],
     between: jnp.dtype,
     x_ref: Ref,
@@ -122,12 +149,13 @@ def _forward_kernel(
     gate_ref: Ref,
     up_ref: Ref,
 ) -> None:
-    gate_MF, up_MF = (
-        jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32).astype(x_ref.dtype)
-        for w_ref in (gate_weights_ref, up_weights_ref)
-    )
-    gate_ref[...], up_ref[...] = gate_MF, up_MF
-    hidden_ref[...] = (act(gate_MF.astype(between)) * up_MF.astype(between)).astype(hidden_ref.dtype)
+    def run(rows: pl.Slice) -> None:
+        weights = (gate_weights_ref, up_weights_ref)
+        gate_MF, up_MF = (jnp.dot(x_ref[rows, :], w_ref[...], preferred_element_type=jnp.float32).astype(x_ref.dtype) for w_ref in weights)
+        gate_ref[rows, :], up_ref[rows, :] = gate_MF, up_MF
+        hidden_ref[rows, :] = (act(gate_MF.astype(between)) * up_MF.astype(between)).astype(hidden_ref.dtype)
+
+    _in_parts(block, run)
 
 
 def gated_backward(
@@ -144,12 +172,13 @@ def gated_backward(
     (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
     block = block_of(rows, d_model, d_ff, dy_MD.dtype.itemsize, device_kind, weights=1)
     assert block is not None, "why_not says so"
-    kernel = functools.partial(_backward_kernel, ACTIVATIONS[activation], _between(dy_MD.dtype, device_kind))
+    kernel = functools.partial(_backward_kernel, block, ACTIVATIONS[activation], _between(dy_MD.dtype, device_kind))
     operands = [(dy_MD, "rows"), (down_FD, "turned"), (gate_MF, "inside"), (up_MF, "inside")]
     return _call(kernel, BACKWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
 def _backward_kernel(
+    block: Block,
     act: Callable[[jax.Array], jax.Array],
     between: jnp.dtype,
     dy_ref: Ref,
@@ -160,15 +189,22 @@ def _backward_kernel(
     dgate_ref: Ref,
     dup_ref: Ref,
 ) -> None:
-    height = dy_ref.shape[0] // PARTS
-    for part in range(PARTS):
-        rows = pl.Slice(part * height, height)
+    def run(rows: pl.Slice) -> None:
         over_D = (((1,), (1,)), ((), ()))
         dhidden = jax.lax.dot_general(dy_ref[rows, :], down_ref[...], over_D, preferred_element_type=jnp.float32)
         gate, up = (ref[rows, :].astype(between) for ref in (gate_ref, up_ref))
         hidden, transposed = jax.vjp(lambda gate, up: act(gate) * up, gate, up)
         for ref, value in zip((hidden_ref, dgate_ref, dup_ref), (hidden, *transposed(dhidden.astype(between))), strict=True):
             ref[rows, :] = value.astype(ref.dtype)
+
+    _in_parts(block, run)
+
+
+def _in_parts(block: Block, run: Callable[[pl.Slice], None]) -> None:
+    if block.part == block.rows:
+        run(pl.Slice(0, block.rows))
+    else:
+        pl.loop(0, block.rows // block.part)(lambda i: run(pl.Slice(pl.multiple_of(i * block.part, LANES), block.part)))
 
 
 def _between(dtype: jnp.dtype, kind: str) -> jnp.dtype:

@@ -36,10 +36,12 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
         arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in case.arguments]
         with jax.set_mesh(mesh):
             jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options))
-        written = [path for path in Path(folder).glob("*final_bundles.txt") if path not in before and "schedule" not in path.name]
+        written = {
+            path.name.split("-", 1)[1]: path for path in sorted(set(Path(folder).glob("*final_bundles.txt")) - before)
+        }  # the last of each
         for kernel in case.kernels:
             total: Counter[str] = Counter()
-            for path in (path for path in written if kernel.name in path.name):
+            for path in (path for name, path in written.items() if kernel.name in name and "schedule" not in name):
                 code = bundles.read(path.read_text(encoding="utf-8"))
                 run = execute.execute(code, kernel.scalars, bandwidth / CLOCK_HZ[found.chip.name])
                 total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units["spill store"])
