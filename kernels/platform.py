@@ -5,6 +5,7 @@ import logging
 
 import jax
 
+GPUS = ("gpu", "cuda")  # what platforms with NVIDIA's GPUs are called
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
@@ -16,7 +17,10 @@ _log = logging.getLogger(__name__)
 def device() -> tuple[str, str]:
     """Platform and kind of the mesh in force: programs are also compiled for devices that are not there."""
     found = jax.sharding.get_abstract_mesh().abstract_device
-    return (found.platform, found.device_kind) if found is not None else (jax.default_backend(), "")
+    if found is not None:
+        return found.platform, found.device_kind
+    platform = jax.default_backend()
+    return platform, jax.devices()[0].device_kind if platform in GPUS else ""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, SAVED, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
-from maxlm.kernels.platform import device, logged
+from maxlm.kernels.platform import GPUS, device, logged
 
 _At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
 
@@ -64,9 +64,9 @@ def attention(
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
     `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
     is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the mesh in force splits the operands. `implementation`: "flash", "splash", "xla", or None for the best that the
-    device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for shapes that do not fit, or
-    that the implementation asked for cannot run.
+    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200;
+    its dq may differ in the last bits from run to run), "xla", or None for the best that the device of that mesh runs. What a remat
+    policy saves is named "attention". Raises ValueError for shapes that do not fit, or that the implementation asked for cannot run.
     """
     if sinks_H is not None and sinks_H.shape != q_BSHK.shape[2:3]:
         raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
@@ -109,7 +109,7 @@ def _run(
 ) -> tuple[jax.Array, jax.Array | None]:
     _check(q_BSHK, k_BTGK, v_BTGK, query_at[0], key_at[0])
     places = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
-    problems = _problems(q_BSHK.shape[1], q_BSHK.shape[3], places=places, logsumexp=asked.logsumexp)
+    problems = _problems(q_BSHK, places=places, logsumexp=asked.logsumexp)
     chosen = asked.implementation or _choose(problems)
     if chosen not in (*problems, "xla"):
         raise ValueError(f"attention: no implementation {chosen!r}: there are {', '.join((*problems, 'xla'))}")
@@ -118,10 +118,13 @@ def _run(
     options: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
     if chosen != "xla":
         platform, kind = device()
-        options |= {"device_kind": kind, "interpret": platform != "tpu"}
-        run: Callable[..., tuple[jax.Array, jax.Array | None]] = functools.partial(_splash, **options)
-        if chosen == "flash":
-            run = functools.partial(attention_flash, **options, logsumexp=asked.logsumexp)
+        on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
+        runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+            "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=asked.logsumexp),
+            "splash": functools.partial(_splash, **options, **on_tpu),
+            "hopper": functools.partial(_hopper, **options, logsumexp=asked.logsumexp),
+        }
+        run = runs[chosen]
         return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGK, query_at[0])
     at = [(segments, _places(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
     out_BSHK, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGK, *at, **options, logsumexp=asked.logsumexp)
@@ -130,6 +133,12 @@ def _run(
 
 def _splash(*operands: jax.Array, **options: Any) -> tuple[jax.Array, None]:
     return attention_splash(*operands, **options), None
+
+
+def _hopper(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+    from maxlm.kernels.attention.gpu import attention_hopper  # its compiler takes a third of a second to load, and only GPUs use it
+
+    return attention_hopper(*operands, **options)
 
 
 def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segments_BS: jax.Array, key_segments_BT: jax.Array) -> None:
@@ -145,23 +154,35 @@ def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segmen
         )
 
 
-def _problems(seq_len: int, head_dim: int, *, places: bool, logsumexp: bool) -> dict[str, str]:
-    """TPU kernels, the best first, and why each cannot run this; empty when it can. Interpreted, they run where there is no TPU."""
+def _problems(q_BSHK: jax.Array, *, places: bool, logsumexp: bool) -> dict[str, str]:
+    """Kernels, the best of each kind of device first, and why each cannot run this; empty when it can.
+
+    Those of the TPU also run interpreted, where there is no TPU.
+    """
     platform, kind = device()
+    _, seq_len, _, head_dim = q_BSHK.shape
     if not places:
-        elsewhere = "queries and keys must stand at the same places of the sequence"
-        return {"flash": elsewhere, "splash": elsewhere}
+        return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must stand at the same places of the sequence")
     uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
     flash = uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
-    return {"flash": flash, "splash": "its logsumexp has no gradient" if logsumexp else uneven}
+    hopper = "the device is no GPU"
+    if platform in GPUS:
+        from maxlm.kernels.attention import gpu
+
+        hopper = gpu.why_not(seq_len, head_dim, q_BSHK.dtype, kind)
+    return {"flash": flash, "splash": "its logsumexp has no gradient" if logsumexp else uneven, "hopper": hopper}
 
 
 def _choose(problems: Mapping[str, str]) -> str:
     """The implementation for the device of the mesh in force, logged once with the reason."""
-    if device()[0] != "tpu":
-        return logged("attention", "xla", "the device is no TPU")
-    chosen = next((name for name, problem in problems.items() if not problem), "xla")
-    return logged("attention", chosen, "; ".join(filter(None, problems.values())) or "the device is a TPU")
+    platform, _ = device()
+    if platform == "tpu":
+        problems = {name: problem for name, problem in problems.items() if name != "hopper"}
+        chosen = next((name for name, problem in problems.items() if not problem), "xla")
+        return logged("attention", chosen, "; ".join(filter(None, problems.values())) or "the device is a TPU")
+    if platform not in GPUS:
+        return logged("attention", "xla", "the device is no TPU and no GPU")
+    return logged("attention", "xla" if problems["hopper"] else "hopper", problems["hopper"] or "the device is an H100 or H200")
 
 
 def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool) -> Callable[..., Any]:

@@ -243,7 +243,7 @@ def test_kernels_refuse_what_they_cannot_run(implementation):
 
 def test_an_unknown_implementation_is_refused():
     q, k, v, segments = operands()
-    with pytest.raises(ValueError, match="no implementation 'triton': there are flash, splash, xla"):
+    with pytest.raises(ValueError, match="no implementation 'triton': there are flash, splash, hopper, xla"):
         run(q, k, v, segments, implementation="triton")
 
 

@@ -72,3 +72,28 @@ def _shapes(operation: str) -> Sequence[Any]:
     from maxlm.kernels.matmul.shapes import SHAPES as MLP
 
     return {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP}[operation]
+
+
+def gpu_attention_case(name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes.
+
+    Raises UserError for a shape that does not exist.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from maxlm.kernels import attention
+    from maxlm.kernels.attention.shapes import SHAPES
+
+    shape = next((shape for shape in SHAPES if shape.name == name), None)
+    if shape is None:
+        raise UserError(f"No attention shape {name}: there are {', '.join(shape_names('attention'))}.")
+    groups = max(heads * shape.groups // shape.heads, 1)
+    sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "implementation": implementation}
+        return attention(q, k, v, query_segments_BS=segments, key_segments_BT=segments, **options).astype(jnp.float32).sum()
+
+    arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    return jax.grad(total, argnums=(0, 1, 2)), [*arguments, jax.ShapeDtypeStruct((1, shape.seq_len), jnp.int32)]
