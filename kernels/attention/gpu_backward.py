@@ -37,6 +37,7 @@ from maxlm.kernels.attention.gpu_parts import (
     load,
     mesh_of,
     nothing,
+    operand,
     query_bounds,
     swizzled,
     transposed_product,
@@ -240,7 +241,8 @@ class _Columns:
     def run(self) -> None:
         """What a computing warpgroup does."""
         self._fetch_keys(self.warpgroup)
-        plgpu.barrier_wait(self.refs.k_full.at[self.warpgroup])
+        for part in range(self.shape.parts):  # dq is formed of the other's keys, too
+            plgpu.barrier_wait(self.refs.k_full.at[part])
         dk, dv = self._walk(self._step, (self._zero(), self._zero()))
         plgpu.barrier_arrive(self.refs.done)
         plgpu.barrier_wait(self.refs.done)  # the other's last dq was formed of these keys, too
@@ -353,10 +355,10 @@ class _Columns:
         if shape.interpret:
             for half_weights, dout_ref, dscores_ref, q_ref in halves:
                 dv = add_product(dv, half_weights, dout_ref, shape)
-                dk = add_product(dk, dscores_ref[...], q_ref, shape)
+                dk = add_product(dk, dscores_ref, q_ref, shape)
             plgpu.barrier_wait(refs.dscores_full.at[slot])
             (a_ref, b_ref), (c_ref, d_ref) = map(of_dq, range(2))
-            return dk, dv, dot(a_ref[...].T, b_ref[...]) + dot(c_ref[...].T, d_ref[...])
+            return dk, dv, dot(operand(a_ref).T, operand(b_ref)) + dot(operand(c_ref).T, operand(d_ref))
 
         def run(dk_ref: Ref, dv_ref: Ref, dq_ref: Ref) -> tuple[jax.Array, jax.Array, jax.Array]:
             dk_ref[...], dv_ref[...] = dk, dv
@@ -448,5 +450,5 @@ class _WideColumns(_Columns):
                 plgpu.wgmma(dq_ref, plgpu.transpose_ref(dscores_ref, (1, 0)), k_ref)
                 return dq_ref[...]
 
-            dq = dot(dscores_ref[...].T, k_ref[...]) if shape.interpret else pl.run_scoped(product, accumulator((ROWS, ROWS)))
+            dq = dot(operand(dscores_ref).T, operand(k_ref)) if shape.interpret else pl.run_scoped(product, accumulator((ROWS, ROWS)))
             self._store_dq(head, i * ROWS, column, dq)

@@ -273,6 +273,7 @@ class _Rows:
         def masked(scores: jax.Array) -> jax.Array:
             keys = load(refs.key_segments.at[self._slot(t)], BY_COLUMN, shape)
             queries = load(refs.query_segments.at[self.group], BY_ROW, shape)
+            plgpu.commit_smem()  # these loads come before what the copy engine will write there, once the tile is free
             # LLVM would keep what it can compute beforehand, a register for each row and column, and count that up from tile to
             # tile: it does not see through the barrier, nor into memory.
             query_at = count_rows(ROWS, shape) + jax.lax.optimization_barrier(self.start - j * shape.keys)

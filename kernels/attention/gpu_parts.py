@@ -101,7 +101,7 @@ def count_rows(size: int, shape: Shape) -> jax.Array:
 def add_product(total: jax.Array, a: jax.Array | Ref, b_ref: Ref, shape: Shape) -> jax.Array:
     """total + a b, a in registers or in shared memory."""
     if shape.interpret:
-        return total + dot(a[...], b_ref[...])
+        return total + dot(operand(a), operand(b_ref))
 
     def run(total_ref: Ref) -> jax.Array:
         total_ref[...] = total
@@ -116,7 +116,7 @@ def transposed_product(a_ref: Ref, b_ref: Ref, then: Callable[[], None], shape: 
     dims = (a_ref.shape[0], b_ref.shape[0])
     if shape.interpret:
         then()
-        return dot(a_ref[...], b_ref[...].T) + (0.0 if start is None else start)
+        return dot(operand(a_ref), operand(b_ref).T) + (0.0 if start is None else start)
 
     def run(product_ref: Ref) -> jax.Array:
         if start is not None:
@@ -132,6 +132,13 @@ def accumulator(dims: Sequence[int]) -> Any:
     """Registers that wgmma add to."""
     rows, columns = dims
     return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def operand(x: jax.Array | Ref) -> jax.Array:
+    """Of a wgmma, for the interpreter: it reads as the copy engine does, so nothing must be committed before that writes there again."""
+    value = x[...]
+    plgpu.commit_smem()
+    return value
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
