@@ -85,17 +85,18 @@ def test_operands_that_do_not_fit_are_refused():
         gated_mlp(x, gate, up, down.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="no activation 'relu': there are silu, gelu"):
         gated_mlp(x, gate, up, down, activation="relu")
-    assert gated_mlp_problem(x.shape, 384, x.dtype) == "the device is no TPU"
+    assert gated_mlp_problem(x.shape, 384, x.dtype) == "the device is no TPU and no GPU"
 
 
 @pytest.mark.parametrize("kind", tpu.VMEM_BYTES)
 def test_blocks_are_large_or_a_reason_is_given(kind):
     """Of Llama 3.1 8B, 70B and 405B, whole or split by `tensor`."""
     for sizes in ((4096, 14336), (8192, 28672), (16384, 53248), (16384, 6656)):
-        assert not tpu.why_not(8192, *sizes, 2, kind)
+        asked = (8192, *sizes, jnp.dtype(jnp.bfloat16), kind)
+        assert not tpu.why_not(*asked)
         blocks = [tpu.block_of(8192, *sizes, 2, kind, weights=weights) for weights in (2, 1)]
-        assert bool(tpu.why_slow(8192, *sizes, 2, kind)) == any(max(one.rows, one.weights * one.columns) < 512 for one in blocks)
+        assert bool(tpu.why_slow(*asked)) == any(max(one.rows, one.weights * one.columns) < 512 for one in blocks)
         if sizes[0] <= 8192:
-            assert not tpu.why_slow(8192, *sizes, 2, kind)
+            assert not tpu.why_slow(*asked)
         for one in blocks:
             assert 8192 % one.rows == 0 and sizes[1] % one.columns == 0

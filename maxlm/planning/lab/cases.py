@@ -74,20 +74,24 @@ def _shapes(operation: str) -> Sequence[Any]:
     return {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP}[operation]
 
 
-def gpu_attention_case(name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
-    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes.
-
-    Raises UserError for a shape that does not exist.
+def gpu_case(operation: str, name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, one sequence and at most so many query
+    heads. Raises UserError for a shape that does not exist.
     """
+    from maxlm.planning.lab.gated_mlp import gpu_gated_mlp_case
+
+    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
+    if shape is None:
+        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    return gpu_gated_mlp_case(shape) if operation == "gated_mlp" else _gpu_attention_case(shape, implementation, heads)
+
+
+def _gpu_attention_case(shape: Any, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
     from maxlm.kernels import attention
-    from maxlm.kernels.attention.shapes import SHAPES
 
-    shape = next((shape for shape in SHAPES if shape.name == name), None)
-    if shape is None:
-        raise UserError(f"No attention shape {name}: there are {', '.join(shape_names('attention'))}.")
     groups = max(heads * shape.groups // shape.heads, 1)
     sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
 
