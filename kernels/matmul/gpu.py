@@ -1,9 +1,7 @@
 """The two matmuls of a gated feed-forward layer that end in something elementwise, on NVIDIA Hopper, in Pallas's Mosaic GPU.
 
-Forward: x W_gate and x W_up, and act(gate) * up of them. Backward: dy W_down^T, and the gradients of gate and up. A thread block stays on
-its multiprocessor and computes tile after tile of the results. Of its three warpgroups one moves tiles of the operands from HBM to shared
-memory with the tensor memory accelerator, as far ahead as there is room, beyond the end of a result too; two compute, 64 rows each, and
-sums stay in their registers. What follows the matmuls is computed in float32.
+Forward: x W_gate and x W_up, and act(gate) * up of them. Backward: dy W_down^T, and the gradients of gate and up. What follows the
+matmuls is computed in float32, beside the next tile's that `hopper.Block` already fetches.
 """
 
 import math
@@ -18,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from maxlm.kernels.attention.gpu import DEVICES
-from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, COMPUTE, LOG2E, MEMORY, Index, Ref, dot, here, operand, swizzled
+from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, LOG2E, Index, Ref, here, swizzled
+from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Product, blocks_of, slot_of
 
 # M rows, D model width, F feed-forward width
 
@@ -26,14 +25,7 @@ FORWARD, BACKWARD = "gated_matmul_hopper_forward", "gated_matmul_hopper_backward
 # What XLA does beside its matmuls would add 6% to their time forward and 24% backward, at Llama 3.1 8B's sizes: bytes over 4.3 TB/s, FLOPs
 # over 700 TFLOP/s. The kernels win if they lose less than that against cuBLAS, which is expected and not measured yet.
 EXPECTED_FASTER = True
-ROWS = 128  # of a tile of the results
-SHARE = ROWS // 2  # of them that a warpgroup computes: what one wgmma takes
 COLUMNS = 128  # of a tile of the results, forward: as many of gate as of up; backward twice as many where the width can be split so
-DEPTH = 64  # of a step along the contraction: rows of 128 bytes, as the copy engine swizzles them
-PIECE = 64  # columns of the results that leave, or enter, at once
-STAGES = 4  # steps that shared memory holds
-BLOCKS = 132  # thread blocks, one for each multiprocessor
-FEWER = {"NVIDIA H100 PCIe": 114}  # of them, by kind of device: those too many would run after the others
 BAND = 16  # tiles of rows that are worked on at a time: with 8 tiles of columns they fill an H200, and read the least from the L2 cache
 
 
@@ -52,14 +44,10 @@ def why_not(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
 def why_slow(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
     """Why XLA is expected to be faster, given that the kernels can run this; empty when it is not."""
     del d_model, dtype
-    blocks, tiles = _blocks(kind), rows // ROWS * (d_ff // (2 * COLUMNS))
+    blocks, tiles = blocks_of(kind), rows // ROWS * (d_ff // (2 * COLUMNS))
     if not EXPECTED_FASTER:
         return f"XLA's own matmuls are expected to be faster on {kind}"
     return "" if tiles >= blocks else f"{rows} rows and a width of {d_ff} leave {tiles} tiles for {blocks} multiprocessors"
-
-
-def _blocks(kind: str) -> int:
-    return FEWER.get(kind, BLOCKS)
 
 
 def gated_forward(
@@ -76,7 +64,7 @@ def gated_forward(
     What `why_not` allows. `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
     """
     (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
-    shape = _Shape(rows, d_model, d_ff, COLUMNS, 0, _blocks(device_kind), ACTIVATIONS[activation], interpret)
+    shape = _Shape(rows, d_model, d_ff, COLUMNS, 0, blocks_of(device_kind), ACTIVATIONS[activation], interpret)
     scratch = (
         swizzled((STAGES, ROWS, DEPTH), x_MD.dtype),
         swizzled((STAGES, 2, DEPTH, COLUMNS), x_MD.dtype),
@@ -100,7 +88,7 @@ def gated_backward(
     """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy. See `gated_forward`."""
     (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
     columns = COLUMNS if d_ff % (2 * COLUMNS) else 2 * COLUMNS
-    shape = _Shape(rows, d_model, d_ff, columns, columns // PIECE, _blocks(device_kind), ACTIVATIONS[activation], interpret)
+    shape = _Shape(rows, d_model, d_ff, columns, columns // PIECE, blocks_of(device_kind), ACTIVATIONS[activation], interpret)
     scratch = (
         swizzled((STAGES, ROWS, DEPTH), dy_MD.dtype),
         swizzled((STAGES, 2 * ROWS, DEPTH), dy_MD.dtype),
@@ -196,98 +184,20 @@ def _call(
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One thread block: what its warpgroups do. Barriers of `refs.full` are passed once a stage is loaded, `refs.free` once it is read."""
-
-    refs: Any
-    shape: _Shape
-
-    def run(self) -> None:
-        warpgroup = jax.lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == 2)
-        def _() -> None:
-            plgpu.set_max_registers(MEMORY, action="decrease")
-            self._walk(self.fetch)
-            steps = self._count() * self.shape.steps
-
-            @pl.loop(jnp.maximum(steps - STAGES, 0), steps)
-            def _(step: Index) -> None:  # no barrier is left before all have passed it
-                plgpu.barrier_wait(self.refs.free.at[_slot(step)])
-
-        @pl.when(warpgroup < 2)
-        def _() -> None:
-            plgpu.set_max_registers(COMPUTE, action="increase")
-            self._walk(lambda i, j, first: self.compute(warpgroup, i, j, first))
-            plgpu.wait_smem_to_gmem(0)
-
+class _Block(Block):
     def _count(self) -> Index:
         """Tiles of this thread block."""
         blocks = self.shape.blocks
         return jax.lax.div(math.prod(self.shape.tiles) + blocks - 1 - jax.lax.axis_index("block"), jnp.int32(blocks))
 
-    def _walk(self, visit: Callable[[Index, Index, Index], None]) -> None:
-        """visit(tile of rows, tile of columns, its first step) for each."""
-
+    def walk(self, visit: Callable[[Index, Index, Index], None]) -> Index:
         @pl.loop(0, self._count())
         def _(t: Index) -> None:
             at = jax.lax.axis_index("block") + t * self.shape.blocks
             i, j = plgpu.planar_snake(at, self.shape.tiles, 0, BAND)
             visit(i, j, t * self.shape.steps)
 
-    def fetch(self, i: Index, j: Index, first: Index) -> None:
-        """What the memory warpgroup does for a tile."""
-        raise NotImplementedError
-
-    def compute(self, mine: Index, i: Index, j: Index, first: Index) -> None:
-        """What a computing warpgroup does for a tile."""
-        raise NotImplementedError
-
-    def take(self, step: Index) -> Index:
-        """The stage for a step, once it is free."""
-        slot = _slot(step)
-
-        @pl.when(step >= STAGES)
-        def _() -> None:
-            plgpu.barrier_wait(self.refs.free.at[slot])
-
-        return slot
-
-    def sums(self, first: Index, products: Callable[[Index], list[tuple[Ref, Ref, bool]]]) -> list[jax.Array]:
-        """[SHARE, columns] each: sums of the products of all steps along the contraction, from `first` on. products(stage): a, b of each,
-        and whether b is to be transposed. A stage is free once the products of the next one are under way.
-        """
-        shape, number = self.shape, len(products(jnp.int32(0)))
-        full, free = self.refs.full, self.refs.free
-
-        def interpreted(k: Index, sums: list[jax.Array]) -> list[jax.Array]:
-            slot = _slot(first + k)
-            plgpu.barrier_wait(full.at[slot])
-            added = [dot(operand(a), operand(b).T if turned else operand(b)) for a, b, turned in products(slot)]
-            plgpu.barrier_arrive(free.at[slot])
-            return [x + y for x, y in zip(sums, added, strict=True)]
-
-        def run(*sums_ref: Ref) -> list[jax.Array]:
-            @pl.loop(0, shape.deep)
-            def _(k: Index) -> None:
-                slot = _slot(first + k)
-                plgpu.barrier_wait(full.at[slot])
-                for sum_ref, (a, b, turned) in zip(sums_ref, products(slot), strict=True):
-                    plgpu.wgmma(sum_ref, a, plgpu.transpose_ref(b, (1, 0)) if turned else b)
-                plgpu.wgmma_wait(number)
-
-                @pl.when(k > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(free.at[_slot(first + k - 1)])
-
-            found = [sum_ref[...] for sum_ref in sums_ref]
-            plgpu.barrier_arrive(free.at[_slot(first + shape.deep - 1)])
-            return found
-
-        if shape.interpret:
-            zeros = [jnp.zeros((SHARE, shape.columns), jnp.float32)] * number
-            return jax.lax.fori_loop(0, shape.deep, interpreted, zeros)
-        return pl.run_scoped(run, *[plgpu.ACC((SHARE, shape.columns), jnp.float32)] * number)
+        return self._count() * self.shape.steps
 
 
 class _ForwardRefs(NamedTuple):
@@ -323,7 +233,7 @@ class _Forward(_Block):
         refs, shape, rows = self.refs, self.shape, pl.ds(mine * SHARE, SHARE)
         dtype = refs.x.dtype
 
-        def products(slot: Index) -> list[tuple[Ref, Ref, bool]]:
+        def products(slot: Index) -> list[Product]:
             return [(refs.x_tile.at[slot, rows], refs.weights_tile.at[slot, part], False) for part in (0, 1)]
 
         # Rounded two by two: LLVM, which does not see through the barrier, would do it one by one, at an eighth of the speed.
@@ -378,12 +288,12 @@ class _Backward(_Block):
     def compute(self, mine: Index, i: Index, j: Index, first: Index) -> None:
         refs, shape, rows = self.refs, self.shape, pl.ds(mine * SHARE, SHARE)
 
-        def products(slot: Index) -> list[tuple[Ref, Ref, bool]]:
+        def products(slot: Index) -> list[Product]:
             return [(refs.dy_tile.at[slot, rows], refs.down_tile.at[slot, pl.ds(0, shape.columns)], True)]
 
         (dhidden,) = self.sums(first, products)
         for piece in range(shape.after):
-            slot = here(_slot(first + shape.deep + piece))  # else addresses in all stages are kept in registers, where they come round
+            slot = here(slot_of(first + shape.deep + piece))  # else addresses in all stages are kept in registers, where they come round
             plgpu.barrier_wait(refs.full.at[slot])
             tiles = refs.dy_tile.at[slot, rows], *(refs.down_tile.at[slot, pl.ds(part * ROWS + mine * SHARE, SHARE)] for part in (0, 1))
             gate, up = (self._load(ref) for ref in tiles[1:])
@@ -398,13 +308,9 @@ class _Backward(_Block):
                 plgpu.copy_smem_to_gmem(tile_ref, ref.at[at], commit_group=number == 2)
             if piece:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the piece before has left
-                plgpu.barrier_arrive(refs.free.at[_slot(first + shape.deep + piece - 1)])
+                plgpu.barrier_arrive(refs.free.at[slot_of(first + shape.deep + piece - 1)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(refs.free.at[_slot(first + shape.steps - 1)])
+        plgpu.barrier_arrive(refs.free.at[slot_of(first + shape.steps - 1)])
 
     def _load(self, ref: Ref) -> jax.Array:
         return ref[...] if self.shape.interpret else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA)
-
-
-def _slot(step: Index) -> Index:
-    return jax.lax.rem(step, jnp.int32(STAGES))

@@ -6,6 +6,7 @@ import pytest
 from hopper_interpreter import interpreting
 from test_matmul import errors, everything, operands
 
+from maxlm.kernels import hopper as tiles
 from maxlm.kernels import matmul
 from maxlm.kernels.matmul import gated_mlp, gated_mlp_problem, gpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference
@@ -24,7 +25,7 @@ H200, BF16 = "NVIDIA H200", jnp.dtype(jnp.bfloat16)
 def test_is_as_exact_as_xla(shape, activation, monkeypatch):
     """Two thread blocks, several tiles each, stages that come round within a tile and between two. Finds races."""
     monkeypatch.setattr(matmul, "_kernels", lambda: gpu)
-    monkeypatch.setattr(gpu, "BLOCKS", 2)
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
     monkeypatch.setattr(gpu, "BAND", 2)
     given = operands(1, B=1, **shape, dtype=jnp.bfloat16)
     exact = everything(lambda *args: gated_mlp_reference(*args, activation), *(x.astype(jnp.float32) for x in given))
