@@ -24,7 +24,7 @@ STAGES = 4  # steps that shared memory holds
 BLOCKS = 132  # thread blocks, one for each multiprocessor
 FEWER = {"NVIDIA H100 PCIe": 114}  # of them, by kind of device: those too many would run after the others
 
-Product = tuple[Ref, Ref, bool]  # what a wgmma multiplies, and whether the second is to be transposed
+Product = tuple[Ref, Ref, int | None]  # what a wgmma multiplies, and which of the two is to be transposed
 
 
 def blocks_of(kind: str) -> int:
@@ -88,27 +88,39 @@ class Block:
 
         return slot
 
-    def sums(self, first: Index, products: Callable[[Index], list[Product]]) -> list[jax.Array]:
-        """[SHARE, columns] each: sums of the products of all steps along the contraction, from `first` on. products(stage): a, b of each,
-        and whether b is to be transposed. A stage is free once the products of the next one are under way.
+    def sums(
+        self,
+        first: Index,
+        products: Callable[[Index], list[Product]],
+        deep: Index | None = None,
+        prepare: Callable[[Index, Index], None] = lambda k, slot: None,
+    ) -> list[jax.Array]:
+        """[SHARE, columns] each: sums of the products of so many steps along the contraction, from `first` on.
+
+        products(stage): what is multiplied; prepare(step along the contraction, stage) runs before that. `deep`: steps, if not the
+        shape's, at least one. A stage is free once the products of the next one are under way.
         """
         shape, number = self.shape, len(products(jnp.int32(0)))
-        full, free = self.refs.full, self.refs.free
+        full, free, deep = self.refs.full, self.refs.free, shape.deep if deep is None else deep
 
         def interpreted(k: Index, sums: list[jax.Array]) -> list[jax.Array]:
             slot = slot_of(first + k)
             plgpu.barrier_wait(full.at[slot])
-            added = [dot(operand(a), operand(b).T if turned else operand(b)) for a, b, turned in products(slot)]
+            prepare(k, slot)
+            pairs = [[operand(x).T if turned == place else operand(x) for place, x in enumerate(ab)] for *ab, turned in products(slot)]
+            added = [dot(a, b) for a, b in pairs]
             plgpu.barrier_arrive(free.at[slot])
             return [x + y for x, y in zip(sums, added, strict=True)]
 
         def run(*sums_ref: Ref) -> list[jax.Array]:
-            @pl.loop(0, shape.deep)
+            @pl.loop(0, deep)
             def _(k: Index) -> None:
                 slot = slot_of(first + k)
                 plgpu.barrier_wait(full.at[slot])
-                for sum_ref, (a, b, turned) in zip(sums_ref, products(slot), strict=True):
-                    plgpu.wgmma(sum_ref, a, plgpu.transpose_ref(b, (1, 0)) if turned else b)
+                prepare(k, slot)
+                for sum_ref, (*ab, turned) in zip(sums_ref, products(slot), strict=True):
+                    a, b = (plgpu.transpose_ref(x, (1, 0)) if turned == place else x for place, x in enumerate(ab))
+                    plgpu.wgmma(sum_ref, a, b)
                 plgpu.wgmma_wait(number)
 
                 @pl.when(k > 0)
@@ -116,10 +128,10 @@ class Block:
                     plgpu.barrier_arrive(free.at[slot_of(first + k - 1)])
 
             found = [sum_ref[...] for sum_ref in sums_ref]
-            plgpu.barrier_arrive(free.at[slot_of(first + shape.deep - 1)])
+            plgpu.barrier_arrive(free.at[slot_of(first + deep - 1)])
             return found
 
         if shape.interpret:
             zeros = [jnp.zeros((SHARE, shape.columns), jnp.float32)] * number
-            return jax.lax.fori_loop(0, shape.deep, interpreted, zeros)
+            return jax.lax.fori_loop(0, deep, interpreted, zeros)
         return pl.run_scoped(run, *[plgpu.ACC((SHARE, shape.columns), jnp.float32)] * number)

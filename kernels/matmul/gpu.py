@@ -25,7 +25,7 @@ FORWARD, BACKWARD = "gated_matmul_hopper_forward", "gated_matmul_hopper_backward
 # What XLA does beside its matmuls would add 6% to their time forward and 24% backward, at Llama 3.1 8B's sizes: bytes over 4.3 TB/s, FLOPs
 # over 700 TFLOP/s. The kernels win if they lose less than that against cuBLAS, which is expected and not measured yet.
 EXPECTED_FASTER = True
-COLUMNS = 128  # of a tile of the results, forward: as many of gate as of up; backward twice as many where the width can be split so
+COLUMNS = 128  # of a tile of the results, forward: as many of gate as of up; backward up to twice as many, where the width can be split so
 BAND = 16  # tiles of rows that are worked on at a time: with 8 tiles of columns they fill an H200, and read the least from the L2 cache
 
 
@@ -87,7 +87,7 @@ def gated_backward(
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
     """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy. See `gated_forward`."""
     (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
-    columns = COLUMNS if d_ff % (2 * COLUMNS) else 2 * COLUMNS
+    columns = next(size for size in (2 * COLUMNS, 3 * COLUMNS // 2, COLUMNS) if d_ff % size == 0)
     shape = _Shape(rows, d_model, d_ff, columns, columns // PIECE, blocks_of(device_kind), ACTIVATIONS[activation], interpret)
     scratch = (
         swizzled((STAGES, ROWS, DEPTH), dy_MD.dtype),
@@ -234,7 +234,7 @@ class _Forward(_Block):
         dtype = refs.x.dtype
 
         def products(slot: Index) -> list[Product]:
-            return [(refs.x_tile.at[slot, rows], refs.weights_tile.at[slot, part], False) for part in (0, 1)]
+            return [(refs.x_tile.at[slot, rows], refs.weights_tile.at[slot, part], None) for part in (0, 1)]
 
         # Rounded two by two: LLVM, which does not see through the barrier, would do it one by one, at an eighth of the speed.
         gate, up = (jax.lax.optimization_barrier(x.astype(dtype)) for x in self.sums(first, products))
@@ -289,7 +289,7 @@ class _Backward(_Block):
         refs, shape, rows = self.refs, self.shape, pl.ds(mine * SHARE, SHARE)
 
         def products(slot: Index) -> list[Product]:
-            return [(refs.dy_tile.at[slot, rows], refs.down_tile.at[slot, pl.ds(0, shape.columns)], True)]
+            return [(refs.dy_tile.at[slot, rows], refs.down_tile.at[slot, pl.ds(0, shape.columns)], 1)]
 
         (dhidden,) = self.sums(first, products)
         for piece in range(shape.after):

@@ -1,6 +1,4 @@
-"""The Hopper kernel of the grouped matmul: interpreted against the definition, and compiled for an H200 that is not there."""
-
-import functools
+"""The Hopper kernels of the grouped matmul: interpreted against the definition, and compiled for an H200 that is not there."""
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +6,18 @@ import numpy as np
 import pytest
 from hopper_interpreter import interpreting
 
+from maxlm.kernels import grouped_matmul
 from maxlm.kernels import hopper as tiles
-from maxlm.kernels.grouped_matmul import gpu
+from maxlm.kernels.grouped_matmul import gpu, gpu_product, gpu_weights
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
+from maxlm.planning.lab import hopper
 
 # M rows, E experts, K and N what weights map from and to
 
-ROWS, DEEP, WIDE = 384, 128, 384
+ROWS, DEEP, WIDE = 256, 128, 256
 SIZES = [
-    (128, 0, 191, 1, 37),  # a tile of one group, tiles that groups share, an empty group, a group of one row, rows beyond
-    (0, 0, 384, 0, 0),
+    (128, 0, 63, 1, 37),  # a tile of one group, one that groups share, an empty group, a group of one row, rows beyond
+    (0, 0, 150, 106, 0),
 ]
 
 
@@ -26,25 +26,29 @@ def operands():
     return [jax.random.normal(key, shape).astype(jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def in_float32(x, w, sizes, *, transposed=False):
-    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-    return grouped_matmul_reference(x, w.swapaxes(1, 2) if transposed else w, sizes)
+def everything(run, x, w, dout):
+    """(out, dx, dw)."""
+    out, transposed = jax.vjp(run, x, w)
+    return out, *transposed(dout)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_equals_the_definition(sizes, transposed, monkeypatch):
+def test_equals_the_definition(sizes, monkeypatch):
     """Off by no more than the rounding of the result. What is in rows beyond all groups, NaN included, changes nothing. Finds races."""
     monkeypatch.setattr(tiles, "BLOCKS", 2)
     x, w, dout = operands()
-    rows, sizes = dout if transposed else x, jnp.asarray(sizes)
+    sizes = jnp.asarray(sizes)
     used = int(sizes.sum())
-    run = jax.jit(functools.partial(gpu.product, transposed=transposed, device_kind="", interpret=True))
     with interpreting(monkeypatch):
-        ours = jax.block_until_ready(run(rows.at[used:].set(jnp.nan), w, sizes)).astype(jnp.float32)
-    exact = in_float32(rows, w, sizes, transposed=transposed)
-    np.testing.assert_allclose(ours, exact, rtol=2**-8, atol=1e-3)
-    assert not np.any(ours[used:])
+        found = everything(
+            lambda x, w: gpu.grouped_matmul_hopper(x, w, sizes, "", True), x.at[used:].set(jnp.nan), w, dout.at[used:].set(jnp.nan)
+        )
+        out, dx, dw = (np.asarray(jax.block_until_ready(a), np.float32) for a in found)
+    exact = everything(lambda x, w: grouped_matmul_reference(x, w, sizes), *(a.astype(jnp.float32) for a in (x, w, dout)))
+    for ours, theirs in zip((out, dx, dw), exact, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-3)
+    assert not np.any(out[used:]) and not np.any(dx[used:]), "rows beyond all groups"
+    assert not np.any(dw[np.asarray(sizes) == 0]), "an empty group's weights"
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,22 @@ def test_equals_the_definition(sizes, transposed, monkeypatch):
 def test_says_why_it_cannot_run(case, named):
     assert named in gpu.why_not(*case)
     assert not gpu.why_not(16384, 4096, 14336, jnp.bfloat16, "NVIDIA H200")
+
+
+def test_is_refused_where_there_is_no_hopper():
+    x, w, _ = operands()
+    with pytest.raises(ValueError, match="hopper cannot run this: the device is no GPU"):
+        grouped_matmul(x, w, jnp.asarray(SIZES[0]), implementation="hopper")
+
+
+@pytest.mark.skipif(bool(hopper.missing()), reason=hopper.missing())
+def test_machine_code_of_an_h200_is_that_of_a_fast_kernel():
+    """What is chosen there for a layer's gradients: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
+    kernels = hopper.kernels_of("grouped_matmul", "hopper", "mixtral-up")
+    for name in (gpu_product.FORWARD, gpu_product.BY_ROWS, gpu_weights.WEIGHTS):
+        (kernel,) = (kernel for kernel in kernels if name in kernel.name)
+        assert kernel.target == "sm_90a"
+        assert kernel.opcodes["HGMMA"] >= 4
+        assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0
+        assert not {"LDL", "STL", "HMMA"} & kernel.opcodes.keys()
+        assert not any("serialized" in warning for warning in kernel.warnings)

@@ -75,15 +75,19 @@ def _shapes(operation: str) -> Sequence[Any]:
 
 
 def gpu_case(operation: str, name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
-    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, one sequence and at most so many query
-    heads. Raises UserError for a shape that does not exist.
+    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, by `implementation`, one sequence and at
+    most so many query heads, else by what is chosen there. Raises UserError for a shape that does not exist.
     """
     from maxlm.planning.lab.gated_mlp import gpu_gated_mlp_case
+    from maxlm.planning.lab.grouped_matmul import gpu_grouped_matmul_case
 
     shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
     if shape is None:
         raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
-    return gpu_gated_mlp_case(shape) if operation == "gated_mlp" else _gpu_attention_case(shape, implementation, heads)
+    if operation == "attention":
+        return _gpu_attention_case(shape, implementation, heads)
+    cases: Mapping[str, Callable[..., Any]] = {"gated_mlp": gpu_gated_mlp_case, "grouped_matmul": gpu_grouped_matmul_case}
+    return cases[operation](shape)
 
 
 def _gpu_attention_case(shape: Any, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
