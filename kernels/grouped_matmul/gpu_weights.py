@@ -132,7 +132,7 @@ class _Block(Block):
             plgpu.copy_gmem_to_smem(refs.dout.at[rows, columns], refs.dout_tile.at[slot], refs.full.at[slot])
 
     def compute(self, mine: Index, i: Index, j: Index, first: Index) -> None:
-        refs, shape, (group, column, _) = self.refs, self.shape, self._at(i, j)
+        refs, shape, (group, column) = self.refs, self.shape, self._at(i, j)[:2]
         start, deep = self._steps(group)
         share = pl.ds(mine * SHARE, SHARE)
 
