@@ -29,6 +29,7 @@ from maxlm.kernels.attention.gpu_parts import (
     block_bounds,
     cost_of,
     count_rows,
+    here,
     hidden_keys,
     laid_out,
     load,
@@ -233,7 +234,7 @@ class _Rows:
 
     def _next(self, t: Index, sums: _Sums, weights: jax.Array) -> tuple[_Sums, jax.Array]:
         refs, shape, slot, before = self.refs, self.shape, self._slot(t), self._slot(t - 1)
-        q_ref, k_ref, v_ref = refs.q_tile.at[self.group], refs.k_tile.at[slot], refs.v_tile.at[before]
+        q_ref, k_ref, v_ref = refs.q_tile.at[here(self.group)], refs.k_tile.at[slot], refs.v_tile.at[before]
         ordered = shape.keys == BLOCK
         plgpu.barrier_wait(refs.turn.at[self.group])
 
