@@ -131,7 +131,7 @@ class Block:
             plgpu.barrier_arrive(free.at[slot_of(first + deep - 1)])
             return found
 
-        if shape.interpret:
+        if shape.interpret and any(turned is not None for *_, turned in products(jnp.int32(0))):  # which the interpreter cannot
             zeros = [jnp.zeros((SHARE, shape.columns), jnp.float32)] * number
             return jax.lax.fori_loop(0, deep, interpreted, zeros)
         return pl.run_scoped(run, *[plgpu.ACC((SHARE, shape.columns), jnp.float32)] * number)

@@ -1,7 +1,7 @@
 """The two matmuls of a gated feed-forward layer that end in something elementwise, on NVIDIA Hopper, in Pallas's Mosaic GPU.
 
 Forward: x W_gate and x W_up, and act(gate) * up of them. Backward: dy W_down^T, and the gradients of gate and up. What follows the
-matmuls is computed in float32, beside the next tile's that `hopper.Block` already fetches.
+matmuls is computed in float32, while the next tile's operands come in; backward, gate and up come in as those do, through the same stages.
 """
 
 import math
