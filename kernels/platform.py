@@ -5,6 +5,7 @@ import logging
 
 import jax
 
+GPUS = ("gpu", "cuda")  # what platforms with NVIDIA's GPUs are called
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core

@@ -1,6 +1,7 @@
 """What the forward and the backward kernel for Hopper share: tiles and products, masks, which blocks meet."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
 
+_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 takes no index
 _NO_DOCUMENT = jnp.iinfo(jnp.int32).max  # above every document
 
 
@@ -86,8 +88,8 @@ def laid_out(x: jax.Array, layout: Any, shape: Shape) -> jax.Array:
     return x if shape.interpret else plgpu.layout_cast(x, layout)
 
 
-def load(ref: Ref, layout: Any, shape: Shape) -> jax.Array:
-    return ref[...] if shape.interpret else plgpu.load(ref, (), layout=layout)
+def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
+    return ref[...] if shape.interpret else plgpu.load(ref, *_WHOLE, layout=layout)
 
 
 def count_rows(size: int, shape: Shape) -> jax.Array:

@@ -1,5 +1,7 @@
 """Grouped matmul: rows that lie group after group, each times the weights of its group. The matmul of a mixture of experts."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.tpu import grouped_matmul_tpu, why_not
 from maxlm.kernels.grouped_matmul.xla import grouped_matmul_xla
-from maxlm.kernels.platform import device, logged
+from maxlm.kernels.platform import GPUS, device, logged
 
-_IMPLEMENTATIONS = ("tpu", "xla")
+_IMPLEMENTATIONS = ("tpu", "hopper", "xla")
 
 # M rows, E experts, K and N what weights map from and to
 
@@ -21,28 +23,45 @@ def grouped_matmul(
 
     Group e has `group_sizes_E[e]` rows (any number, 0 included), after those of the groups before it. Rows beyond all groups give 0 and get
     no gradient; an empty group's weights get a gradient of 0. Sums are float32, rounded once to the dtype of x. What is in one group's
-    rows, NaN included, changes no bit of another's. `implementation`: "tpu", "xla", or None for the best that the device of the mesh in
-    force runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced and exceed M or are
-    negative, and where the implementation asked for cannot run this. Sizes known only later must not: rows beyond M are not there.
+    rows, NaN included, changes no bit of another's. `implementation`: "tpu", "hopper" (H100 and H200), "xla", or None for the best that
+    the device of the mesh in force runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced
+    and exceed M or are negative, and where the implementation asked for cannot run this. Sizes known only later must not: rows beyond M
+    are not there.
     """
     _check(x_MK, w_EKN, group_sizes_E)
     platform, kind = device()
-    (rows, deep), wide = x_MK.shape, w_EKN.shape[2]
-    problem = why_not(rows, deep, wide, x_MK.dtype.itemsize, kind) if platform == "tpu" else ""
-    chosen = implementation or _choose(platform, problem)
+    problems = _problems(x_MK, w_EKN, platform, kind)
+    chosen = implementation or _choose(platform, problems)
     if chosen not in _IMPLEMENTATIONS:
         raise ValueError(f"grouped_matmul: no implementation {chosen!r}: there are {', '.join(_IMPLEMENTATIONS)}")
-    if chosen == "xla":
-        return grouped_matmul_xla(x_MK, w_EKN, group_sizes_E)
-    if problem:
-        raise ValueError(f"grouped_matmul: tpu cannot run this: {problem}")
-    return grouped_matmul_tpu(x_MK, w_EKN, group_sizes_E, kind, platform != "tpu")
+    if problem := problems.get(chosen):
+        raise ValueError(f"grouped_matmul: {chosen} cannot run this: {problem}")
+    if chosen == "tpu":
+        return grouped_matmul_tpu(x_MK, w_EKN, group_sizes_E, kind, platform != "tpu")
+    if chosen == "hopper":
+        from maxlm.kernels.grouped_matmul.gpu import grouped_matmul_hopper
+
+        return grouped_matmul_hopper(x_MK, w_EKN, group_sizes_E, kind, False)
+    return grouped_matmul_xla(x_MK, w_EKN, group_sizes_E)
 
 
-def _choose(platform: str, problem: str) -> str:
-    if platform != "tpu":
-        return logged("grouped_matmul", "xla", "the device is no TPU")
-    return logged("grouped_matmul", "xla" if problem else "tpu", problem or "the device is a TPU")
+def _problems(x_MK: jax.Array, w_EKN: jax.Array, platform: str, kind: str) -> dict[str, str]:
+    """Why each kernel cannot run this; empty when it can. That of the TPU also runs interpreted, where there is no TPU."""
+    (rows, deep), wide = x_MK.shape, w_EKN.shape[2]
+    hopper = "the device is no GPU"
+    if platform in GPUS:
+        from maxlm.kernels.grouped_matmul import gpu  # what compiles for GPUs is loaded where there is one
+
+        hopper = gpu.why_not(rows, deep, wide, x_MK.dtype, kind)
+    return {"tpu": why_not(rows, deep, wide, x_MK.dtype.itemsize, kind) if platform == "tpu" else "", "hopper": hopper}
+
+
+def _choose(platform: str, problems: Mapping[str, str]) -> str:
+    """On a GPU, XLA multiplies every row with the weights of every group: the kernel is chosen, though it has not been measured."""
+    if platform != "tpu" and platform not in GPUS:
+        return logged("grouped_matmul", "xla", "the device is no TPU and no GPU")
+    chosen, fits = ("tpu", "the device is a TPU") if platform == "tpu" else ("hopper", "the device is an H100 or H200")
+    return logged("grouped_matmul", "xla" if problems[chosen] else chosen, problems[chosen] or fits)
 
 
 def _check(x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array) -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.kernels.matmul import tpu
-from maxlm.kernels.platform import device
+from maxlm.kernels.platform import GPUS, device
 
-FASTER = ("TPU v6 lite",)  # where the kernels take less time than XLA, by their machine code
+FASTER = ("TPU v6 lite",)  # TPUs on which the kernels take less time than XLA, by their machine code
 
 # B batch, S sequence, D model width, F feed-forward width
 
@@ -36,12 +37,12 @@ class _Asked:
 def gated_mlp_problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout | None = None) -> str:
     """Why `gated_mlp` cannot run x of this shape [B, S, D] on the mesh in force, or is no faster than XLA; empty if it should be used."""
     platform, kind = device()
-    if platform != "tpu":
-        return "the device is no TPU"
-    if kind not in FASTER:
+    if platform != "tpu" and platform not in GPUS:
+        return "the device is no TPU and no GPU"
+    if platform == "tpu" and kind not in FASTER:
         return f"XLA's own matmuls leave nothing to gain on {kind}"
     found = layout or MlpLayout()
-    return _problem(shape, d_ff, dtype, found, kind) or tpu.why_slow(*_local(shape, d_ff, found), dtype.itemsize, kind)
+    return _problem(shape, d_ff, dtype, found, kind) or _kernels().why_slow(*_local(shape, d_ff, found), dtype, kind)
 
 
 def gated_mlp(
@@ -55,9 +56,9 @@ def gated_mlp(
 ) -> Float[Array, "B S D"]:
     """(act(x gate) * (x up)) down (Shazeer 2020, arXiv 2002.05202); `activation`: "silu" or "gelu" (by tanh).
 
-    The matmuls that end in something elementwise, one forward and one backward, are kernels, interpreted where there is no TPU. Sums are
-    float32, what is kept is rounded to x's dtype. `layout` says how the mesh in force splits the operands. What a remat policy saves is
-    named "gate" and "up". Raises ValueError for shapes and dtypes that do not fit, and for what the kernels cannot run.
+    The matmuls that end in something elementwise, one forward and one backward, are kernels, interpreted on a CPU. Sums are float32, what
+    is kept is rounded to x's dtype. `layout` says how the mesh in force splits the operands. What a remat policy saves is named "gate"
+    and "up". Raises ValueError for shapes and dtypes that do not fit, and for what the kernels cannot run.
     """
     if activation not in tpu.ACTIVATIONS:
         raise ValueError(f"gated_mlp: no activation {activation!r}: there are {', '.join(tpu.ACTIVATIONS)}")
@@ -77,13 +78,22 @@ def _problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLay
     batch, hidden = (math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) for axes in (layout.batch, layout.hidden))
     if shape[0] % batch or d_ff % hidden:
         return f"{shape[0]} sequences over {batch} devices, or a width of {d_ff} over {hidden}, cannot be split evenly"
-    return tpu.why_not(*_local(shape, d_ff, layout), dtype.itemsize, kind)
+    return _kernels().why_not(*_local(shape, d_ff, layout), dtype, kind)
 
 
 def _local(shape: tuple[int, ...], d_ff: int, layout: MlpLayout) -> tuple[int, int, int]:
     """Rows, d_model and d_ff of a device."""
     batch, hidden = (math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) for axes in (layout.batch, layout.hidden))
     return shape[0] // batch * shape[1], shape[2], d_ff // hidden
+
+
+def _kernels() -> ModuleType:
+    """For the device of the mesh in force: gated_forward, gated_backward, why_not and why_slow."""
+    if device()[0] not in GPUS:
+        return tpu
+    from maxlm.kernels.matmul import gpu  # what compiles for GPUs is loaded where there is one
+
+    return gpu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,7 +106,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     whole, columns = _specs(asked.layout)
     hidden_BSF, gate_BSF, up_BSF = _on_each_device(
-        asked, tpu.gated_forward, (whole, P(None, *columns[2:]), P(None, *columns[2:])), x_BSD, gate_DF, up_DF
+        asked, _kernels().gated_forward, (whole, P(None, *columns[2:]), P(None, *columns[2:])), x_BSD, gate_DF, up_DF
     )
     saved = (x_BSD, checkpoint_name(gate_BSF, "gate"), checkpoint_name(up_BSF, "up"), gate_DF, up_DF, down_FD)
     return jnp.einsum("BSF,FD->BSD", hidden_BSF, down_FD), saved
@@ -106,7 +116,7 @@ def _backward(asked: _Asked, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) ->
     x_BSD, gate_BSF, up_BSF, gate_DF, up_DF, down_FD = saved
     whole, columns = _specs(asked.layout)
     hidden_BSF, dgate_BSF, dup_BSF = _on_each_device(
-        asked, tpu.gated_backward, (whole, P(*columns[2:]), columns, columns), dy_BSD, down_FD, gate_BSF, up_BSF
+        asked, _kernels().gated_backward, (whole, P(*columns[2:]), columns, columns), dy_BSD, down_FD, gate_BSF, up_BSF
     )
     dx_BSD = jnp.einsum("BSF,DF->BSD", dgate_BSF, gate_DF) + jnp.einsum("BSF,DF->BSD", dup_BSF, up_DF)
     dgate_DF, dup_DF = (jnp.einsum("BSD,BSF->DF", x_BSD, gradient_BSF) for gradient_BSF in (dgate_BSF, dup_BSF))
@@ -127,7 +137,7 @@ def _on_each_device(asked: _Asked, kernel: Any, specs: tuple[P, ...], *operands:
 
     def run(*local: jax.Array) -> tuple[jax.Array, ...]:
         rows = [x.reshape(-1, x.shape[-1]) for x in local]
-        results = kernel(*rows, activation=asked.activation, device_kind=kind, interpret=platform != "tpu")
+        results = kernel(*rows, activation=asked.activation, device_kind=kind, interpret=platform == "cpu")
         return tuple(x.reshape(*local[0].shape[:2], -1) for x in results)
 
     if not (asked.layout.batch or asked.layout.hidden):

@@ -100,22 +100,22 @@ def _vmem(kind: str) -> int:
     return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
 
 
-def why_not(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str) -> str:
+def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
     """Why the kernels cannot run this; empty when they can."""
     for name, size in (("rows", rows), ("d_model", d_model), ("d_ff", d_ff)):
         if size % LANES:
             return f"{name} of a device, {size}, is no multiple of {LANES}"
-    if None in (block_of(rows, d_model, d_ff, itemsize, kind, weights=weights) for weights in (2, 1)):
+    if None in (block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights) for weights in (2, 1)):
         return f"rows of {d_model} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
     return ""
 
 
-def why_slow(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str) -> str:
+def why_slow(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
     """Why the kernels would wait for HBM or compute in scraps, given that they can run this; empty when they would not."""
     for weights in (2, 1):
-        block = block_of(rows, d_model, d_ff, itemsize, kind, weights=weights)
+        block = block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights)
         scraps = block is not None and block.part < LEAST_PART
-        if block is not None and (scraps or block.columns * block.time(itemsize) > MOST_OVER * block.cycles):
+        if block is not None and (scraps or block.columns * block.time(dtype.itemsize) > MOST_OVER * block.cycles):
             return f"{rows} rows of {d_model} and a width of {d_ff} leave blocks of {block.rows} by {block.columns}, which are slow"
     return ""
 

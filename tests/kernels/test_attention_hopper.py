@@ -149,7 +149,7 @@ def test_is_refused_where_there_is_no_hopper():
 @pytest.mark.parametrize("shape", ["llama1b-8k", "llama-8k", "gemma-local-8k"])
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel(shape):
     """Head dims of 64, 128 and 256: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
-    kernels = hopper.kernels_of("hopper", shape)
+    kernels = hopper.kernels_of("attention", "hopper", shape)
     assert len(kernels) == 2, "the forward and the backward one"
     for kernel in kernels:
         assert kernel.target == "sm_90a"

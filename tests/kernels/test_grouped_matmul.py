@@ -210,7 +210,7 @@ def test_what_does_not_fit_into_vmem_is_refused():
         ({"sizes": jnp.ones(3, jnp.int32)}, "group_sizes (3,) do not fit w (2, 4, 6)"),
         ({"sizes": jnp.asarray([7, 2])}, "group_sizes of 2 to 7 rows, 9 in all, for 8 rows"),
         ({"sizes": jnp.asarray([-1, 2])}, "group_sizes of -1 to 2 rows"),
-        ({"implementation": "triton"}, "no implementation 'triton': there are tpu, xla"),
+        ({"implementation": "triton"}, "no implementation 'triton': there are tpu, hopper, xla"),
     ],
 )
 def test_what_does_not_fit_is_named(change, named):

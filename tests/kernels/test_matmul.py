@@ -85,17 +85,18 @@ def test_operands_that_do_not_fit_are_refused():
         gated_mlp(x, gate, up, down.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="no activation 'relu': there are silu, gelu"):
         gated_mlp(x, gate, up, down, activation="relu")
-    assert gated_mlp_problem(x.shape, 384, x.dtype) == "the device is no TPU"
+    assert gated_mlp_problem(x.shape, 384, x.dtype) == "the device is no TPU and no GPU"
 
 
 @pytest.mark.parametrize("kind", tpu.VMEM_BYTES)
 def test_blocks_are_large_or_a_reason_is_given(kind):
     """Of Llama 3.1 8B, 70B and 405B, whole or split by `tensor`."""
     for d_model, d_ff in ((4096, 14336), (8192, 28672), (16384, 53248), (16384, 6656)):
-        assert not tpu.why_not(8192, d_model, d_ff, 2, kind)
+        asked = (8192, d_model, d_ff, jnp.dtype(jnp.bfloat16), kind)
+        assert not tpu.why_not(*asked)
         blocks = [tpu.block_of(8192, d_model, d_ff, 2, kind, weights=weights) for weights in (2, 1)]
         slow = any(one.part < 256 or one.time(2) * one.columns > 1.1 * one.cycles for one in blocks)
-        assert bool(tpu.why_slow(8192, d_model, d_ff, 2, kind)) == slow
+        assert bool(tpu.why_slow(*asked)) == slow
         assert not (slow and d_model <= 8192 and kind == "TPU v6 lite")
         for one in blocks:
             assert 8192 % one.rows == 0 and d_ff % one.columns == 0 and one.rows % one.part == 0

@@ -10,7 +10,7 @@ import numpy as np
 from maxlm.kernels import attention
 from maxlm.kernels.attention import splash, tpu
 from maxlm.kernels.attention.shapes import AttentionShape
-from maxlm.planning.lab.cases import Case, Kernel, shape_of
+from maxlm.planning.lab.cases import Case, Kernel
 
 HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
 
@@ -50,12 +50,8 @@ def attention_case(shape: AttentionShape, implementation: str, device_kind: str)
     return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels)
 
 
-def gpu_attention_case(name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes.
-
-    Raises UserError for a shape that does not exist.
-    """
-    shape: AttentionShape = shape_of("attention", name)
+def gpu_attention_case(shape: AttentionShape, implementation: str, heads: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes."""
     groups = max(heads * shape.groups // shape.heads, 1)
     sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
 

@@ -78,3 +78,18 @@ def _shapes(operation: str) -> Sequence[Any]:
     from maxlm.kernels.matmul.shapes import SHAPES as MLP
 
     return {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP}[operation]
+
+
+def gpu_case(operation: str, name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, by `implementation`, one sequence and at
+    most so many query heads, else by what is chosen there. Raises UserError for a shape that does not exist.
+    """
+    from maxlm.planning.lab.attention import gpu_attention_case
+    from maxlm.planning.lab.gated_mlp import gpu_gated_mlp_case
+    from maxlm.planning.lab.grouped_matmul import gpu_grouped_matmul_case
+
+    shape = shape_of(operation, name)
+    if operation == "attention":
+        return gpu_attention_case(shape, implementation, heads)
+    cases: Mapping[str, Callable[..., Any]] = {"gated_mlp": gpu_gated_mlp_case, "grouped_matmul": gpu_grouped_matmul_case}
+    return cases[operation](shape)

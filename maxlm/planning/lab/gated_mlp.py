@@ -1,12 +1,13 @@
 """The gated feed-forward layer in the kernel lab: matmuls that end in something elementwise, ours and what XLA makes of the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from maxlm.hardware.xla_flags import VMEM
-from maxlm.kernels.matmul import tpu
+from maxlm.kernels.matmul import gated_mlp, tpu
 from maxlm.kernels.matmul.shapes import MlpShape
 from maxlm.planning.lab.cases import Case, Kernel, from_hbm
 
@@ -36,3 +37,14 @@ def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str) -> S
         kernel = Kernel(run.__name__, name if implementation == "fused" else "fusion", [], 2.0 * weights * rows * d_model * d_ff)
         cases.append(Case(from_hbm(run), [(size, "bfloat16") for size in operands[run]], [kernel], options))
     return cases
+
+
+def gpu_gated_mlp_case(shape: MlpShape) -> tuple[Callable[..., Any], list[Any]]:
+    """Gradients of all that enters the layer, on a GPU, and their arguments' shapes."""
+
+    def total(*operands: jax.Array) -> jax.Array:
+        return gated_mlp(*operands).astype(jnp.float32).sum()
+
+    weights = (shape.d_model, shape.d_ff)
+    sizes = [(1, shape.rows, shape.d_model), weights, weights, weights[::-1]]
+    return jax.grad(total, argnums=(0, 1, 2, 3)), [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from maxlm.kernels.grouped_matmul import tpu, visits
+from maxlm.kernels.grouped_matmul import grouped_matmul, tpu, visits
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 from maxlm.planning.lab.cases import Case, Kernel
@@ -108,3 +108,14 @@ def _share(wide: int, kind: str) -> int:
     """Columns that leave a tile to every core."""
     cores = CORES.get(kind, 1)
     return wide if wide % (cores * LANES) else wide // cores
+
+
+def gpu_grouped_matmul_case(shape: GroupedShape) -> tuple[Callable[..., Any], list[Any]]:
+    """The product and its gradients on a GPU, and their arguments' shapes."""
+
+    def everything(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, dout_MN: jax.Array) -> tuple[jax.Array, ...]:
+        out_MN, transposed = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E), x_MK, w_EKN)
+        return out_MN, *transposed(dout_MN)
+
+    sizes = [((shape.rows, shape.d_in), "bfloat16"), ((shape.experts, shape.d_in, shape.d_out), "bfloat16"), ((shape.experts,), "int32")]
+    return everything, [jax.ShapeDtypeStruct(*size) for size in [*sizes, ((shape.rows, shape.d_out), "bfloat16")]]

@@ -1,4 +1,4 @@
-"""`python -m maxlm.planning.lab.hopper IMPLEMENTATION SHAPE [HEADS]`: compiles attention for an H200 that is not there.
+"""`python -m maxlm.planning.lab.hopper OPERATION IMPLEMENTATION SHAPE [HEADS]`: compiles for an H200 that is not there.
 
 Prints a JSON line a kernel. Mosaic GPU turns a kernel into machine code with no GPU at hand: ptxas says what registers it takes,
 nvdisasm shows the code. Needs jax's CUDA plugin at jax's version (jax-cuda13-plugin, jax-cuda13-pjrt, without their dependencies),
@@ -72,13 +72,13 @@ def missing() -> str:
     return f"{' and '.join(tools)} of the package index are not installed: make gpu-compiler" if tools else ""
 
 
-def kernels_of(implementation: str, shape: str, heads: int = 8) -> list[Kernel]:
-    """Forward and backward of attention at `shape`, of so many query heads. Raises UserError when they do not compile."""
-    command = [sys.executable, "-m", "maxlm.planning.lab.hopper", implementation, shape, str(heads)]
+def kernels_of(operation: str, implementation: str, shape: str, heads: int = 8) -> list[Kernel]:
+    """Forward and backward at `shape`, attention of so many query heads. Raises UserError when they do not compile."""
+    command = [sys.executable, "-m", "maxlm.planning.lab.hopper", operation, implementation, shape, str(heads)]
     paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     if done.returncode:
-        raise UserError(f"attention {implementation} at {shape} does not compile for an H200: {done.stderr.strip()[-2000:]}")
+        raise UserError(f"{operation} {implementation} at {shape} does not compile for an H200: {done.stderr.strip()[-2000:]}")
     return [Kernel(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
@@ -123,12 +123,12 @@ def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
     return Kernel(named[1], named[2], int(registers[1]), stack, stores, loads, mine, dict(Counter(_OPCODE.findall(text))))
 
 
-def main(implementation: str, shape: str, heads: str = "8") -> None:
+def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
     """Compile the gradients of one case and print."""
     os.environ.update(_ENVIRONMENT)  # before jax is loaded
-    from maxlm.planning.lab.attention import gpu_attention_case
+    from maxlm.planning.lab.cases import gpu_case
 
-    for kernel in compile_for_h200(*gpu_attention_case(shape, implementation, int(heads))):
+    for kernel in compile_for_h200(*gpu_case(operation, shape, implementation, int(heads))):
         print(json.dumps(asdict(kernel)))
 
 

@@ -1,0 +1,180 @@
+"""The product of the grouped matmul on NVIDIA Hopper, in Pallas's Mosaic GPU: rows times the weights of their group, or their transpose.
+
+A tile of rows is visited once by every group that has rows in it. A visit computes all of the tile, and stores the rows of its group.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, Index, Ref, swizzled
+from maxlm.kernels.grouped_matmul.visits import of_rows
+from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Product, blocks_of
+
+# M rows, E experts, K and N what weights map from and to. A product contracts C of its rows to D: K to N, or transposed N to K.
+
+FORWARD, BY_ROWS = "grouped_matmul_hopper_forward", "grouped_matmul_hopper_dx"  # what the kernels are called in the compiled program
+COLUMNS = (256, 192, 128)  # of a tile of the results, the first that divides them
+BAND = 8  # tiles of columns that are worked on at a time: with 16 visits they fill an H200, and read the least from the L2 cache
+
+
+def product(
+    x_MC: Float[Array, "M C"],
+    w_EKN: Float[Array, "E K N"],
+    group_sizes_E: Int[Array, " E"],
+    *,
+    transposed: bool = False,
+    device_kind: str,
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups. What `gpu.why_not` allows.
+
+    `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
+    """
+    (rows, contracted), wide, dtype = x_MC.shape, w_EKN.shape[1 if transposed else 2], x_MC.dtype
+    columns = next(size for size in COLUMNS if wide % size == 0)
+    visits, across = of_rows(group_sizes_E, rows, ROWS), wide // columns
+    most = len(visits.ranks_V) * across
+    shape = _Shape(contracted // DEPTH, columns, across, min(blocks_of(device_kind), most), transposed, interpret)
+    scratch = (
+        swizzled((STAGES, ROWS, DEPTH), dtype),
+        swizzled((STAGES, columns, DEPTH) if transposed else (STAGES, DEPTH, columns), dtype),
+        swizzled((2, SHARE, PIECE), dtype),
+        plgpu.SMEM((2, SHARE, PIECE), dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    )
+
+    def body(*refs: Ref) -> None:
+        pl.run_scoped(lambda *scoped: _Block(_Refs(*refs, *scoped), shape).run(), *scratch, collective_axes="warpgroup")
+
+    name = BY_ROWS if transposed else FORWARD
+    return pl.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, wide), dtype),
+        mesh=plgpu.Mesh(grid=(shape.blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup", kernel_name=name),
+        compiler_params=COMPILER_PARAMS,
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * contracted * wide,
+            transcendentals=0,
+            bytes_accessed=dtype.itemsize * (x_MC.size + w_EKN.size + rows * wide),
+        ),
+        name=name,
+    )(visits.total[None], *visits.scalars, x_MC, w_EKN)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What one compiled kernel is made for: steps along the contraction, `columns` of a tile, and tiles `across` the results' columns."""
+
+    deep: int
+    columns: int
+    across: int
+    blocks: int
+    transposed: bool
+    interpret: bool
+
+
+class _Refs(NamedTuple):
+    """What the kernel reads (scalars are those of `Visits`), writes, and shares between its warpgroups."""
+
+    total: Ref
+    weights: Ref
+    ranks: Ref
+    tiles: Ref
+    groups: Ref
+    starts: Ref
+    x: Ref
+    w: Ref
+    out: Ref
+    x_tile: Ref  # by stage
+    w_tile: Ref  # by stage
+    leaving: Ref  # a piece of each warpgroup
+    edge: Ref  # the same where a group has only some of its rows: not swizzled, so that any of them can leave
+    full: Ref
+    free: Ref
+
+
+@dataclass(frozen=True)
+class _Block(Block):
+    """Tiles of rows are counted by visits, of which only those by groups with weights take steps."""
+
+    def walk(self, visit: Callable[[Index, Index, Index], None]) -> Index:
+        shape, block = self.shape, jax.lax.axis_index("block")
+        total = self.refs.total[0]
+        count = jax.lax.div(total * shape.across + shape.blocks - 1 - block, jnp.int32(shape.blocks))
+
+        def step(t: Index, first: Index) -> Index:
+            v, j = plgpu.planar_snake(block + t * shape.blocks, (total, shape.across), 1, BAND)
+            visit(v, j, first)
+            return first + jnp.where(self._has_weights(v), shape.deep, 0)
+
+        return jax.lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+
+    def _has_weights(self, v: Index) -> Index:
+        return self.refs.ranks[v] < self.refs.weights[0]
+
+    def _columns(self, j: Index) -> Any:
+        return pl.ds(j * self.shape.columns, self.shape.columns)
+
+    def fetch(self, v: Index, j: Index, first: Index) -> None:
+        refs, columns = self.refs, self._columns(j)
+
+        @pl.when(self._has_weights(v))
+        def _() -> None:
+            rows, group = pl.ds(refs.tiles[v] * ROWS, ROWS), refs.groups[refs.ranks[v]]
+
+            @pl.loop(0, self.shape.deep)
+            def _(k: Index) -> None:
+                slot, along = self.take(first + k), pl.ds(k * DEPTH, DEPTH)
+                weights_ref = refs.w.at[group, columns, along] if self.shape.transposed else refs.w.at[group, along, columns]
+                plgpu.copy_gmem_to_smem(refs.x.at[rows, along], refs.x_tile.at[slot], refs.full.at[slot])
+                plgpu.copy_gmem_to_smem(weights_ref, refs.w_tile.at[slot], refs.full.at[slot])
+
+    def compute(self, mine: Index, v: Index, j: Index, first: Index) -> None:
+        refs, shape, dtype = self.refs, self.shape, self.refs.x.dtype
+
+        def products(slot: Index) -> list[Product]:
+            return [(refs.x_tile.at[slot, pl.ds(mine * SHARE, SHARE)], refs.w_tile.at[slot], 1 if shape.transposed else None)]
+
+        pl.when(self._has_weights(v))(lambda: self._store(mine, v, j, self.sums(first, products)[0].astype(dtype)))
+
+        @pl.when(jnp.logical_not(self._has_weights(v)))
+        def _() -> None:
+            zeros = jnp.zeros((SHARE, shape.columns), dtype)
+            self._store(mine, v, j, zeros if shape.interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+
+    def _store(self, mine: Index, v: Index, j: Index, value: jax.Array) -> None:
+        """Those of this warpgroup's rows of a tile that are the visit's."""
+        refs, rank, start = self.refs, self.refs.ranks[v], self.refs.tiles[v] * ROWS + mine * SHARE
+        low, high = (jnp.clip(refs.starts[rank + edge] - start, 0, SHARE) for edge in (0, 1))
+        whole = high - low == SHARE
+        for column in range(0, self.shape.columns, PIECE):
+            columns, piece = pl.ds(j * self.shape.columns + column, PIECE), value[:, column : column + PIECE]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(whole)
+            def _(columns: Any = columns, piece: jax.Array = piece) -> None:
+                refs.leaving[mine] = piece
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(refs.leaving.at[mine], refs.out.at[pl.ds(start, SHARE), columns])
+
+            @pl.when(jnp.logical_not(whole))
+            def _(columns: Any = columns, piece: jax.Array = piece) -> None:
+                refs.edge[mine] = piece
+                plgpu.commit_smem()
+                at, size = low, SHARE // 2
+                while size:  # a copy's size is known when it is compiled: those of the binary digits of the number of rows
+                    taken = (high - low) & size
+
+                    @pl.when(taken > 0)
+                    def _(at: Index = at, size: int = size) -> None:
+                        plgpu.copy_smem_to_gmem(refs.edge.at[mine, pl.ds(at, size)], refs.out.at[pl.ds(start + at, size), columns])
+
+                    at, size = at + taken, size // 2

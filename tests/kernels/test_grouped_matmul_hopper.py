@@ -1,0 +1,83 @@
+"""The Hopper kernels of the grouped matmul: interpreted against the definition, and compiled for an H200 that is not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper_interpreter import interpreting
+
+from maxlm.kernels import grouped_matmul
+from maxlm.kernels import hopper as tiles
+from maxlm.kernels.grouped_matmul import gpu, gpu_product, gpu_weights
+from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
+from maxlm.planning.lab import hopper
+
+# M rows, E experts, K and N what weights map from and to
+
+ROWS, DEEP, WIDE = 256, 128, 256
+SIZES = [
+    (128, 0, 63, 1, 37),  # a tile of one group, one that groups share, an empty group, a group of one row, rows beyond
+    (0, 0, 150, 106, 0),
+]
+
+
+def operands():
+    keys, shapes = jax.random.split(jax.random.key(0), 3), ((ROWS, DEEP), (5, DEEP, WIDE), (ROWS, WIDE))
+    return [jax.random.normal(key, shape).astype(jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def everything(run, x, w, dout):
+    """(out, dx, dw)."""
+    out, transposed = jax.vjp(run, x, w)
+    return out, *transposed(dout)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_equals_the_definition(sizes, monkeypatch):
+    """Off by no more than the rounding of the result. What is in rows beyond all groups, NaN included, changes nothing. Finds races."""
+    monkeypatch.setattr(tiles, "BLOCKS", 2)
+    x, w, dout = operands()
+    sizes = jnp.asarray(sizes)
+    used = int(sizes.sum())
+    with interpreting(monkeypatch):
+        found = everything(
+            lambda x, w: gpu.grouped_matmul_hopper(x, w, sizes, "", True), x.at[used:].set(jnp.nan), w, dout.at[used:].set(jnp.nan)
+        )
+        out, dx, dw = (np.asarray(jax.block_until_ready(a), np.float32) for a in found)
+    exact = everything(lambda x, w: grouped_matmul_reference(x, w, sizes), *(a.astype(jnp.float32) for a in (x, w, dout)))
+    for ours, theirs in zip((out, dx, dw), exact, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-3)
+    assert not np.any(out[used:]) and not np.any(dx[used:]), "rows beyond all groups"
+    assert not np.any(dw[np.asarray(sizes) == 0]), "an empty group's weights"
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ((16384, 4096, 14336, jnp.bfloat16, "NVIDIA A100-SXM4-80GB"), "the device is no H100 or H200"),
+        ((16384, 4096, 14336, jnp.float32, "NVIDIA H200"), "operands are float32"),
+        ((16384, 2880, 2880, jnp.bfloat16, "NVIDIA H200"), "2880 weights' rows are no multiple of 128"),
+    ],
+)
+def test_says_why_it_cannot_run(case, named):
+    assert named in gpu.why_not(*case)
+    assert not gpu.why_not(16384, 4096, 14336, jnp.bfloat16, "NVIDIA H200")
+
+
+def test_is_refused_where_there_is_no_hopper():
+    x, w, _ = operands()
+    with pytest.raises(ValueError, match="hopper cannot run this: the device is no GPU"):
+        grouped_matmul(x, w, jnp.asarray(SIZES[0]), implementation="hopper")
+
+
+@pytest.mark.skipif(bool(hopper.missing()), reason=hopper.missing())
+def test_machine_code_of_an_h200_is_that_of_a_fast_kernel():
+    """What is chosen there for a layer's gradients: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
+    kernels = hopper.kernels_of("grouped_matmul", "hopper", "mixtral-up")
+    for name in (gpu_product.FORWARD, gpu_product.BY_ROWS, gpu_weights.WEIGHTS):
+        (kernel,) = (kernel for kernel in kernels if name in kernel.name)
+        assert kernel.target == "sm_90a"
+        assert kernel.opcodes["HGMMA"] >= 4
+        assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0
+        assert not {"LDL", "STL", "HMMA"} & kernel.opcodes.keys()
+        assert not any("serialized" in warning for warning in kernel.warnings)
