@@ -1,5 +1,7 @@
 """The kernels of a gated feed-forward layer, compiled for every chip: they are what runs, and as often as a remat policy says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,3 +39,23 @@ def test_they_are_chosen_where_they_are_faster(topology):
         chosen = [not gated_mlp_problem((2, 8192, width), hidden, jnp.dtype(jnp.bfloat16)) for width, hidden in
                   ((4096, 14336), (8192, 28672), (1024, 3072), (16384, 53248))]  # fmt: skip
     assert chosen == ([True, True, False, False] if topology.startswith("v6e") else [False] * 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize(("d_model", "d_ff"), [(4096, 14336), (8192, 28672), (5376, 21504), (5120, 25600)])
+def test_what_is_chosen_fits(d_model, d_ff, tensor):
+    """At the widths of the models that we ship, of every number of rows that makes other blocks."""
+    device, dtype, kind = devices("v6e:2x2")[0], jnp.dtype(jnp.bfloat16), "TPU v6 lite"
+    mesh, wide = jax.sharding.Mesh([device], ("x",)), d_ff // tensor
+    for rows in (1024, 1536, 16384):
+        if tpu.why_not(rows, d_model, wide, dtype, kind) or tpu.why_slow(rows, d_model, wide, dtype, kind):
+            continue
+        narrow, entering, inside = ((rows, d_model), (d_model, wide), (rows, wide))
+        for run, shapes in (
+            (tpu.gated_forward, [narrow, entering, entering]),
+            (tpu.gated_backward, [narrow, entering[::-1], inside, inside]),
+        ):
+            given = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for shape in shapes]
+            with jax.set_mesh(mesh):
+                jax.jit(functools.partial(run, activation="silu", device_kind=kind)).lower(*given).compile()
