@@ -92,6 +92,14 @@ def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
     return ref[...] if shape.interpret else plgpu.load(ref, *_WHOLE, layout=layout)
 
 
+def store_unswizzled(ref: Ref, value: jax.Array, shape: Any) -> None:
+    """Whatever banks of shared memory collide: jax 0.12 refuses that where it is not asked for, jax 0.10 has no way to ask."""
+    if hasattr(plgpu, "store") and not shape.interpret:
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def count_rows(size: int, shape: Shape) -> jax.Array:
     """0, 1, 2 ..., a number a query."""
     if shape.interpret:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, Index, Ref, swizzled
+from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, Index, Ref, store_unswizzled, swizzled
 from maxlm.kernels.grouped_matmul.visits import of_rows
 from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Product, blocks_of
 
@@ -152,10 +152,10 @@ class _Block(Block):
 
     def _store(self, mine: Index, v: Index, j: Index, value: jax.Array) -> None:
         """Those of this warpgroup's rows of a tile that are the visit's."""
-        refs, rank, start = self.refs, self.refs.ranks[v], self.refs.tiles[v] * ROWS + mine * SHARE
+        refs, shape, rank, start = self.refs, self.shape, self.refs.ranks[v], self.refs.tiles[v] * ROWS + mine * SHARE
         low, high = (jnp.clip(refs.starts[rank + edge] - start, 0, SHARE) for edge in (0, 1))
         whole = high - low == SHARE
-        for column in range(0, self.shape.columns, PIECE):
+        for column in range(0, shape.columns, PIECE):
             columns, piece = pl.ds(j * self.shape.columns + column, PIECE), value[:, column : column + PIECE]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -167,7 +167,7 @@ class _Block(Block):
 
             @pl.when(jnp.logical_not(whole))
             def _(columns: Any = columns, piece: jax.Array = piece) -> None:
-                refs.edge[mine] = piece
+                store_unswizzled(refs.edge.at[mine], piece, shape)
                 plgpu.commit_smem()
                 at, size = low, SHARE // 2
                 while size:  # a copy's size is known when it is compiled: those of the binary digits of the number of rows
