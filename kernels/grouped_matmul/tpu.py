@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.visits import Plan, Visit, of_groups, of_rows
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
 
@@ -117,29 +118,6 @@ def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
     if None in (*products, weights_tiles(rows, deep, wide, itemsize, kind)):
         return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
     return ""
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped_matmul_tpu(
-    x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], group_sizes_E: Int[Array, " E"], device_kind: str, interpret: bool
-) -> Float[Array, "M N"]:
-    """See `maxlm.kernels.grouped_matmul`."""
-    return product(x_MK, w_EKN, group_sizes_E, device_kind=device_kind, interpret=interpret)
-
-
-def _forward(
-    x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, device_kind: str, interpret: bool
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return grouped_matmul_tpu(x_MK, w_EKN, group_sizes_E, device_kind, interpret), (x_MK, w_EKN, group_sizes_E)
-
-
-def _backward(device_kind: str, interpret: bool, saved: tuple[jax.Array, ...], dout_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_MK, w_EKN, group_sizes_E = saved
-    dx_MK = product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=device_kind, interpret=interpret)
-    return dx_MK, weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=device_kind, interpret=interpret), None
-
-
-grouped_matmul_tpu.defvjp(_forward, _backward)
 
 
 def product(
@@ -335,3 +313,6 @@ def _merged(visit: Visit, rows: pl.Slice, new: jax.Array, old: jax.Array) -> jax
     row = 2 * jax.lax.broadcasted_iota(jnp.int32, words_new.shape, 0)
     mask = jnp.where((row >= low) & (row < high), 0xFFFF, 0) | jnp.where((row + 1 >= low) & (row + 1 < high), -0x10000, 0)
     return pltpu.bitcast((words_new & mask) | (words_old & ~mask), new.dtype)
+
+
+grouped_matmul_tpu = differentiable(product, weights_gradient)
