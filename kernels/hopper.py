@@ -1,20 +1,25 @@
 """Tiles of matmuls on NVIDIA Hopper, in Pallas's Mosaic GPU: what kernels share that multiply matrices.
 
-A thread block stays on its multiprocessor and computes tile after tile of the results. Of its three warpgroups one moves tiles of the
-operands from HBM to shared memory with the tensor memory accelerator, as far ahead as there is room, beyond the end of a result too; two
-compute, 64 rows each, and sums stay in their registers.
+A thread block of a matmul stays on its multiprocessor and computes tile after tile of the results. Of its three warpgroups one moves
+tiles of the operands from HBM to shared memory with the tensor memory accelerator, as far ahead as there is room, beyond the end of a
+result too; two compute, 64 rows each, and sums stay in their registers.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import COMPUTE, MEMORY, Index, Ref, dot, operand
+DEVICES = ("H100", "H200")  # what kinds of device are called that have Hopper's wgmma
+MEMORY, COMPUTE = 24, 240  # registers a thread of a warpgroup, of 512 a lane of an SM; multiples of 8
+# Layouts are all given: jax 0.11 would look for them, by trial, and not come to an end.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number a row of a tile, a number a column
 
 ROWS = 128  # of a tile of the results
 SHARE = ROWS // 2  # of them that a warpgroup computes: what one wgmma takes
@@ -24,7 +29,11 @@ STAGES = 4  # steps that shared memory holds
 BLOCKS = 132  # thread blocks, one for each multiprocessor
 FEWER = {"NVIDIA H100 PCIe": 114}  # of them, by kind of device: those too many would run after the others
 
+T = TypeVar("T")
+Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Index = Any
 Product = tuple[Ref, Ref, int | None]  # what a wgmma multiplies, and which of the two is to be transposed
+_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 takes no index
 
 
 def blocks_of(kind: str) -> int:
@@ -135,3 +144,99 @@ class Block:
             zeros = [jnp.zeros((SHARE, shape.columns), jnp.float32)] * number
             return jax.lax.fori_loop(0, deep, interpreted, zeros)
         return pl.run_scoped(run, *[plgpu.ACC((SHARE, shape.columns), jnp.float32)] * number)
+
+
+# What the interpreter lacks has a second body here, where `shape.interpret`: layouts of registers, loads into them, accumulators that go
+# on from a value.
+
+
+def laid_out(x: jax.Array, layout: Any, shape: Any) -> jax.Array:
+    return x if shape.interpret else plgpu.layout_cast(x, layout)
+
+
+def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
+    return ref[...] if shape.interpret else plgpu.load(ref, *_WHOLE, layout=layout)
+
+
+def store_unswizzled(ref: Ref, value: jax.Array, shape: Any) -> None:
+    """Whatever banks of shared memory collide: jax 0.12 refuses that where it is not asked for, jax 0.10 has no way to ask."""
+    if hasattr(plgpu, "store") and not shape.interpret:
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def count_rows(size: int, shape: Any) -> jax.Array:
+    """0, 1, 2 ..., a number a query."""
+    if shape.interpret:
+        return jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=BY_ROW)
+
+
+def add_product(total: jax.Array, a: jax.Array | Ref, b_ref: Ref, shape: Any) -> jax.Array:
+    """total + a b, a in registers or in shared memory."""
+    if shape.interpret:
+        return total + dot(operand(a), operand(b_ref))
+
+    def run(total_ref: Ref) -> jax.Array:
+        total_ref[...] = total
+        plgpu.wgmma(total_ref, a, b_ref)
+        return total_ref[...]
+
+    return pl.run_scoped(run, accumulator(total.shape))
+
+
+def transposed_product(a_ref: Ref, b_ref: Ref, shape: Any, start: jax.Array | None = None) -> jax.Array:
+    """a b^T, plus a number a column."""
+    return transposed_product_beside(a_ref, b_ref, lambda: None, shape, start)[0]
+
+
+def transposed_product_beside(
+    a_ref: Ref, b_ref: Ref, beside: Callable[[], T], shape: Any, start: jax.Array | None = None
+) -> tuple[jax.Array, T]:
+    """(a b^T, plus a number a column; what `beside` returns, which runs while the product is formed)."""
+    dims = (a_ref.shape[0], b_ref.shape[0])
+    if shape.interpret:
+        found = beside()
+        return dot(operand(a_ref), operand(b_ref).T) + (0.0 if start is None else start), found
+
+    def run(product_ref: Ref) -> tuple[jax.Array, T]:
+        if start is not None:
+            product_ref[...] = across(start, dims, 1)
+        plgpu.wgmma(product_ref, a_ref, plgpu.transpose_ref(b_ref, (1, 0)))
+        found = beside()
+        return product_ref[...], found
+
+    return pl.run_scoped(run, accumulator(dims))
+
+
+def accumulator(dims: Sequence[int]) -> Any:
+    """Registers that wgmma add to."""
+    rows, columns = dims
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def operand(x: jax.Array | Ref) -> jax.Array:
+    """Of a wgmma, for the interpreter: it reads as the copy engine does, so nothing must be committed before that writes there again."""
+    value = x[...]
+    plgpu.commit_smem()
+    return value
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def here(i: Index) -> jax.Array:
+    """The same number, of which LLVM knows nothing: what is computed from it stays in the loop and takes no registers around it."""
+    return jax.lax.optimization_barrier(jnp.int32(i))
+
+
+def across(x: jax.Array, dims: Sequence[int], dim: int) -> jax.Array:
+    """A vector along `dim` of a tile, the same along the other."""
+    return jax.lax.broadcast_in_dim(x, dims, [dim])
+
+
+def swizzled(dims: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as wgmma reads it: rows of 128 bytes, swizzled."""
+    return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))

@@ -2,10 +2,12 @@
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
-GPUS = ("gpu", "cuda")  # what platforms with NVIDIA's GPUs are called
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
@@ -29,3 +31,13 @@ def logged(operation: str, chosen: str, reason: str) -> str:
     """`chosen`, the implementation of `operation`; said once."""
     _log.info("%s: %s, since %s", operation, chosen, reason)
     return chosen
+
+
+def on_each_device(run: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any, *, split: bool) -> Callable[..., Any]:
+    """`run` on every device's share of operands that the mesh in force splits as the specs say, if `split`.
+
+    Inside a `jax.shard_map` over some axes a kernel must be told of the others, too, even where they split nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False) if split or inside else run

@@ -12,10 +12,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention.gradients import SAVED
+from maxlm.kernels.attention.parts import attention_part, attention_part_gradients, merge
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
-from maxlm.kernels.platform import GPUS, device, logged
+from maxlm.kernels.platform import GPUS, device, logged, on_each_device
+
+__all__ = [
+    "Layout",
+    "attention",
+    "attention_and_logsumexp",
+    "attention_part",
+    "attention_part_gradients",
+    "merge",
+    "with_sinks",
+]
 
 _At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
 
@@ -65,17 +76,20 @@ def attention(
     without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
     `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
     is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200;
-    its dq may differ in the last bits from run to run), "xla", or None for the best that the device of that mesh runs. What a remat
-    policy saves is named "attention". Raises ValueError for shapes that do not fit, or that the implementation asked for cannot run.
+    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200),
+    "xla", or None for the best that the device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for
+    shapes that do not fit, or that the implementation asked for cannot run.
     """
     if sinks_H is not None and sinks_H.shape != q_BSHK.shape[2:3]:
         raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
     asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
     out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
-    if sinks_H is None or lse_BHS is None:
-        return out_BSHK
+    return out_BSHK if sinks_H is None or lse_BHS is None else with_sinks(out_BSHK, lse_BHS, sinks_H)
+
+
+def with_sinks(out_BSHK: Float[Array, "B S H K"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]) -> Float[Array, "B S H K"]:
+    """What attention with this output and logsumexp gives when there are sinks, too."""
     share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # what the sink leaves of the weights
     return (out_BSHK * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHK.dtype)
 
@@ -187,11 +201,9 @@ def _choose(problems: Mapping[str, str]) -> str:
 
 
 def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool) -> Callable[..., Any]:
-    if not (layout.batch or layout.heads):
-        return run
     spec, tokens = P(layout.batch or None, None, layout.heads or None), P(layout.batch or None)
     by_head = P(layout.batch or None, layout.heads or None) if logsumexp else None
-    return jax.shard_map(run, in_specs=(spec, spec, spec, tokens), out_specs=(spec, by_head), check_vma=False)
+    return on_each_device(run, (spec, spec, spec, tokens), (spec, by_head), split=bool(layout.batch or layout.heads))
 
 
 def _places(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:

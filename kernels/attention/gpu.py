@@ -1,9 +1,8 @@
-"""Flash attention on NVIDIA Hopper (arXiv 2407.08608), forward and a backward pass in one kernel, in Pallas's Mosaic GPU.
+"""Flash attention on NVIDIA Hopper (arXiv 2407.08608), in Pallas's Mosaic GPU: a kernel forward, two backward.
 
-A thread block has three warpgroups: one moves tiles of keys and values from HBM to shared memory with the tensor memory accelerator, two
-compute. Each computing warpgroup starts the scores of its next block before it takes the exponentials of this one, and the two take turns
-at the tensor cores. Only blocks that causality, the window and the documents leave are visited, and only those that they cut
-are masked.
+A thread block has three warpgroups: one moves tiles from HBM to shared memory with the tensor memory accelerator, two compute. Forward,
+each computing warpgroup starts the scores of its next block before it takes the exponentials of this one, and the two take turns at the
+tensor cores. Only blocks that causality, the window and the documents leave are visited, and only those that they cut are masked.
 """
 
 from typing import Any
@@ -12,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.gpu_backward import backward
+from maxlm.kernels.attention.gpu_dkv import dkv
+from maxlm.kernels.attention.gpu_dq import dq
 from maxlm.kernels.attention.gpu_forward import forward
 from maxlm.kernels.attention.gpu_parts import BLOCK, Shape
 from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
+from maxlm.kernels.hopper import DEVICES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 
 HEAD_DIMS = (64, 128, 256)  # others are padded to the next
-DEVICES = ("H100", "H200")  # what kinds of device are called that have Hopper's wgmma
 
 
 def why_not(seq_len: int, head_dim: int, dtype: Any, device_kind: str) -> str:
@@ -65,7 +65,8 @@ def _gradients(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, s
     delta_BHS = jnp.einsum("BSHK,BSHK->BHS", out_BSHK, dout_BSHK, preferred_element_type=jnp.float32)
     if dlse_BHS is not None:
         delta_BHS -= dlse_BHS
-    return backward(q_BSHK, k_BSGK, v_BSGK, dout_BSHK, lse_BHS, delta_BHS, segments_BS, shape)
+    operands = (q_BSHK, k_BSGK, v_BSGK, dout_BSHK, lse_BHS, delta_BHS, segments_BS)
+    return dq(*operands, shape), *dkv(*operands, shape)
 
 
 _attention = differentiable(forward, _gradients)

@@ -8,34 +8,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import (
-    BLOCK,
-    BY_COLUMN,
+from maxlm.kernels.attention.gpu_parts import BLOCK, ROWS, Shape, bend, block_bounds, cost_of, mesh_of
+from maxlm.kernels.attention.gpu_rows import KeyRefs, Rows, key_scratch
+from maxlm.kernels.attention.gradients import LOG2E, UNSEEING
+from maxlm.kernels.hopper import (
     BY_ROW,
     COMPILER_PARAMS,
-    COMPUTE,
-    MEMORY,
-    ROWS,
     Index,
     Ref,
-    Shape,
-    Side,
     accumulator,
     across,
     add_product,
-    bend,
-    block_bounds,
-    cost_of,
-    count_rows,
     here,
-    hidden_keys,
     laid_out,
-    load,
-    mesh_of,
     swizzled,
-    transposed_product,
+    transposed_product_beside,
 )
-from maxlm.kernels.attention.gradients import LOG2E, UNSEEING
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, Q queries and T keys of a tile
 
@@ -48,22 +36,17 @@ def forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS
     batch, dtype = q_BSHK.shape[0], q_BSHK.dtype
     scratch = (
         swizzled((2, ROWS, shape.head_dim), dtype),
-        swizzled((shape.stages, shape.keys, shape.head_dim), dtype),
-        swizzled((shape.stages, shape.keys, shape.head_dim), dtype),
         plgpu.SMEM((2, ROWS), jnp.int32),
-        plgpu.SMEM((shape.stages, shape.keys), jnp.int32),
         plgpu.SMEM((2, ROWS), jnp.float32),
-        plgpu.SMEM((2, shape.keys), jnp.int32),
+        key_scratch(shape, 2, dtype),
         plgpu.Barrier(num_arrivals=3, num_barriers=2),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
-        plgpu.Barrier(num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         plgpu.Barrier(num_barriers=2),
     )
 
     def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: _forward_block(_ForwardRefs(*refs, *scoped), shape), *scratch, collective_axes="warpgroup")
+        pl.run_scoped(
+            lambda *scoped: _Rows.of_block(_ForwardRefs(*refs, *scoped), shape).run_block(), *scratch, collective_axes="warpgroup"
+        )
 
     return pl.kernel(
         body,
@@ -90,63 +73,11 @@ class _ForwardRefs(NamedTuple):
     out: Ref
     lse: Ref
     q_tile: Ref  # later the output
-    k_tile: Ref
-    v_tile: Ref
     query_segments: Ref
-    key_segments: Ref
     lse_row: Ref
-    key_places: Ref
+    keys: KeyRefs
     q_full: Ref
-    k_full: Ref
-    v_full: Ref
-    k_free: Ref
-    v_free: Ref
     turn: Ref  # whose turn at the tensor cores it is
-
-
-def _forward_block(refs: _ForwardRefs, shape: Shape) -> None:
-    """One block of queries of one head: the last ones first, since they take longest. From the diagonal back."""
-    group = jax.lax.axis_index("warpgroup")
-    i, b = shape.seq_len // BLOCK - 1 - jax.lax.axis_index("block"), jax.lax.axis_index("batch")
-    last = (i + 1) * (BLOCK // shape.keys) - 1
-    tiles, whole = last + 1 - refs.bounds[0, b, i], refs.bounds[1, b, i]
-
-    @pl.when(group == 2)
-    def _() -> None:
-        plgpu.set_max_registers(MEMORY, action="decrease")
-        _forward_memory(refs, b, last, tiles, shape)
-
-    @pl.when(group < 2)
-    def _() -> None:
-        plgpu.set_max_registers(COMPUTE, action="increase")
-        _Rows(refs, shape, group, b, i, last, tiles, whole).run()
-
-
-def _forward_memory(refs: _ForwardRefs, b: Index, last: Index, tiles: Index, shape: Shape) -> None:
-    head = jax.lax.div(jax.lax.axis_index("head"), jnp.int32(shape.heads // shape.groups))
-
-    @pl.loop(0, tiles)
-    def _(step: Index) -> None:
-        slot, tokens = jax.lax.rem(step, jnp.int32(shape.stages)), pl.ds((last - step) * shape.keys, shape.keys)
-
-        @pl.when(step >= shape.stages)
-        def _() -> None:
-            plgpu.barrier_wait(refs.k_free.at[slot])
-
-        plgpu.copy_gmem_to_smem(refs.k.at[b, tokens, head], refs.k_tile.at[slot], refs.k_full.at[slot])
-        plgpu.copy_gmem_to_smem(refs.segments.at[b, tokens], refs.key_segments.at[slot], refs.k_full.at[slot])
-
-        @pl.when(step >= shape.stages)
-        def _() -> None:
-            plgpu.barrier_wait(refs.v_free.at[slot])
-
-        plgpu.copy_gmem_to_smem(refs.v.at[b, tokens, head], refs.v_tile.at[slot], refs.v_full.at[slot])
-
-    @pl.loop(jnp.maximum(tiles - shape.stages, 0), tiles)
-    def _(step: Index) -> None:  # no barrier is left before all have passed it
-        slot = jax.lax.rem(step, jnp.int32(shape.stages))
-        plgpu.barrier_wait(refs.k_free.at[slot])
-        plgpu.barrier_wait(refs.v_free.at[slot])
 
 
 class _Sums(NamedTuple):
@@ -158,37 +89,15 @@ class _Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The queries of one computing warpgroup."""
-
-    refs: _ForwardRefs
-    shape: Shape
-    group: Index
-    b: Index
-    i: Index
-    last: Index
-    tiles: Index
-    whole: Index
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
-        return ROWS, self.shape.keys
-
-    @property
-    def start(self) -> Index:
-        """The first query."""
-        return self.i * BLOCK + self.group * ROWS
-
+class _Rows(Rows):
     def run(self) -> None:
         """Scores of tile t are formed while values of tile t - 1 are mixed."""
         refs, shape = self.refs, self.shape
-        rows = pl.ds(self.start, ROWS)
-        q_at = refs.q.at[self.b, rows, jax.lax.axis_index("head")]
+        q_at = refs.q.at[self.b, self.rows, jax.lax.axis_index("head")]
         full = refs.q_full.at[self.group]
         plgpu.copy_gmem_to_smem(q_at, refs.q_tile.at[self.group], full)
-        plgpu.copy_gmem_to_smem(refs.segments.at[self.b, rows], refs.query_segments.at[self.group], full)
-        plgpu.copy_gmem_to_smem(refs.places, refs.key_places.at[self.group], full)
+        plgpu.copy_gmem_to_smem(refs.segments.at[self.b, self.rows], refs.query_segments.at[self.group], full)
+        plgpu.copy_gmem_to_smem(refs.places, refs.keys.places.at[self.group], full)
         pl.when(self.group == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
         plgpu.barrier_wait(full)
         sums, weights = self._first()
@@ -197,15 +106,12 @@ class _Rows:
             return self._next(t, *carry)
 
         sums, weights = jax.lax.fori_loop(jnp.int32(1), self.tiles, step, (sums, weights))
-        slot = self._slot(self.tiles - 1)
-        plgpu.barrier_wait(refs.v_full.at[slot])
-        mixed = add_product(sums.mixed, weights, refs.v_tile.at[slot], shape)
-        plgpu.barrier_arrive(refs.v_free.at[slot])
+        slot = self.slot(self.tiles - 1)
+        plgpu.barrier_wait(refs.keys.v_full.at[slot])
+        mixed = add_product(sums.mixed, weights, refs.keys.v_tile.at[slot], shape)
+        plgpu.barrier_arrive(refs.keys.v_free.at[slot])
         pl.when(self.group == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
-        self._store(sums._replace(mixed=mixed), rows)
-
-    def _slot(self, t: Index) -> Index:
-        return jax.lax.rem(t, jnp.int32(self.shape.stages))
+        self._store(sums._replace(mixed=mixed))
 
     def _pass(self) -> None:
         """The turn at the tensor cores, to the other warpgroup."""
@@ -216,29 +122,29 @@ class _Rows:
 
         @pl.when(t < self.tiles)
         def _() -> None:
-            plgpu.barrier_wait(self.refs.k_full.at[self._slot(t)])
+            plgpu.barrier_wait(self.refs.keys.k_full.at[self.slot(t)])
 
     def _first(self) -> tuple[_Sums, jax.Array]:
-        refs, shape, slot = self.refs, self.shape, self._slot(jnp.int32(0))
+        refs, shape, slot = self.refs, self.shape, self.slot(jnp.int32(0))
         top = laid_out(jnp.full((ROWS,), _FIRST_MAXIMUM, jnp.float32), BY_ROW, shape)
         total = laid_out(jnp.zeros((ROWS,), jnp.float32), BY_ROW, shape)
         mixed = laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
 
         self._await_keys(jnp.int32(0))
         plgpu.barrier_wait(refs.turn.at[self.group])
-        raw = transposed_product(refs.q_tile.at[self.group], refs.k_tile.at[slot], self._pass, shape)
+        raw, _ = transposed_product_beside(refs.q_tile.at[self.group], refs.keys.k_tile.at[slot], self._pass, shape)
         self._await_keys(jnp.int32(1))
         top, _, total, weights = self._softmax(jnp.int32(0), raw, top, total, ordered=False)
         return _Sums(top, total, mixed), weights.astype(refs.q.dtype)
 
     def _next(self, t: Index, sums: _Sums, weights: jax.Array) -> tuple[_Sums, jax.Array]:
-        refs, shape, slot, before = self.refs, self.shape, self._slot(t), self._slot(t - 1)
-        q_ref, k_ref, v_ref = refs.q_tile.at[here(self.group)], refs.k_tile.at[slot], refs.v_tile.at[before]
+        refs, shape, slot, before = self.refs, self.shape, self.slot(t), self.slot(t - 1)
+        q_ref, k_ref, v_ref = refs.q_tile.at[here(self.group)], refs.keys.k_tile.at[slot], refs.keys.v_tile.at[before]
         ordered = shape.keys == BLOCK
         plgpu.barrier_wait(refs.turn.at[self.group])
 
         def interpreted() -> tuple[Any, jax.Array]:
-            raw = transposed_product(q_ref, k_ref, lambda: plgpu.barrier_wait(refs.v_full.at[before]), shape)
+            raw, _ = transposed_product_beside(q_ref, k_ref, lambda: plgpu.barrier_wait(refs.keys.v_full.at[before]), shape)
             mixed = add_product(sums.mixed, weights, v_ref, shape)
             self._pass()
             self._await_keys(t + 1)
@@ -247,7 +153,7 @@ class _Rows:
         def issue(scores_ref: Ref, mixed_ref: Ref) -> tuple[Any, jax.Array]:
             mixed_ref[...] = sums.mixed
             plgpu.wgmma(scores_ref, q_ref, plgpu.transpose_ref(k_ref, (1, 0)))
-            plgpu.barrier_wait(refs.v_full.at[before])
+            plgpu.barrier_wait(refs.keys.v_full.at[before])
             plgpu.wgmma(mixed_ref, weights, v_ref)
             self._pass()
             if shape.head_dim > 128:  # registers do not hold weights of two tiles: only the other warpgroup computes meanwhile
@@ -262,36 +168,21 @@ class _Rows:
 
         accumulators = (accumulator(self.dims), accumulator(sums.mixed.shape))
         (top, fade, total, weights), mixed = interpreted() if shape.interpret else pl.run_scoped(issue, *accumulators)
-        plgpu.barrier_arrive(refs.v_free.at[before])
+        plgpu.barrier_arrive(refs.keys.v_free.at[before])
         # Rounded only now: registers that the next product reads must not be written while this one is under way.
         return _Sums(top, total, mixed * across(fade, mixed.shape, 0)), weights.astype(refs.q.dtype)
 
     def _softmax(self, t: Index, raw: jax.Array, top: jax.Array, total: jax.Array, *, ordered: bool) -> tuple[jax.Array, ...]:
         """(largest score, what older weights are multiplied with, sum of weights, weights) with tile t."""
-        refs, shape, j = self.refs, self.shape, self.last - t
-
-        def masked(scores: jax.Array) -> jax.Array:
-            keys = load(refs.key_segments.at[self._slot(t)], BY_COLUMN, shape)
-            queries = load(refs.query_segments.at[self.group], BY_ROW, shape)
-            plgpu.commit_smem()  # these loads come before what the copy engine will write there, once the tile is free
-            # LLVM would keep what it can compute beforehand, a register for each row and column, and count that up from tile to
-            # tile: it does not see through the barrier, nor into memory.
-            query_at = count_rows(ROWS, shape) + jax.lax.optimization_barrier(self.start - j * shape.keys)
-            key_at = load(refs.key_places.at[self.group], BY_COLUMN, shape)
-            hidden = hidden_keys(Side(queries, query_at), Side(keys, key_at), 0, self.dims, shape, ordered=ordered)
-            return jnp.where(hidden, -jnp.inf, scores)
-
-        cut = j < self.whole
-        if not ordered:
-            cut |= j >= self.i * (BLOCK // shape.keys)
-        scores = jax.lax.cond(cut, masked, lambda scores: scores, bend(raw, shape))
-        plgpu.barrier_arrive(refs.k_free.at[self._slot(t)])
+        refs, shape = self.refs, self.shape
+        scores = self.masked(t, bend(raw, shape), -jnp.inf, ordered=ordered)
+        plgpu.barrier_arrive(refs.keys.k_free.at[self.slot(t)])
         now = jnp.maximum(top, jnp.max(scores, axis=1) * shape.slope)
         fade = jnp.exp2(top - now)
         weights = jnp.exp2(scores * shape.slope - across(now, self.dims, 0))
         return now, fade, total * fade + jnp.sum(weights, axis=1), weights
 
-    def _store(self, sums: _Sums, rows: Any) -> None:
+    def _store(self, sums: _Sums) -> None:
         refs, head = self.refs, jax.lax.axis_index("head")
         seen = sums.total > 0
         share = 1.0 / jnp.where(seen, sums.total, 1.0)
@@ -299,6 +190,6 @@ class _Rows:
         out_ref[...] = (sums.mixed * across(share, sums.mixed.shape, 0)).astype(refs.out.dtype)
         lse_ref[...] = jnp.where(seen, sums.top + jnp.log(sums.total) * LOG2E, UNSEEING)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_ref, refs.out.at[self.b, rows, head])
-        plgpu.copy_smem_to_gmem(lse_ref, refs.lse.at[self.b, head, rows])
+        plgpu.copy_smem_to_gmem(out_ref, refs.out.at[self.b, self.rows, head])
+        plgpu.copy_smem_to_gmem(lse_ref, refs.lse.at[self.b, head, self.rows])
         plgpu.wait_smem_to_gmem(0)

@@ -1,10 +1,10 @@
-"""What the forward and the backward kernel for Hopper share: tiles and products, masks, which blocks meet."""
+"""What the attention kernels for Hopper share: what is not seen, which blocks meet, what they cost."""
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from maxlm.kernels.attention.gradients import LOG2E
+from maxlm.kernels.hopper import across
 
 # B batch, S sequence, I query blocks, J key blocks
 
 ROWS = 64  # of a tile of scores: what one wgmma of a warpgroup takes
-BLOCK = 2 * ROWS  # queries of a thread block of the forward kernel, ROWS a computing warpgroup
-MEMORY, COMPUTE = 24, 240  # registers a thread of a warpgroup, of 512 a lane of an SM; multiples of 8
-# Layouts are all given: jax 0.11 would look for them, by trial, and not come to an end.
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number a row of a tile, a number a column
+BLOCK = 2 * ROWS  # queries of a thread block that holds queries, ROWS a computing warpgroup
 
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
-Index = Any
-
-_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 takes no index
 _NO_DOCUMENT = jnp.iinfo(jnp.int32).max  # above every document
 
 
@@ -45,35 +38,32 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Keys of a tile."""
+        """Keys of a tile, where queries are held."""
         return keys_of(self.head_dim)
 
     @property
-    def stages(self) -> int:
-        """Tiles of keys, and of values, that shared memory holds."""
-        return 2
-
-    @property
-    def halves(self) -> int:
-        """Tiles of ROWS queries that a step of the backward pass takes."""
-        return 2 if self.head_dim == 64 else 1
-
-    @property
     def parts(self) -> int:
-        """Tiles of ROWS keys that a thread block of the backward pass holds, one for each warpgroup; one for both where registers hold
-        only dv or dk of a tile.
+        """Tiles of ROWS keys that a thread block of `gpu_dkv` holds, one for each warpgroup; one for both where registers hold only dv
+        or dk of a tile.
         """
         return 1 if self.head_dim == 256 else 2
 
     @property
     def queries(self) -> int:
-        """Queries of a step of the backward pass."""
-        return self.halves * ROWS
+        """Queries of a tile, where keys are held."""
+        return BLOCK if self.head_dim == 64 else ROWS
 
     @property
     def slope(self) -> float:
         """What raw scores, or those that the cap bent, are multiplied with to stand in base 2."""
         return (self.scale if self.softcap is None else self.softcap) * LOG2E
+
+    @property
+    def unseen(self) -> float:
+        """What stands for the score, or the bent one, of a key that is not seen: its weight is 0, and finite is what a cap's slope
+        multiplies that with.
+        """
+        return -math.inf if self.softcap is None else -1e15
 
 
 def keys_of(head_dim: int) -> int:
@@ -81,94 +71,16 @@ def keys_of(head_dim: int) -> int:
     return 64 if head_dim > 128 else 128
 
 
-# What the interpreter lacks has a second body here: layouts of registers, loads into them, accumulators that go on from a value.
-
-
-def laid_out(x: jax.Array, layout: Any, shape: Shape) -> jax.Array:
-    return x if shape.interpret else plgpu.layout_cast(x, layout)
-
-
-def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
-    return ref[...] if shape.interpret else plgpu.load(ref, *_WHOLE, layout=layout)
-
-
-def store_unswizzled(ref: Ref, value: jax.Array, shape: Any) -> None:
-    """Whatever banks of shared memory collide: jax 0.12 refuses that where it is not asked for, jax 0.10 has no way to ask."""
-    if hasattr(plgpu, "store") and not shape.interpret:
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
-def count_rows(size: int, shape: Shape) -> jax.Array:
-    """0, 1, 2 ..., a number a query."""
-    if shape.interpret:
-        return jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=BY_ROW)
-
-
-def add_product(total: jax.Array, a: jax.Array | Ref, b_ref: Ref, shape: Shape) -> jax.Array:
-    """total + a b, a in registers or in shared memory."""
-    if shape.interpret:
-        return total + dot(operand(a), operand(b_ref))
-
-    def run(total_ref: Ref) -> jax.Array:
-        total_ref[...] = total
-        plgpu.wgmma(total_ref, a, b_ref)
-        return total_ref[...]
-
-    return pl.run_scoped(run, accumulator(total.shape))
-
-
-def transposed_product(a_ref: Ref, b_ref: Ref, then: Callable[[], None], shape: Shape, start: jax.Array | None = None) -> jax.Array:
-    """a b^T, plus a number a column; `then` runs once it is issued."""
-    dims = (a_ref.shape[0], b_ref.shape[0])
-    if shape.interpret:
-        then()
-        return dot(operand(a_ref), operand(b_ref).T) + (0.0 if start is None else start)
-
-    def run(product_ref: Ref) -> jax.Array:
-        if start is not None:
-            product_ref[...] = across(start, dims, 1)
-        plgpu.wgmma(product_ref, a_ref, plgpu.transpose_ref(b_ref, (1, 0)))
-        then()
-        return product_ref[...]
-
-    return pl.run_scoped(run, accumulator(dims))
-
-
-def accumulator(dims: Sequence[int]) -> Any:
-    """Registers that wgmma add to."""
-    rows, columns = dims
-    return plgpu.ACC((rows, columns), jnp.float32)
-
-
-def operand(x: jax.Array | Ref) -> jax.Array:
-    """Of a wgmma, for the interpreter: it reads as the copy engine does, so nothing must be committed before that writes there again."""
-    value = x[...]
-    plgpu.commit_smem()
-    return value
-
-
-def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def here(i: Index) -> jax.Array:
-    """The same number, of which LLVM knows nothing: what is computed from it stays in the loop and takes no registers around it."""
-    return jax.lax.optimization_barrier(jnp.int32(i))
-
-
-def across(x: jax.Array, dims: Sequence[int], dim: int) -> jax.Array:
-    """A vector along `dim` of a tile, the same along the other."""
-    return jax.lax.broadcast_in_dim(x, dims, [dim])
-
-
 def bend(raw: jax.Array, shape: Shape) -> jax.Array:
     """Scores that `slope` puts in base 2. The hardware's tanh is good for 11 bits only, its exp2 for 22."""
     if shape.softcap is None:
         return raw
     return 1.0 - 2.0 / (1.0 + jnp.exp2(raw * (2 * LOG2E * shape.scale / shape.softcap)))
+
+
+def slopes(weights: jax.Array, bent: jax.Array, shape: Shape) -> jax.Array:
+    """Weights, less what the cap takes off. Of bent scores that are not seen those must be `shape.unseen`."""
+    return weights if shape.softcap is None else weights * (1.0 - bent * bent)
 
 
 class Side(NamedTuple):
@@ -185,10 +97,6 @@ def hidden_keys(queries: Side, keys: Side, query_dim: int, dims: Sequence[int], 
     if not ordered:
         hidden |= key(keys.places) > query(queries.places)
     return hidden if shape.window is None else hidden | (key(keys.places) <= query(queries.places - shape.window))
-
-
-def nothing() -> None:
-    """Between the issue of a product and the wait for it."""
 
 
 # Which blocks meet, found before a kernel starts.
@@ -238,11 +146,6 @@ def _meet(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> tupl
 
 def mesh_of(grid: tuple[int, ...], name: str) -> plgpu.Mesh:
     return plgpu.Mesh(grid=grid, grid_names=("head", "block", "batch"), num_threads=3, thread_name="warpgroup", kernel_name=name)
-
-
-def swizzled(dims: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as wgmma reads it: rows of 128 bytes, swizzled."""
-    return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))
 
 
 def cost_of(matmuls: int, batch: int, shape: Shape, arrays: list[jax.Array]) -> pl.CostEstimate:

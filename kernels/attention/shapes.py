@@ -17,6 +17,7 @@ class AttentionShape:
     source: str
     window: int | None = None
     documents: int | None = None
+    softcap: float | None = None
 
     def segments(self, batch: int, seed: int = 0) -> np.ndarray:
         """Segment ids, int32 [batch, seq_len], the last document cut off: lengths are exponential, as of web text they roughly are."""
@@ -45,5 +46,6 @@ SHAPES = (
     AttentionShape("llama-4k", 32, 8, 128, 4096, _LLAMA),
     AttentionShape("llama1b-8k", 32, 8, 64, 8192, "Llama 3.2 1B (meta-llama/Llama-3.2-1B config.json)"),
     AttentionShape("gemma-local-8k", 8, 4, 256, 8192, "Gemma 3 4B (arXiv 2503.19786, table 1)", window=1024),
+    AttentionShape("gemma2-27b-8k", 32, 16, 128, 8192, "Gemma 2 27B, its global layers (arXiv 2408.00118, table 1)", softcap=50.0),
     AttentionShape("mistral-8k", 32, 8, 128, 8192, "Mistral 7B (arXiv 2310.06825, table 1)", window=4096),
 )

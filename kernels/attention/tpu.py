@@ -17,14 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.attention.blocks import OTHERWISE, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
+from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, N = H K, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
-MOST_FORWARD, MOST_BACKWARD = 1024, 512  # tokens of a block: on v6e fewest instructions a score (v5e to tpu7x are not tuned)
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
+BESIDE = "_beside"  # and that when causality hides nothing, since all keys stand before all queries
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
@@ -37,8 +38,9 @@ _FIRST_MAXIMUM = -1e29  # above _MASKED: a row that sees nothing keeps weights o
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block; `flipped`: gradients are
-    summed head dim by tokens.
+    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block, of which `sizes` has both
+    kernels'; `flipped`: gradients are summed head dim by tokens; `offset`: so many tokens a query stands after the key of the same index,
+    a multiple of the block.
     """
 
     heads: int
@@ -48,9 +50,21 @@ class _Shape:
     scale: float
     window: int | None
     softcap: float | None
+    sizes: Blocks
     block: int
     flipped: bool
     interpret: bool
+    offset: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Blocks that queries stand after the keys of the same index."""
+        return self.offset // self.block
+
+    @property
+    def beside(self) -> str:
+        """What is added to a kernel's name."""
+        return BESIDE if self.offset >= self.seq_len else ""
 
     @property
     def blocks(self) -> int:
@@ -64,39 +78,41 @@ class _Shape:
     def computed(self, *, backward: bool) -> int:
         """Scores of one head that are formed when a sequence is one document."""
         cut = 1 if backward else self.block // self.tile
-        beside = sum(i - _first_block(i, self) for i in range(self.blocks))
-        return self.block**2 * beside + self.blocks * (self.block // cut) ** 2 * cut * (cut + 1) // 2
+        diagonal = max(self.blocks - self.ahead, 0)
+        beside = sum(max(min(i + self.ahead, self.blocks) - _first_block(i, self), 0) for i in range(self.blocks))
+        return self.block**2 * beside + diagonal * (self.block // cut) ** 2 * cut * (cut + 1) // 2
 
 
-def computed_pairs(seq_len: int, window: int | None) -> tuple[int, int]:
+def computed_pairs(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> tuple[int, int]:
     """Pairs of query and key of one head that are worked on in a sequence of one document, forward and backward: whole blocks."""
-    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, window, None, block, flipped=False, interpret=False) for block in blocks_of(seq_len))
+    sizes = sizes_of(seq_len, head_dim, window, device_kind)
+    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, window, None, sizes, block, flipped=False, interpret=False) for block in sizes)
     forward, backward = (shape.computed(backward=backward) for shape, backward in zip(shapes, (False, True), strict=True))
     return forward, backward
 
 
-def why_not(seq_len: int, head_dim: int, device_kind: str) -> str:
+def sizes_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
+    """Those that run: the table's, but backward smaller ones where VMEM has no room for them beside so long a sequence."""
+    sizes = blocks_of(seq_len, head_dim, window, device_kind)
+    least = min(sizes.backward, OTHERWISE.backward)
+    return sizes if not why_not(seq_len, head_dim, device_kind, sizes) else Blocks(sizes.forward, least).within(seq_len)
+
+
+def why_not(seq_len: int, head_dim: int, device_kind: str, blocks: Blocks | None = None) -> str:
     """Why `attention_flash` cannot run a sequence on a device; empty when it can."""
     if seq_len % LANES:
         return f"a sequence of {seq_len} is no multiple of {LANES}"
-    needed, limit = _vmem_needed(seq_len, head_dim), VMEM_BYTES.get(device_kind, 0)
+    sizes = blocks or sizes_of(seq_len, head_dim, None, device_kind)
+    needed, limit = _vmem_needed(seq_len, head_dim, sizes), VMEM_BYTES.get(device_kind, 0)
     return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB can be had on {device_kind}" if needed > limit else ""
 
 
-def _vmem_needed(seq_len: int, head_dim: int) -> int:
+def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks) -> int:
     """Bytes that the backward pass holds, the greedier one: three sums in float32; queries, output, its gradient and three results in
-    bfloat16, each twice, since the next head's travel meanwhile; a dozen blocks of scores.
+    bfloat16, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
+    and a MiB for rows.
     """
-    width = -(-head_dim // LANES) * LANES
-    return seq_len * width * (3 * 4 + 6 * 2 * 2) + 12 * MOST_BACKWARD**2 * 4
-
-
-def blocks_of(seq_len: int) -> tuple[int, int]:
-    """Tokens of a block, forward and backward."""
-    forward, backward = (
-        max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0) for most in (MOST_FORWARD, MOST_BACKWARD)
-    )
-    return forward, backward
+    return seq_len * padded(head_dim) * (3 * 4 + 6 * 2 * 2) + 3 * sizes.backward**2 * 4 + (1 << 20)
 
 
 def attention_flash(
@@ -111,47 +127,92 @@ def attention_flash(
     device_kind: str,
     logsumexp: bool = False,
     interpret: bool = False,
+    blocks: Blocks | None = None,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
+    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128.
+
+    `blocks`: others than those of the table, to be compared with them.
+    """
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
-    block, width, flipped = blocks_of(seq_len)[0], heads_first[0].shape[-1], device_kind in WIDE
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, block, flipped, interpret)
-    out_BSN, lse_BHS = _attention(*heads_first, segments_BS, shape, logsumexp)
+    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, window, device_kind)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
+    out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], lse_BHS
 
 
+def part(
+    q_BHSK: Float[Array, "B H S K"],
+    k_BGSK: Float[Array, "B G S K"],
+    v_BGSK: Float[Array, "B G S K"],
+    segments_B2S: Int[Array, "B 2 S"],
+    **options: Any,
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]:
+    """See `attention_part`; segments of queries, then of keys; `options` are fields of `_Shape`."""
+    batch, heads, seq_len, head_dim = q_BHSK.shape
+    shape = _part_shape(q_BHSK, k_BGSK, options, backward=False)
+    out_BSN, lse_BHS = _forward(_padded(q_BHSK), _padded(k_BGSK), _padded(v_BGSK), segments_B2S, shape)
+    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
+
+
+def part_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
+    """See `attention_part_gradients`; saved are q, k, v, segments as in `part`, output and logsumexp in nats."""
+    q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
+    batch, _, seq_len, head_dim = q_BHSK.shape
+    out_BSN, dout_BSN = (_padded(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
+    shape = _part_shape(q_BHSK, k_BGSK, options, backward=True)
+    q_BHSK, k_BGSK, v_BGSK = (_padded(x) for x in (q_BHSK, k_BGSK, v_BGSK))
+    dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+
+def _part_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
+    _, heads, seq_len, head_dim = q_BHSK.shape
+    platform, kind = device()
+    sizes = sizes_of(seq_len, head_dim, options["window"], kind)
+    given = {"sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
+    return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
+
+
 def _padded(x: jax.Array) -> jax.Array:
-    missing = -x.shape[-1] % LANES
+    missing = padded(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-# Which blocks meet. Queries of block i see keys of blocks first..i; a window ends the reach, documents leave out some between.
+# Which blocks meet. Queries of block i see keys of blocks first..near; a window ends the reach, documents leave out some between.
 
 
 def _first_block(i: Index, shape: _Shape) -> Index:
-    """The first block of keys that queries of block `i` (a number, traced or not) may see."""
+    """The first block of keys that queries of block `i` (a number, traced or not) may see; past the last one if they see none."""
     if shape.window is None:
         return 0
-    return ((i * shape.block - shape.window + 1) // shape.block) * (i * shape.block >= shape.window)
+    start = i * shape.block + shape.offset
+    return ((start - shape.window + 1) // shape.block) * (start >= shape.window)
+
+
+def _near_block(i: Index, shape: _Shape) -> Index:
+    """The last block of keys that queries of block `i` may see."""
+    return jnp.minimum(i + shape.ahead, shape.blocks - 1) if shape.ahead else i
 
 
 def _last_block(j: Index, shape: _Shape) -> Index:
     """The last block of queries that may see keys of block `j`."""
     if shape.window is None:
         return shape.blocks - 1
-    return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block, shape.blocks - 1)
+    return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block - shape.ahead, shape.blocks - 1)
 
 
-def block_ranges(segments_BS: Int[Array, "B S"], block: int) -> Int[Array, "2 B blocks"]:
-    """The smallest and largest document of every `block` tokens, which is what the kernels branch on; padding is a document 0."""
-    blocks_BXT = segments_BS.reshape(segments_BS.shape[0], -1, block)
-    return jnp.stack([blocks_BXT.min(-1), blocks_BXT.max(-1)])
+def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4 B blocks"]:
+    """The smallest and largest document of every `block` queries, then of keys, which is what the kernels branch on; padding is a
+    document 0.
+    """
+    blocks_2BXT = jnp.swapaxes(segments_B2S, 0, 1).reshape(2, segments_B2S.shape[0], -1, block)
+    return jnp.stack([blocks_2BXT.min(-1), blocks_2BXT.max(-1)], axis=1).reshape(4, *blocks_2BXT.shape[1:3])
 
 
 def _meet(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax.Array]:
     """(whether a query of block i may share a document with a key of block j, whether all of both are of one document)."""
-    low_i, high_i, low_j, high_j = ranges_ref[0, b, i], ranges_ref[1, b, i], ranges_ref[0, b, j], ranges_ref[1, b, j]
+    low_i, high_i, low_j, high_j = ranges_ref[0, b, i], ranges_ref[1, b, i], ranges_ref[2, b, j], ranges_ref[3, b, j]
     some = (low_i <= high_j) & (low_j <= high_i) & (high_i > 0) & (high_j > 0)
     return some, (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
 
@@ -159,21 +220,23 @@ def _meet(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax
 def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[str], None], *masks: str) -> None:
     """`run(mask)` once if queries of block i see keys of block j, with the least mask of `masks` that hides what they do not see."""
     some, one = _meet(ranges_ref, b, i, j)
+    at = i + shape.ahead
     if shape.window is not None:
-        one &= (i - j + 1) * shape.block <= shape.window
-    cases = {_NONE: one & (j < i), _ORDER: one & (j == i), _APART: jnp.logical_not(one), _ALL: jnp.logical_not(one)}
+        one &= (at - j + 1) * shape.block <= shape.window
+    cases = {_NONE: one & (j < at), _ORDER: one & (j == at), _APART: jnp.logical_not(one), _ALL: jnp.logical_not(one)}
     for mask in masks:
         pl.when(some & cases[mask])(functools.partial(run, mask))
 
 
 def _hidden(segments_ref: Ref, i: Index, j: Index, keys: pl.Slice, queries: pl.Slice, mask: str, shape: _Shape) -> jax.Array:
     """Which of these keys of block j (row) these queries of block i (column) do not see."""
-    query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, queries.size), 1) + (i - j) * shape.block + queries.start - keys.start
+    first = (i + shape.ahead - j) * shape.block + queries.start - keys.start
+    query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, queries.size), 1) + first
     key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (keys.size, 1), 0)  # both are counted from the first key
     if mask == _ORDER:
         return key_at_T1 > query_at_1Q
-    query_1Q = segments_ref[0, :, pl.Slice(i * shape.block + queries.start, queries.size)]
-    key_1T = segments_ref[0, :, pl.Slice(j * shape.block + keys.start, keys.size)]
+    query_1Q = segments_ref[0, :1, pl.Slice(i * shape.block + queries.start, queries.size)]
+    key_1T = segments_ref[0, 1:, pl.Slice(j * shape.block + keys.start, keys.size)]
     key_T1 = jnp.broadcast_to(key_1T, (LANES, keys.size)).T[:, :1]
     hidden_TQ = key_T1 != jnp.where(query_1Q == 0, -1, query_1Q)
     if mask == _ALL:
@@ -192,7 +255,9 @@ def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array,
     return bent_TQ * (shape.softcap * LOG2E), shape.scale * (1 - bent_TQ * bent_TQ)
 
 
-def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_BS: jax.Array, shape: _Shape) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B2S: jax.Array, shape: _Shape
+) -> tuple[jax.Array, jax.Array]:
     """(output [B, S, N = H K], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query sees nothing).
 
     The output lies as the next matmul reads it: gathered from heads that lie apart, that matmul takes 1.7 times as long.
@@ -202,7 +267,7 @@ def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B
     all_keys = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, h, i, _: (b, h // share, 0, 0))
     out, lse = pl.pallas_call(
         functools.partial(_forward_kernel, shape),
-        name=FORWARD,
+        name=FORWARD + shape.beside,
         out_shape=(
             jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * shape.head_dim), q_BHSK.dtype),
             jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32),
@@ -210,7 +275,7 @@ def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, shape.heads, shape.blocks),
-            in_specs=[mine, all_keys, all_keys, pl.BlockSpec((1, 1, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
+            in_specs=[mine, all_keys, all_keys, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
             out_specs=[
                 pl.BlockSpec((1, shape.block, shape.head_dim), lambda b, h, i, _: (b, i, h)),
                 pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, _: (b, h, 0, i)),
@@ -223,10 +288,11 @@ def _forward(q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B
         ),
         cost_estimate=_cost(2, batch, shape, [q_BHSK, k_BGSK, v_BGSK, q_BHSK]),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim)
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(block_ranges(segments_BS, shape.block), q_BHSK, k_BGSK, v_BGSK, segments_BS[:, None])
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSK, segments_B2S)
     return out, lse[:, :, 0]
 
 
@@ -258,21 +324,24 @@ class _Softmax:
         self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
         self.mixed_ref[...] = jnp.zeros_like(self.mixed_ref)
 
-    def begin(self, mask: str) -> None:
-        """The keys of their own block: those of a tile on the diagonal give each query its reference."""
+    def begin(self, j: Index, mask: str) -> None:
+        """The keys of block j, the nearest: those of one tile give each query its reference, on the diagonal that of the query itself."""
         for queries in self.tiles:
-            far, seen = pl.Slice(0, queries.start), pl.Slice(0, queries.start + queries.size)
-            scores_TQ = self._scores(self.i, seen, queries)
-            near_TQ = jnp.where(self._hidden(self.i, queries, queries, mask), _MASKED, scores_TQ[queries.start :])
+            near = queries if mask in (_ORDER, _ALL) else self.tiles[-1]
+            far, seen = pl.Slice(0, near.start), pl.Slice(0, near.start + near.size)
+            scores_TQ = self._scores(j, seen, queries)
+            near_TQ = scores_TQ[near.start :]
+            if mask != _NONE:
+                near_TQ = jnp.where(self._hidden(j, near, queries, mask), _MASKED, near_TQ)
             top_1Q = jnp.maximum(jnp.max(near_TQ, axis=0, keepdims=True), _FIRST_MAXIMUM)
             weights_TQ = jnp.exp2(near_TQ - top_1Q)
-            if queries.start:
-                far_TQ = jnp.exp2(scores_TQ[: queries.start] - top_1Q)
-                if mask == _ALL:
-                    far_TQ = jnp.where(self._hidden(self.i, far, queries, mask), 0.0, far_TQ)
+            if near.start:
+                far_TQ = jnp.exp2(scores_TQ[: near.start] - top_1Q)
+                if mask in (_APART, _ALL):
+                    far_TQ = jnp.where(self._hidden(j, far, queries, mask), 0.0, far_TQ)
                 weights_TQ = jnp.concatenate([far_TQ, weights_TQ])
             self.top_ref[:, queries] = top_1Q
-            self._mix(self.i, seen, queries, weights_TQ)
+            self._mix(j, seen, queries, weights_TQ)
 
     def add(self, j: Index, mask: str) -> None:
         """The keys of block j."""
@@ -331,12 +400,21 @@ def _forward_kernel(
     b, i = pl.program_id(0), pl.program_id(2)
     softmax = _Softmax(shape, i, q_ref, k_ref, v_ref, segments_ref, *sums)
 
+    first, near = _first_block(i, shape), _near_block(i, shape)
+
+    def begin(*masks: str) -> None:
+        _on_blocks(b, i, near, ranges_ref, shape, functools.partial(softmax.begin, near), *masks)
+
     def beside(j: jax.Array, _: None) -> None:
         _on_blocks(b, i, j, ranges_ref, shape, functools.partial(softmax.add, j), _NONE, _APART)
 
     softmax.clear()
-    _on_blocks(b, i, i, ranges_ref, shape, softmax.begin, _ORDER, _ALL)
-    jax.lax.fori_loop(_first_block(i, shape), i, beside, None)
+    if shape.ahead == 0:
+        begin(_ORDER, _ALL)
+    else:
+        pl.when(near == i + shape.ahead)(functools.partial(begin, _ORDER, _ALL))
+        pl.when((near < i + shape.ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
+    jax.lax.fori_loop(first, near, beside, None)
     out_QK, lse_ref[0, 0] = softmax.result()
     out_ref[0] = out_QK.astype(out_ref.dtype)
     lost_1Q = jnp.where(softmax.sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
@@ -345,7 +423,7 @@ def _forward_kernel(
     def _() -> None:
         softmax.clear()
 
-        @pl.loop(_first_block(i, shape), i + 1)
+        @pl.loop(first, near + 1)
         def _(j: Index) -> None:
             pl.when(_meet(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
 
@@ -362,7 +440,7 @@ def _backward(
     out_BSN: jax.Array,
     dout_BSN: jax.Array,
     lse_BHS: jax.Array,
-    segments_BS: jax.Array,
+    segments_B2S: jax.Array,
     shape: _Shape,
     dlse_BHS: jax.Array | None = None,
 ) -> Gradients:
@@ -380,7 +458,7 @@ def _backward(
     rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
         functools.partial(_backward_kernel, shape, len(rows)),
-        name=BACKWARD,
+        name=BACKWARD + shape.beside,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSK)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -391,7 +469,7 @@ def _backward(
                 columns,
                 block,
                 block,
-                pl.BlockSpec((1, 1, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0)),
+                pl.BlockSpec((1, 2, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0)),
                 *[row] * len(rows),
             ],
             out_specs=[of_head, of_group, of_group],
@@ -400,17 +478,17 @@ def _backward(
         cost_estimate=_cost(5, batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSK, v_BGSK]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim),
+            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
     )(
-        block_ranges(segments_BS, shape.block),
+        block_ranges(segments_B2S, shape.block),
         q_BHSK,
         out_BSN,
         dout_BSN,
         k_BGSK,
         v_BGSK,
-        segments_BS[:, None],
+        segments_B2S,
         *rows,
     )
 
@@ -442,8 +520,8 @@ def _backward_kernel(
         operands, dims = _turned((scores_TQ, x_K), shape), _turned(((over,), (0,)), shape)
         sum_ref[at(tokens)] += jax.lax.dot_general(*operands, (dims, ((), ())), preferred_element_type=jnp.float32)
 
-    def total(sum_ref: Ref) -> jax.Array:
-        return sum_ref[at(keys)].T if shape.flipped else sum_ref[at(keys)]
+    def total(sum_ref: Ref, tokens: pl.Slice) -> jax.Array:
+        return sum_ref[at(tokens)].T if shape.flipped else sum_ref[at(tokens)]
 
     @pl.when(j == 0)
     def _() -> None:
@@ -478,16 +556,22 @@ def _backward_kernel(
 
         _on_blocks(b, i, j, ranges_ref, shape, run, _NONE, _ORDER, _ALL)
 
-    jax.lax.fori_loop(j, _last_block(j, shape) + 1, visit, None)
+    jax.lax.fori_loop(jnp.maximum(j - shape.ahead, 0) if shape.ahead else j, _last_block(j, shape) + 1, visit, None)
     rest = shape.scale if shape.softcap is None else 1.0  # of the slope, where it is the same for every score
 
-    # Queries of block j see no later keys: their gradient is whole.
-    dq_ref[0, 0, keys, :] = (total(dq_sum) * rest).astype(dq_ref.dtype)
+    def write(i: Index, _: None = None) -> None:
+        queries = pl.Slice(i * shape.block, shape.block)
+        dq_ref[0, 0, queries, :] = (total(dq_sum, queries) * rest).astype(dq_ref.dtype)
+
+    if shape.ahead == 0:
+        write(j)  # queries of block j see no later keys: their gradient is whole
+    else:
+        pl.when(j == shape.blocks - 1)(lambda: jax.lax.fori_loop(0, shape.blocks, write, None))
 
     @pl.when(r == pl.num_programs(2) - 1)
     def _() -> None:
-        dk_ref[0, 0, keys, :] = (total(dk_sum) * rest).astype(dk_ref.dtype)
-        dv_ref[0, 0, keys, :] = total(dv_sum).astype(dv_ref.dtype)
+        dk_ref[0, 0, keys, :] = (total(dk_sum, keys) * rest).astype(dk_ref.dtype)
+        dv_ref[0, 0, keys, :] = total(dv_sum, keys).astype(dv_ref.dtype)
 
 
 def _turned(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
@@ -509,9 +593,9 @@ def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> p
 
 
 def _gradients(saved: Saved, dout_BSN: jax.Array, dlse_BHS: jax.Array | None, shape: _Shape) -> Gradients:
-    q_BHSK, k_BGSK, v_BGSK, segments_BS, out_BSN, lse_BHS = saved
-    shape = replace(shape, block=blocks_of(shape.seq_len)[1])
-    return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS, segments_BS, shape, dlse_BHS)
+    q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSN, lse_BHS = saved
+    shape = replace(shape, block=shape.sizes.backward)
+    return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS, segments_B2S, shape, dlse_BHS)
 
 
 _attention = differentiable(_forward, _gradients)

@@ -1,7 +1,7 @@
 """Attention in plain XLA operations: the portable form. Long sequences go in blocks of queries, so scores never fill memory."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +29,58 @@ def attention_xla(
     """See `maxlm.kernels.attention`; the second only if `logsumexp` is asked for."""
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "logsumexp": logsumexp}
     attend: Callable[..., Any] = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGK=v_BTGK, key_at=key_at, **options)
-    batch, queries, heads, _ = q_BSHK.shape
+    return _in_blocks(attend, q_BSHK, *query_at)
+
+
+def gradients_xla(
+    q_BSHK: Float[Array, "B S H K"],
+    k_BTGK: Float[Array, "B T G K"],
+    v_BTGK: Float[Array, "B T G K"],
+    query_at: At,
+    key_at: At,
+    out_BSHK: Float[Array, "B S H K"],
+    lse_BHS: Float[Array, "B H S"],
+    dout_BSHK: Float[Array, "B S H K"],
+    dlse_BHS: Float[Array, "B H S"] | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+    """Gradients of q, k and v where output and logsumexp (nats) are of these keys and of others: see `attention_part_gradients`.
+
+    By them a weight is exp(score - lse), and a score's gradient weight * (dout v - delta), delta the row sum of dout out - dlse: that is
+    the gradient of (what the weights mix, what they sum to) under the cotangents (dout, -delta).
+    """
+    delta_BHS = jnp.swapaxes(jnp.sum(out_BSHK.astype(jnp.float32) * dout_BSHK.astype(jnp.float32), axis=-1), 1, 2)
+    dsum_BHS = -delta_BHS if dlse_BHS is None else dlse_BHS - delta_BHS
+    rows = jnp.swapaxes(lse_BHS, 1, 2)
+
+    def weigh(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def block(q_BSHK: jax.Array, lse_BSH: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
+            lse_BGRS1 = jnp.swapaxes(lse_BSH, 1, 2).reshape(*scores_BGRST.shape[:-1], 1)
+            weights_BGRST = jnp.exp(scores_BGRST - lse_BGRS1)
+            mixed_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
+            return mixed_BSGRK.reshape(q_BSHK.shape), jnp.sum(weights_BGRST, axis=-1).reshape(lse_BSH.swapaxes(1, 2).shape)
+
+        return _in_blocks(block, q_BSHK, rows, *query_at)
+
+    _, transposed = jax.vjp(weigh, q_BSHK, k_BTGK, v_BTGK)
+    return transposed((dout_BSHK.astype(q_BSHK.dtype), dsum_BHS))
+
+
+def _in_blocks(attend: Callable[..., Any], *rows: jax.Array) -> tuple[jax.Array, Any]:
+    """`attend(*rows)`, a block of queries at a time; to arrays [B, S, ...] and, if any, [B, H, S]."""
+    queries = rows[0].shape[1]
     if queries <= QUERY_BLOCK or queries % QUERY_BLOCK:
-        return attend(q_BSHK, query_at)
-    blocks = (_split(q_BSHK), (_split(query_at[0]), _split(query_at[1])))
-    out_NBSHK, lse_NBHS = jax.lax.map(lambda block: jax.checkpoint(attend)(*block), blocks)
-    out_BSHK = jnp.moveaxis(out_NBSHK, 0, 1).reshape(q_BSHK.shape)
-    return out_BSHK, None if lse_NBHS is None else jnp.moveaxis(lse_NBHS, 0, 2).reshape(batch, heads, queries)
+        return attend(*rows)
+    out_NBS, lse_NBHS = jax.lax.map(lambda block: jax.checkpoint(attend)(*block), tuple(map(_split, rows)))
+    out_BS = jnp.moveaxis(out_NBS, 0, 1).reshape(out_NBS.shape[1], queries, *out_NBS.shape[3:])
+    if lse_NBHS is None:
+        return out_BS, None
+    lse_BHNS = jnp.moveaxis(lse_NBHS, 0, 2)
+    return out_BS, lse_BHNS.reshape(*lse_BHNS.shape[:2], queries)
 
 
 def _split(x: jax.Array) -> jax.Array:
@@ -45,8 +90,7 @@ def _split(x: jax.Array) -> jax.Array:
 
 def _attend(
     q_BSHK: jax.Array,
-    query_at: At,
-    *,
+    *query_at: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
     key_at: At,
@@ -55,14 +99,8 @@ def _attend(
     softcap: float | None,
     logsumexp: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    batch, queries, heads, head_dim = q_BSHK.shape
-    groups = k_BTGK.shape[2]
-    q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)
-    scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
-    if softcap is not None:
-        scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
-    # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.
-    scores_BGRST += _mask(query_at, key_at, window)[:, None, None]
+    batch, queries, heads, _ = q_BSHK.shape
+    scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
     weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
     out_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
     # Padding must give 0.
@@ -75,7 +113,20 @@ def _attend(
     return out_BSHK, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
 
 
-def _mask(query_at: At, key_at: At, window: int | None) -> Float[Array, "B S T"]:
+def _scores(
+    q_BSHK: jax.Array, k_BTGK: jax.Array, query_at: Sequence[jax.Array], key_at: At, scale: float, window: int | None, softcap: float | None
+) -> Float[Array, "B G R S T"]:
+    batch, queries, heads, head_dim = q_BSHK.shape
+    groups = k_BTGK.shape[2]
+    q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)
+    scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
+    # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.
+    return scores_BGRST + _mask(query_at, key_at, window)[:, None, None]
+
+
+def _mask(query_at: Sequence[jax.Array], key_at: At, window: int | None) -> Float[Array, "B S T"]:
     """0 where a query sees a key, else so low that exp gives 0. Padding sees padding here."""
     seen_BST = query_at[0][:, :, None] == key_at[0][:, None, :]
     seen_BST &= query_at[1][:, :, None] >= key_at[1][:, None, :]

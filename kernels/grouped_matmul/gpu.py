@@ -4,10 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxlm.kernels.attention.gpu import DEVICES
 from maxlm.kernels.grouped_matmul.gpu_product import COLUMNS, product
 from maxlm.kernels.grouped_matmul.gpu_weights import weights_gradient
 from maxlm.kernels.grouped_matmul.gradients import differentiable
+from maxlm.kernels.hopper import DEVICES
 
 # M rows, E experts, K and N what weights map from and to
 

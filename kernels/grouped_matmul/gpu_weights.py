@@ -13,9 +13,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, Index, Ref, load, swizzled
 from maxlm.kernels.grouped_matmul.gpu_product import BAND
-from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Product, blocks_of
+from maxlm.kernels.hopper import (
+    COMPILER_PARAMS,
+    DEPTH,
+    PIECE,
+    ROWS,
+    SHARE,
+    STAGES,
+    Block,
+    Index,
+    Product,
+    Ref,
+    blocks_of,
+    load,
+    swizzled,
+)
 
 # M rows, E experts, K and N what weights map from and to
 

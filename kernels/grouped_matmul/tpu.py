@@ -48,15 +48,14 @@ class Tiles:
     chunk: int
 
 
-def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind: str) -> Tiles | None:
-    """The widest, then the highest that fits into VMEM; None if nothing does."""
+def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind: str) -> Iterator[Tiles]:
+    """Those that fit into VMEM: the widest, of these the highest first, which is the one that is chosen."""
+    heights = dict.fromkeys(min(most, _up(rows, PIECES[-1])) for most in (MOST_ROWS, MOST_ROWS // 2))
     for wide in _widths(columns, CORES.get(kind, 1)):
-        for most in (MOST_ROWS, MOST_ROWS // 2):
-            height = min(most, _up(rows, PIECES[-1]))
+        for height in heights:
             tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind))
             if product_bytes(tiles, itemsize) <= _vmem(kind):
-                return tiles
-    return None
+                yield tiles
 
 
 def _widths(columns: int, cores: int) -> Iterator[int]:
@@ -68,8 +67,8 @@ def _widths(columns: int, cores: int) -> Iterator[int]:
             yield wide
 
 
-def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Tiles | None:
-    """Those that fit into VMEM and for which rows are read least often, with little computed beyond edges; None if nothing fits."""
+def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:
+    """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
     pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in sorted({min(wide, size) for size in SIZES})]
     fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
@@ -80,7 +79,7 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
-    return min(fitting, key=time, default=None)
+    return iter(sorted(fitting, key=time))
 
 
 def product_bytes(tiles: Tiles, itemsize: int) -> int:
@@ -115,7 +114,7 @@ def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
     if kind not in VMEM_BYTES:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
-    if None in (*products, weights_tiles(rows, deep, wide, itemsize, kind)):
+    if None in (next(tiles, None) for tiles in (*products, weights_tiles(rows, deep, wide, itemsize, kind))):
         return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
     return ""
 
@@ -128,11 +127,14 @@ def product(
     transposed: bool = False,
     device_kind: str,
     interpret: bool = False,
+    tiles: Tiles | None = None,
 ) -> Float[Array, "M D"]:
-    """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups."""
+    """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups.
+
+    `tiles`: others than the first of `product_tiles`, to be compared with them.
+    """
     (rows, contracted), columns = x_MC.shape, w_EKN.shape[1 if transposed else 2]
-    tiles = product_tiles(rows, contracted, columns, x_MC.dtype.itemsize, device_kind)
-    assert tiles is not None, "why_not says so"
+    tiles = tiles or next(product_tiles(rows, contracted, columns, x_MC.dtype.itemsize, device_kind))  # why_not says if there is none
     visits = of_rows(group_sizes_E, rows, tiles.rows)
     across = columns // tiles.wide
     cores = CORES.get(device_kind, 1) if across % CORES.get(device_kind, 1) == 0 else 1
@@ -225,11 +227,11 @@ def weights_gradient(
     *,
     device_kind: str,
     interpret: bool = False,
+    tiles: Tiles | None = None,
 ) -> Float[Array, "E K N"]:
-    """x^T dout of every group, summed in float32; 0 of an empty one."""
+    """x^T dout of every group, summed in float32; 0 of an empty one. `tiles`: as for `product`, of `weights_tiles`."""
     (rows, deep), wide, itemsize = x_MK.shape, dout_MN.shape[1], x_MK.dtype.itemsize
-    tiles = weights_tiles(rows, deep, wide, itemsize, device_kind)
-    assert tiles is not None, "why_not says so"
+    tiles = tiles or next(weights_tiles(rows, deep, wide, itemsize, device_kind))
     visits = of_groups(group_sizes_E, rows, tiles.rows)
     over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
     groups = len(group_sizes_E)

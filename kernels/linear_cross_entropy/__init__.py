@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.linear_cross_entropy.xla import Sums, chunked
 
 # B batch, S sequence, D model width, V vocabulary
@@ -134,7 +135,7 @@ def _local(
     if layout.vocab:
         dx = jax.lax.psum_scatter(dx, layout.vocab, scatter_dimension=1, tiled=True)
     if layout.embed:
-        dw = jax.lax.psum_scatter(dw, layout.embed, scatter_dimension=1, tiled=True)
+        dw = scatter_sum(dw, layout.embed, 1)
     whole = tuple(axis for axis in token_axes if axis not in layout.embed)
     dw = jax.lax.psum(dw, whole) if whole else dw
     return sums, dx, dw.astype(w.dtype)

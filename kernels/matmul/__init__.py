@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.kernels.matmul import tpu
-from maxlm.kernels.platform import GPUS, device
+from maxlm.kernels.platform import GPUS, device, on_each_device
 
 FASTER = ("TPU v6 lite",)  # TPUs on which the kernels take less time than XLA, by their machine code
 
@@ -140,9 +140,8 @@ def _on_each_device(asked: _Asked, kernel: Any, specs: tuple[P, ...], *operands:
         results = kernel(*rows, activation=asked.activation, device_kind=kind, interpret=platform == "cpu")
         return tuple(x.reshape(*local[0].shape[:2], -1) for x in results)
 
-    if not (asked.layout.batch or asked.layout.hidden):
-        return run(*operands)
-    return jax.shard_map(run, in_specs=specs, out_specs=(_specs(asked.layout)[1],) * 3, check_vma=False)(*operands)
+    split = bool(asked.layout.batch or asked.layout.hidden)
+    return on_each_device(run, specs, (_specs(asked.layout)[1],) * 3, split=split)(*operands)
 
 
 __all__ = ["MlpLayout", "gated_mlp", "gated_mlp_problem"]

@@ -15,9 +15,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from maxlm.kernels.attention.gpu import DEVICES
-from maxlm.kernels.attention.gpu_parts import COMPILER_PARAMS, LOG2E, Index, Ref, here, load, swizzled
-from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Product, blocks_of, slot_of
+from maxlm.kernels.hopper import (
+    COMPILER_PARAMS,
+    DEPTH,
+    DEVICES,
+    PIECE,
+    ROWS,
+    SHARE,
+    STAGES,
+    Block,
+    Index,
+    Product,
+    Ref,
+    blocks_of,
+    here,
+    load,
+    slot_of,
+    swizzled,
+)
 
 # M rows, D model width, F feed-forward width
 
@@ -115,7 +130,7 @@ class _Gate:
         if self.cubic:
             square = x * x
             bent, steep = bent * (1.0 + self.cubic * square), self.slope + 3.0 * self.cubic * self.slope * square
-        root = jax.lax.rsqrt(1.0 + jnp.exp2(bent * -LOG2E))
+        root = jax.lax.rsqrt(1.0 + jnp.exp2(bent * -math.log2(math.e)))
         sigmoid = root * root
         value = x * sigmoid
         return value, sigmoid + value * (1.0 - sigmoid) * steep

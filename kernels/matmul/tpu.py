@@ -85,7 +85,12 @@ class Block:
 
 
 def block_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, weights: int) -> Block | None:
-    """The fastest by a rough account of those that divide both and fit into VMEM, the largest of these; None if none does."""
+    """The one that is chosen, the first of `blocks_of`; None if there is none."""
+    return next(iter(blocks_of(rows, d_model, d_ff, itemsize, kind, weights=weights)), None)
+
+
+def blocks_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, weights: int) -> list[Block]:
+    """Those that divide both and fit into VMEM: the fastest by a rough account, of these the largest first."""
     side = 2 * LANES if kind in WIDE else LANES
     found = []
     for high, wide, part in itertools.product(SIZES, SIZES, SIZES):
@@ -93,7 +98,7 @@ def block_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, we
         if not (rows % high or d_ff % wide or high % part) and (part * cycles <= MOST_CYCLES or part == SIZES[-1]):
             found.append(Block(high, wide, part, weights, d_model, cycles))
     fitting = (block for block in found if block.vmem(itemsize) <= _vmem(kind))
-    return min(fitting, key=lambda block: (block.time(itemsize), -block.rows * block.columns), default=None)
+    return sorted(fitting, key=lambda block: (block.time(itemsize), -block.rows * block.columns))
 
 
 def _vmem(kind: str) -> int:
@@ -128,10 +133,14 @@ def gated_forward(
     activation: str,
     device_kind: str,
     interpret: bool = False,
+    block: Block | None = None,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
-    """(act(x gate) * (x up), x gate, x up), each rounded to x's dtype, the first computed from the rounded two."""
+    """(act(x gate) * (x up), x gate, x up), each rounded to x's dtype, the first computed from the rounded two.
+
+    `block`: another than that of `block_of`, to be compared with it.
+    """
     (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
-    block = block_of(rows, d_model, d_ff, x_MD.dtype.itemsize, device_kind, weights=2)
+    block = block or block_of(rows, d_model, d_ff, x_MD.dtype.itemsize, device_kind, weights=2)
     assert block is not None, "why_not says so"
     kernel = functools.partial(_forward_kernel, block, ACTIVATIONS[activation], _between(x_MD.dtype, device_kind))
     operands = [(x_MD, "rows"), (gate_DF, "columns"), (up_DF, "columns")]
@@ -167,10 +176,11 @@ def gated_backward(
     activation: str,
     device_kind: str,
     interpret: bool = False,
+    block: Block | None = None,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
-    """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy."""
+    """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy. `block`: as for `gated_forward`."""
     (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
-    block = block_of(rows, d_model, d_ff, dy_MD.dtype.itemsize, device_kind, weights=1)
+    block = block or block_of(rows, d_model, d_ff, dy_MD.dtype.itemsize, device_kind, weights=1)
     assert block is not None, "why_not says so"
     kernel = functools.partial(_backward_kernel, block, ACTIVATIONS[activation], _between(dy_MD.dtype, device_kind))
     operands = [(dy_MD, "rows"), (down_FD, "turned"), (gate_MF, "inside"), (up_MF, "inside")]

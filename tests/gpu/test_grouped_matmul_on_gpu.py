@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import grouped_matmul
-from maxlm.kernels.attention.gpu import DEVICES
 from maxlm.kernels.grouped_matmul import gpu_product
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
+from maxlm.kernels.hopper import DEVICES
 
 pytestmark = pytest.mark.skipif(
     not any(kind in jax.devices()[0].device_kind for kind in DEVICES), reason=f"the device is no {' or '.join(DEVICES)}"

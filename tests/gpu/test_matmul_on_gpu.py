@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.kernels.attention.gpu import DEVICES
+from maxlm.kernels.hopper import DEVICES
 from maxlm.kernels.matmul import gated_mlp, gpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import attention, attention_and_logsumexp
-from maxlm.kernels.attention import tpu, xla
+from maxlm.kernels.attention import attention_part, attention_part_gradients, blocks, merge, parts, tpu, xla
 from maxlm.kernels.attention.reference import attention_reference, visible
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -72,8 +72,7 @@ def test_gradients_equal_those_of_the_definition(options):
 )
 def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     """Those of the TPU, interpreted: values and gradients, documents that end inside a block and skip some, a head dim below a lane."""
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     q, k, v, segments = operands(5, S=512, G=2, K=16)
     weights = jax.random.normal(jax.random.key(9), q.shape)
 
@@ -98,8 +97,7 @@ def logsumexp_reference(q, k, segments_BS, window=None, scale=0.3):
 @pytest.mark.parametrize("options", [{}, {"window": 100}])
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, segments = operands(10, S=256, G=2, K=16)
     of_out, of_lse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 4, 256))
@@ -167,8 +165,7 @@ def test_splash_gives_no_logsumexp():
 
 def test_bfloat16_is_as_exact_as_xla(monkeypatch):
     """Against the definition in float32: no implementation may be off by more than twice what plain bfloat16 operations are."""
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     q, k, v, segments = operands(13, B=1, S=512, H=2, G=1, K=64)
     weights = jax.random.normal(jax.random.key(3), q.shape)
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -206,8 +203,7 @@ def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
 
 def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
     """The forward kernel sums weights against a near score; a query whose sum then is lost, and no other, is computed again."""
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
     segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
     plain = run(q, k, v, segments, implementation="flash")
@@ -220,8 +216,7 @@ def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
 
 def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 128)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
     q, k, v, _ = operands(6, B=1, S=384)
     segments = jnp.asarray(np.repeat([[1, 2, 2]], 128, axis=1), jnp.int32)
     v = v.at[:, :128].set(jnp.nan)
@@ -232,6 +227,32 @@ def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     assert np.isfinite(second(q, k, v))
     for gradient in jax.grad(second, argnums=(0, 1, 2))(q, k, v):
         assert np.all(np.isfinite(gradient[:, 128:]))
+
+
+def test_blocks_are_those_of_the_nearest_head_dim_and_divide_the_sequence(monkeypatch):
+    v6e = "TPU v6 lite"
+    rows = {(v6e, False, 128): (1024, 512), (v6e, False, 256): (512, 256), (v6e, True, 128): (256, 256), ("TPU v5", False, 128): (256, 128)}
+    monkeypatch.setattr(blocks, "table", lambda: {key: blocks.Blocks(*sizes) for key, sizes in rows.items()})
+    assert blocks.blocks_of(8192, 64, None, v6e) == (1024, 512), "a head dim below a lane is padded"
+    assert blocks.blocks_of(8192, 192, None, v6e) == blocks.blocks_of(8192, 512, None, v6e) == (512, 256)
+    assert blocks.blocks_of(8192, 256, 1024, v6e) == (256, 256)
+    assert blocks.blocks_of(384 * 5, 128, None, v6e) == (640, 384), "the largest that divide it"
+    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.OTHERWISE
+
+
+def test_smaller_blocks_run_where_those_of_the_table_have_no_room(monkeypatch):
+    """A sequence that fits into VMEM with blocks that are small is not left to another kernel."""
+    rows = {("TPU v6 lite", False, 128): blocks.Blocks(1024, 2048)}
+    monkeypatch.setattr(blocks, "table", lambda: rows)
+    for seq_len, backward in ((4096, 2048), (16384, 512)):
+        assert tpu.sizes_of(seq_len, 128, None, "TPU v6 lite") == (1024, backward)
+        assert tpu.why_not(seq_len, 128, "TPU v6 lite") == ""
+
+
+def test_every_row_of_the_table_can_run():
+    for (kind, windowed, head_dim), sizes in blocks.table().items():
+        assert tpu.sizes_of(4096, head_dim, 1024 if windowed else None, kind) == sizes
+        assert tpu.why_not(4096, head_dim, kind) == ""
 
 
 @pytest.mark.parametrize("implementation", ["flash", "splash"])
@@ -260,8 +281,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 @pytest.mark.parametrize("implementation", ["flash", "splash", "xla"])
 def test_changing_one_document_changes_no_bit_of_another(implementation, monkeypatch):
     """Of outputs nor gradients: documents of one token and of many, that end inside a block, and padding between."""
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     q, k, v, _ = operands(3, B=1, S=256, K=16)
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0, 4]], [90, 1, 69, 20, 76], axis=1), jnp.int32)
     changed = (segments == 3)[..., None, None]
@@ -298,3 +318,66 @@ def test_shapes_that_do_not_fit_are_named(shapes, named):
     with pytest.raises(ValueError, match="attention: ") as error:
         run(q, k, v, jnp.ones(shapes[3], jnp.int32))
     assert named in str(error.value)
+
+
+# Parts: the keys of a chunk, `offset` tokens before the queries.
+
+
+def chunk(x, at, L):
+    return jnp.swapaxes(x[:, at * L : (at + 1) * L], 1, 2)
+
+
+def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
+    """(output, logsumexp) of sequences, or the gradients of q, k, v, from parts: every chunk of queries with every one of keys before."""
+    n, wholes, gradients = q.shape[1] // L, [], [jnp.zeros_like(x) for x in (q, k, v)]
+
+    def pair(i, j):
+        own = (slice(None), slice(i * L, (i + 1) * L)), (slice(None), slice(j * L, (j + 1) * L))
+        return (chunk(q, i, L), chunk(k, j, L), chunk(v, j, L), segments[own[0]], segments[own[1]]), {"offset": (i - j) * L, **options}
+
+    for i in range(n):
+        asked = [pair(i, j) for j in range(i + 1)]
+        wholes.append(merge([attention_part(*operands, **kwargs) for operands, kwargs in asked]))
+        if dout is None:
+            continue
+        for j, (operands, kwargs) in enumerate(asked):
+            rows = slice(i * L, (i + 1) * L)
+            found = attention_part_gradients(*operands, wholes[i], dout[:, rows], dlse[:, :, rows], **kwargs)
+            for at, (which, x) in zip((i, j, j), enumerate(found), strict=True):
+                gradients[which] = gradients[which].at[:, at * L : (at + 1) * L].add(jnp.swapaxes(x, 1, 2))
+    whole = jnp.concatenate([out for out, _ in wholes], axis=1), jnp.concatenate([lse for _, lse in wholes], axis=2)
+    return whole if dout is None else gradients
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "pieces"),
+    [
+        ("flash", {}, 1),
+        ("flash", {"window": 200, "softcap": 2.0}, 1),
+        ("xla", {"window": 100}, 1),
+        ("xla", {}, 1),
+        ("xla", {}, 2),
+        ("xla", {"window": 70}, 4),
+    ],
+)
+def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):
+    """Outputs and logsumexp, and gradients under the cotangents of both: documents and padding that cross chunks, and chunks in pieces."""
+    monkeypatch.setattr(parts, "_cut", lambda *_: [slice(start, start + 256 // pieces) for start in range(0, 256, 256 // pieces)])
+    monkeypatch.setattr(tpu, "sizes_of", lambda *_: blocks.Blocks(128, 128))
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
+    q, k, v, _ = operands(14, B=2, S=512, H=2, G=1, K=16)
+    segments = jnp.asarray([[1] * 512, [1] * 100 + [2] * 300 + [0] * 112], jnp.int32)
+    dout, dlse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 2, 512))
+    dlse = jnp.where((segments != 0)[:, None], dlse, 0.0)
+
+    def total(q, k, v):
+        lse = attention_and_logsumexp(q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.3, **options)[1]
+        out = reference(q, k, v, segments, **options)
+        return jnp.sum(dout * out) + jnp.sum(jnp.where(jnp.isfinite(lse), dlse * lse, 0.0)), (out, lse)
+
+    asked = {**options, "scale": 0.3, "implementation": implementation}
+    gradients, whole = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    for mine, other in zip(in_chunks(q, k, v, segments, 256, **asked), whole, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+    for mine, other in zip(in_chunks(q, k, v, segments, 256, dout, dlse, **asked), gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=5e-5)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.kernels import attention_and_logsumexp
-from maxlm.kernels.attention import tpu
+from maxlm.kernels.attention import blocks, tpu
 
 
 def test_a_race_is_found(capfd):
@@ -33,8 +33,7 @@ def test_a_race_is_found(capfd):
 
 @pytest.mark.parametrize(("wide", "options"), [(False, {}), (True, {"window": 100, "softcap": 5.0})], ids=["narrow", "wide, window"])
 def test_attention(wide, options, monkeypatch, capfd):
-    monkeypatch.setattr(tpu, "MOST_FORWARD", 256)
-    monkeypatch.setattr(tpu, "MOST_BACKWARD", 128)
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
     monkeypatch.setattr(tpu, "WIDE", ("",) if wide else ())
     keys, heads = jax.random.split(jax.random.key(0), 3), (4, 2, 2)
     qkv = [jax.random.normal(key, (1, 512, h, 128), jnp.bfloat16) for key, h in zip(keys, heads, strict=True)]
