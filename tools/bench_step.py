@@ -1,10 +1,13 @@
-"""How much of a step's time is ours: the product's step and loop against the same mathematics as one bare jitted function.
+"""How much of a step's time is ours: the product's step and loop against the same mathematics as one bare jitted function, or in torch.
 
-usage: python tools/bench_step.py [--rounds 5] [--steps 10] [CONFIG [key=value ...]]     (default: runs/quickstart)
+usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch] [CONFIG [key=value ...]]     (default: runs/quickstart)
 
 - step: the bare function is written here in one piece, with plain arrays and no sharding, remat, guards or metrics beyond the loss;
   both run alternately on the same batch, and medians are compared. Target: at most 1.03.
 - loop: seconds a step that the loop adds around a step that takes no time (fetch, log, observers). Target: under 1 ms.
+- `--against torch`: instead of both, the same model, weights and batch under torch.compile, with SDPA and fused AdamW
+  (tools/torch_llama.py); for AdamW and Llama-like models. Target: a ratio below 1, of medians, our seconds over torch's.
+  Options that torch's users have, too: `--torch-mode`, `--torch-attention`, `--torch-chunks`, `--torch-remat`.
 Prints a table and one JSON line.
 """
 
@@ -15,15 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import against_torch as race
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from maxlm.config import Config, load
+from maxlm.config.errors import UserError
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.models.layers import rope_angles, rotate
 from maxlm.parallel import build_mesh
@@ -114,27 +120,51 @@ def loop_overhead(program: Program, batch: Batch, steps: int = 300) -> float:
     return took / steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="runs/quickstart")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    args = parser.parse_args()
-    config = load(args.config, args.overrides).config
+def against_bare(config: Config, rounds: int, steps: int) -> dict[str, Any]:
+    """The step and the loop of `config` beside the bare function; says so on stderr."""
     program = build_program(config, build_mesh(config, jax.devices()[:1]))
     ids = np.random.default_rng(0).integers(1, config.model.vocab_size, (config.train.global_batch, config.data.seq_len + 1))
     host = batch_of_windows(ids, np.full(len(ids), ids.shape[1]), 0, mask_documents=True)
     with jax.set_mesh(program.mesh):
         batch = jax.device_put(host, program.batch_sharding)
-        ours, theirs = (statistics.median(times) for times in compare_steps(program, batch, args.rounds, args.steps))
+        ours, theirs = (statistics.median(times) for times in compare_steps(program, batch, rounds, steps))
         overhead = loop_overhead(program, batch)
-    found = {"step_s": ours, "bare_step_s": theirs, "ratio": ours / theirs, "loop_overhead_s": overhead, "jax": jax.__version__}
     print(
         f"step {1e3 * ours:.1f} ms, bare {1e3 * theirs:.1f} ms, ratio {ours / theirs:.3f}; loop overhead {1e3 * overhead:.3f} ms a step",
         file=sys.stderr,
     )
-    print(json.dumps({**found, "config": Path(args.config).stem}))
+    return {"step_s": ours, "bare_step_s": theirs, "ratio": ours / theirs, "loop_overhead_s": overhead}
+
+
+def against_torch(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """The step of `config` beside torch's; says so on stderr. Raises UserError without torch, or for what its model cannot be."""
+    torch = race.Torch(args.torch_python, args.torch_mode, args.torch_attention, args.torch_chunks, args.torch_remat)
+    race.check(config, torch)
+    found = race.race(config, torch, args.rounds, args.steps)
+    print(race.show(found), file=sys.stderr)
+    return {**found, "torch_settings": asdict(torch)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", default="runs/quickstart")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--against", choices=("bare", "torch"), default="bare")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--torch-python", default=sys.executable, help="the Python that has torch; default: this one")
+    parser.add_argument("--torch-mode", choices=("default", "max-autotune", "eager"), default="default", help="of torch.compile")
+    parser.add_argument("--torch-attention", choices=("auto", "cudnn", "flash"), default="auto", help="the kernel behind SDPA")
+    parser.add_argument("--torch-chunks", type=int, default=1, help="parts in which Inductor computes the logits; default: all at once")
+    parser.add_argument("--torch-remat", action="store_true", help="compute layers again in the backward pass")
+    args = parser.parse_intermixed_args()
+    try:
+        config = load(args.config, args.overrides).config
+        found = against_torch(config, args) if args.against == "torch" else against_bare(config, args.rounds, args.steps)
+    except UserError as error:
+        print(f"bench_step: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps({**found, "jax": jax.__version__, "config": Path(args.config).stem, "overrides": args.overrides}))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Topology:
 
     @property
     def is_tpu(self) -> bool:
-        return _is_tpu(self.chip)
+        return is_tpu(self.chip)
 
     @property
     def chips(self) -> int:
@@ -80,7 +80,7 @@ def parse(name: str, slices: int = 1) -> Topology:
     count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim
     sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit() and len(side) < 9]
     if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
-        example = f"{chip.name.lower()}:{'x'.join('4' * count) if _is_tpu(chip) else '1x1x8'}"
+        example = f"{chip.name.lower()}:{'x'.join('4' * count) if is_tpu(chip) else '1x1x8'}"
         raise TopologyError(f"must be a chip, a colon and {count} sizes with `x` between them", f"write it as in {example}")
     topology = Topology(chip, tuple(sides), slices)
     if topology.is_tpu:
@@ -107,7 +107,8 @@ def _check_shape(topology: Topology) -> None:
         raise TopologyError(f"has a side above 16, and a {chip.name} pod is 16x16", fix)
 
 
-def _is_tpu(chip: Chip) -> bool:
+def is_tpu(chip: Chip) -> bool:
+    """Whether a chip is a TPU; all others that we know are NVIDIA's GPUs."""
     return chip.device_kinds[0].startswith("TPU")
 
 

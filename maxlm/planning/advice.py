@@ -132,6 +132,7 @@ def remarks(
 ) -> list[str]:
     """What a specialist would say about a step that fits, one sentence each."""
     return [
+        *_not_calibrated(topology),
         *_off_tile(config, topology, sizes),
         *_small_batch(config, topology, sizes, links),
         *_exposed(cost),
@@ -141,7 +142,17 @@ def remarks(
     ]
 
 
+def _not_calibrated(topology: Topology) -> Iterator[str]:
+    if not topology.is_tpu:
+        yield (
+            f"The time is a guess from the peak and the bandwidth of {topology.chip.name}, which no measurement has corrected. "
+            "On the chip XLA also tries kernels for each matmul, which it cannot here: memory may differ a little."
+        )
+
+
 def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
+    if not topology.is_tpu:  # its tensor cores take any width that is not tiny
+        return
     model, tensor = config.model, sizes["tensor"]
     tile = matrix_unit(topology.chip)
     dims = {
@@ -168,7 +179,7 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
         return
     chip, link = topology.chip, links["fsdp"]
     ways = 2 if link.wrapped else 1
-    speed = chip.ici_bytes_per_s_per_link * link.dims * ways
+    speed = chip.ici_bytes_per_s_per_link * (link.dims * ways if topology.is_tpu else chip.ici_links)
     if link.slices > 1:  # what crosses is shared among the chips of a slice
         speed = min(speed, chip.dcn_bytes_per_s * sizes["fsdp"] / link.slices)
     needed = chip.peak_bf16_flops_per_device / speed
@@ -214,7 +225,8 @@ def surprise(traffic: Traffic) -> str:
         return ""
     if "unknown" in traffic.axes:
         return "unexpected: a collective over devices that are no mesh axis"
-    if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all"):
+    asked_for = traffic.where.rsplit("/", 1)[-1] in ("ppermute", "all_to_all")  # in the source, as by attention over `context`
+    if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all") and not asked_for:
         return "unexpected: the partitioner moves data between layouts"
     if traffic.opcode == "all-reduce" and "fsdp" in traffic.axes:
         if "jvp" in traffic.where and "transpose(" not in traffic.where:

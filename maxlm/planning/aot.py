@@ -1,7 +1,9 @@
 """Compiles the very step that training runs, for chips that are not there.
 
 libtpu holds the whole compiler, and needs no chip to use it: it takes or refuses flags and kernels, schedules, and lays out memory as it
-would on the pod. What it said is kept on disk, under a key of everything that it depends on, so that nobody waits for it twice.
+would on the pod. So does jax's CUDA plugin for GPUs, except that there XLA measures some choices on the chip (how it multiplies matrices,
+above all) and takes defaults where there is none. What the compiler said is kept on disk, under a key of everything that it depends on,
+so that nobody waits for it twice.
 """
 
 import hashlib
@@ -21,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.topologies import Topology, near
-from maxlm.planning import cache
+from maxlm.planning import cache, gpu
 
 if TYPE_CHECKING:
     import jax
@@ -100,7 +103,7 @@ def build(config: Config, topology: Topology) -> "Program":
 def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
     """The step of `config`, compiled for `topology` or taken from the cache; `options` come over those that training passes.
 
-    Raises UserError without libtpu, for a topology that libtpu does not have, and for a mesh that does not match.
+    Raises UserError without the compiler, for a topology that it does not have, and for a mesh that does not match.
     """
     return compile_program(build(config, topology), topology, options)
 
@@ -108,6 +111,8 @@ def compile_step(config: Config, topology: Topology, options: Mapping[str, str |
 def compile_program(program: "Program", topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
     """`compile_step` of a program that `build` made."""
     lowered = program.lower()
+    if not topology.is_tpu:
+        gpu.show_tools()
     options = {**program.compiler_options, **(options or {})}
     key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options)
     kept = cache.read(key)
@@ -123,7 +128,12 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
 
 @lru_cache
 def available_hbm(topology: Topology) -> int:
-    """Bytes of HBM that a program may use on one device. The compiler says it when it refuses a program that no chip can hold."""
+    """Bytes of HBM that a program may use on one device.
+
+    XLA:TPU says it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is what our runs let jax take.
+    """
+    if not topology.is_tpu:
+        return int(GPU_MEMORY_SHARE * gpu.MEMORY_BYTES[topology.chip.name])
     import jax
     import jax.numpy as jnp
 
@@ -153,7 +163,7 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
         return CompiledStep("", None, *sizes, seconds=time.monotonic() - started)
     seconds = time.monotonic() - started
     stats, text = compiled.memory_analysis(), compiled.as_text()
-    assert stats is not None and text is not None, "XLA:TPU states both of every program"
+    assert stats is not None and text is not None, "XLA states both of every program"
     memory = Memory(
         argument=stats.argument_size_in_bytes,
         output=stats.output_size_in_bytes,
@@ -163,6 +173,8 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
         peak=stats.peak_memory_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
+    if memory.used > available:
+        return CompiledStep("", None, memory.used, available, seconds)
     return CompiledStep(text, memory, memory.used, available, seconds)
 
 
@@ -178,9 +190,9 @@ def _needed_and_available(message: str) -> tuple[int, int] | None:
 
 @lru_cache
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
-    """Devices that are not there. Raises UserError when libtpu is missing or does not know the topology."""
+    """Devices that are not there. Raises UserError when the compiler is missing or does not know the topology."""
     if not topology.is_tpu:
-        raise UserError(f"{topology.name} is no TPU: maxlm compile knows the TPU compiler only; use for example --topology v5p:4x4x4.")
+        return gpu.devices(topology)
     if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
         raise UserError("libtpu, which holds the TPU compiler, is not installed: run pip install -e '.[tpu]' (no TPU is needed).")
     leave_chips_alone()
@@ -220,7 +232,11 @@ def _silence() -> Iterator[None]:
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
     """A digest of everything that the compiler's answer depends on. The 1 is the form in which it is kept."""
-    versions = ["1", importlib.metadata.version("jax"), *(_version(name) for name in ("jaxlib", "libtpu"))]
+    versions = [
+        "1",
+        importlib.metadata.version("jax"),
+        *(_version(name) for name in ("jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")),
+    ]
     facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, os.environ.get("LIBTPU_INIT_ARGS", "")])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
 

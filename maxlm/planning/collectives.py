@@ -1,7 +1,8 @@
 """What chips say to each other: a collective of a compiled program, the mesh axes and links it runs over, and how long it takes.
 
 Seconds are of bandwidth-optimal algorithms on a torus (jax-ml.github.io/scaling-book, part 3): what a chip must receive, over the links
-its group reaches it by, plus a microsecond a hop. Copies between a chip and its host (offloading) are counted here too.
+its group reaches it by, plus a microsecond a hop. GPUs of a host are joined by a switch: a chip has all its links to any other. Copies
+between a chip and its host (offloading) are counted here too.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import is_tpu
 from maxlm.planning.groups import axes_of, axes_of_pairs, device_groups
 from maxlm.planning.hlo import HOST, Computation, Op
 
@@ -18,6 +20,7 @@ OPCODES = frozenset(
 )
 HOP_S = 1e-6  # from a chip to its neighbour, by the book
 DCN_S = 1e-5  # from a slice to another: two hosts and the switches between them
+SWITCH_S, SWITCH_SHARE = 1e-5, 0.8  # of NCCL over NVLink: what a collective costs however small, and its share of the links. Not measured
 HOST_AXES = ("host",)
 
 # Bytes/s between a chip and its host, one way: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how
@@ -106,18 +109,27 @@ class Network:
         links = {axis: self.links[axis] for axis in axes if axis in self.links}
         slices = math.prod(link.slices for link in links.values())
         if opcode == "collective-permute":
-            speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (self.chip.ici_bytes_per_s_per_link, HOP_S)
+            near_speed, near_latency = (self._switch, SWITCH_S) if self._switch else (self.chip.ici_bytes_per_s_per_link, HOP_S)
+            speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (near_speed, near_latency)
             return payload / speed + latency
         inside = group_size // slices
         near = [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
-        seconds = self._torus(opcode, payload, inside, near) if inside > 1 else 0.0
+        seconds = self._inside(opcode, payload, inside, near) if inside > 1 else 0.0
         if slices > 1:  # first within a slice; what then crosses is shared among its chips, except that an exchange has nothing to share
             rounds = 2 if opcode == "all-reduce" else 1
             share = payload if "all-to-all" in opcode else payload / inside
             seconds += rounds * share * (slices - 1) / slices / self.chip.dcn_bytes_per_s + DCN_S
         return seconds
 
-    def _torus(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
+    @property
+    def _switch(self) -> float:
+        """Bytes/s that a chip sends into the switch of its host; 0 where a torus joins the chips."""
+        return 0.0 if is_tpu(self.chip) else SWITCH_SHARE * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
+
+    def _inside(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
+        if self._switch:
+            rounds = 2 if opcode == "all-reduce" else 1
+            return rounds * payload * (chips - 1) / chips / self._switch + SWITCH_S
         dims = max(1, min(sum(link.dims for link in links), self.chip.ici_links // 2))
         wrapped = all(link.wrapped for link in links)
         side = chips ** (1 / dims)

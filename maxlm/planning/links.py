@@ -1,4 +1,7 @@
-"""How the axes of a mesh lie on the machine: along which dims of the torus, closed to rings or not, inside a slice or across."""
+"""How the axes of a mesh lie on the machine: along which dims of the torus, closed to rings or not, inside a slice or across.
+
+Of GPUs a host is what a slice is of TPUs: within it a switch joins all, and the data-centre network is between.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -7,9 +10,10 @@ from maxlm.hardware.topologies import Topology
 from maxlm.planning.collectives import AxisLinks
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import Mesh
 
-Place = tuple[int, tuple[int, ...]]  # slice, and where in it along each dim of the torus
+Place = tuple[int, tuple[int, ...]]  # slice (of GPUs: host), and where in it along each dim of the torus
 
 
 def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
@@ -18,8 +22,13 @@ def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
 
 
 def within_slice(mesh: "Mesh", topology: Topology) -> tuple[dict[str, int], Mapping[str, AxisLinks]]:
-    """The mesh of one slice, axis to size, and its links: what a program says, since it is compiled for one slice of several."""
-    lines = {axis: [place for place in line if place[0] == line[0][0]] for axis, line in _lines(mesh).items()}
+    """The mesh of one slice, axis to size, and its links: what a program says, since it is compiled for one slice of several.
+
+    A program for GPUs is compiled for all of them.
+    """
+    lines = _lines(mesh)
+    if topology.is_tpu:
+        lines = {axis: [place for place in line if place[0] == line[0][0]] for axis, line in lines.items()}
     return {axis: len(line) for axis, line in lines.items()}, {
         axis: links_of(line, topology) for axis, line in lines.items() if len(line) > 1
     }
@@ -30,8 +39,14 @@ def _lines(mesh: "Mesh") -> dict[str, list[Place]]:
     lines = {}
     for number, (axis, size) in enumerate(mesh.shape.items()):
         devices = mesh.devices.swapaxes(0, number).reshape(size, -1)[:, 0]
-        lines[axis] = [(getattr(device, "slice_index", None) or 0, tuple(device.coords)) for device in devices]
+        lines[axis] = [_place(device) for device in devices]
     return lines
+
+
+def _place(device: "jax.Device") -> Place:
+    if device.platform == "tpu":
+        return getattr(device, "slice_index", None) or 0, tuple(device.coords)
+    return device.process_index, tuple(device.coords)
 
 
 def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:

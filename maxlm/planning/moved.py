@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from maxlm.planning.hlo import Computation, Module, Op
 
+# Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
+MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", "reduce", "pad", "dynamic-slice", "dynamic-update-slice"}
+
 
 def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
     """Bytes that `op` of `computation` reads and writes, wherever they lie. Of an array that is sliced or updated in place, the slice."""

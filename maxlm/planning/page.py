@@ -67,7 +67,10 @@ def _time(report: Report, console: Console) -> None:
     total = cost.total_s or 1.0
     tokens = report.config.tokens_per_step / total
     mfu = f"MFU {percent(report.mfu)}, " if report.mfu is not None else ""
-    _title(console, f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s (predicted)")
+    _title(
+        console,
+        f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s ({'predicted' if report.topology.is_tpu else 'a guess'})",
+    )
     kinds = {
         "matmul": ("#", cost.matmul_s),
         "attention": ("@", cost.attention_s),
@@ -77,8 +80,8 @@ def _time(report: Report, console: Console) -> None:
     }
     width = max(10, min(console.width - 6, 72))
     _line(console, f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
-    said = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
-    _line(console, "  " + "   ".join(said))
+    parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
+    _line(console, "  " + "   ".join(parts))
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]

@@ -78,7 +78,7 @@ class Report:
             return None
         cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
         tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
-        return {"step_s": self.cost.total_s, "mfu": self.mfu, "tokens_per_s": tokens, **cost}
+        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, "mfu": self.mfu, "tokens_per_s": tokens, **cost}
 
 
 def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> Report:

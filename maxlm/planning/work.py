@@ -47,7 +47,7 @@ def attention_flops(op: Op, computation: Computation) -> int:
     query, key = heads[:2]
     results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
     backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
-    matmuls = backward if is_backward(op) else 2
+    matmuls = backward if is_backward(op.name) else 2
     return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
 
 
@@ -56,9 +56,9 @@ def _head_dim(shape: Shape) -> int:
     return next((dim for dim in (shape.dims[-1], shape.dims[-2]) if dim in (64, 128, 192, 256)), 0)
 
 
-def is_backward(op: Op) -> bool:
-    """Whether an attention kernel is one of the backward pass, by its name."""
-    return bool(re.search(r"dq|dkv|bwd|backward", op.name))
+def is_backward(name: str) -> bool:
+    """Whether an attention kernel of that name, or place in the source, is one of the backward pass."""
+    return bool(re.search(r"dq|dkv|bwd|backward", name))
 
 
 def _flops(op: Op, computation: Computation, tile: int) -> int:

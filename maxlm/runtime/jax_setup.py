@@ -1,15 +1,21 @@
-"""What jax is told before it touches a device: where compiled programs are kept, and what not to look for."""
+"""What jax is told before it touches a device: where compiled programs are kept, what not to look for, what it may take."""
 
 import os
 from pathlib import Path
 
 import jax
 
+from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.runtime.accelerators import may_be_there
 
 
 def look_for_devices() -> None:
-    """Where no device file is, spare a libtpu that was installed for planning its search, which is loud and takes seconds."""
+    """Where no device file is, spare a libtpu that was installed for planning its search, which is loud and takes seconds.
+
+    Of a GPU jax may take as much memory as `maxlm compile` counts on, unless the environment says otherwise.
+    """
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name: jax refuses to be told by both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     if not may_be_there() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 

@@ -63,6 +63,13 @@ def test_small_collectives_surprise_nobody(opcode):
     assert advice.surprise(traffic(opcode, size=4096)) == ""
 
 
+@pytest.mark.parametrize(("opcode", "operation"), [("collective-permute", "ppermute"), ("all-to-all", "all_to_all")])
+def test_what_the_source_asks_for_surprises_nobody(opcode, operation):
+    """The hops of a ring, and heads exchanged for tokens."""
+    assert advice.surprise(traffic(opcode, axes=("context",), where=f"jit(train_step)/jvp()/shard_map/{operation}")) == ""
+    assert "moves data between layouts" in advice.surprise(traffic(opcode, axes=("context",), where="jit(train_step)/jvp()/dot_general"))
+
+
 def test_settings_that_break_a_rule_are_not_tried():
     assert advice.changed(config(), {"train.microbatches": 3}) is None
     fewer = advice.changed(config(), {"train.global_batch": 8, "memory.remat": "dots"})

@@ -1,6 +1,9 @@
-"""What ptxas and nvdisasm print of two kernels, as they print it."""
+"""What ptxas and nvdisasm print of two kernels, as they print it; and what is compiled for an H200 that is not there, by XLA alone."""
 
-from maxlm.planning.lab.hopper import read
+import pytest
+
+from maxlm.kernels.linear_cross_entropy.shapes import SHAPES
+from maxlm.planning.lab.hopper import memory_of, missing, read
 
 PRINTED = """
 ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions defining \
@@ -32,3 +35,13 @@ def test_registers_spills_warnings_and_instructions_are_each_kernels_own():
     assert len(slow.warnings) == 2
     assert "serialized" in slow.warnings[0]
     assert (fast.name, fast.registers, fast.spill_stores, fast.warnings, fast.opcodes) == ("fast_kernel", 40, 0, (), {"LDC": 1})
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_loss_without_logits_needs_little_memory_beside_its_gradients(shape):
+    """Under 1 GiB, where all logits in float32 take 15.7; and the gradient of the weights, which is added up in float32."""
+    memory = memory_of("linear_cross_entropy", "xla", shape.name)
+    weights, states = shape.vocab_size * shape.d_model, shape.tokens * shape.d_model
+    assert memory.results - 2 * (weights + states) < 2**20, "the loss and two gradients in bfloat16"
+    assert memory.temporaries - 4 * weights < 2**30 < 4 * shape.tokens * shape.vocab_size

@@ -2,42 +2,23 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+DUMPS = ("final_bundles", "final_hlo-static-per-bundle-utilization", "post-delay-converter")  # code, slots, allocations
+DUMPED = re.compile(rf"\d+-(?P<operation>.+)-\d+-(?P<dump>{'|'.join(DUMPS)})\.txt")  # how libtpu calls these files
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0) +(?:L[BHE]|P[BF]|CT)? *: *>* *\{", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _INSTRUCTION = re.compile(r"(?:%(?P<result>\S+) = )?(?P<opcode>[a-z_]\w*(?:\.\w+)*)(?P<operands>.*)", re.DOTALL)
 _VALUE = re.compile(r"\b[spv]\d+_([spv]\d+)\b")
+_REMAINDER = re.compile(r"\bsdivrem(\.\w+ [^;}]*?)/\* kRem \*/")  # only the comment says which of both is popped
 _GUARD = re.compile(r"\((!?)%(\w+)(?:, %\w+)?\)")  # the value in brackets lies in the register of the result
 
-# Opcode, up to its first letters, to the unit that runs it; the first that fits. A pop takes a result and costs no unit.
-_UNITS = {
-    "vmatmul": "matrix",
-    "vmatpush": "weights",
-    "vmatprep": "",
-    "vdwg": "",
-    "vpop.f32.mrf": "results",
-    "vpop": "",
-    "vpow2": "transcendental",
-    "vrcp": "transcendental",
-    "vlog2": "transcendental",
-    "vtanh": "transcendental",
-    "vrsqrt": "transcendental",
-    "vxpose": "lanes",
-    "vrot": "lanes",
-    "vperm": "lanes",
-    "vadd.xlane": "lanes",
-    "vmax.xlane": "lanes",
-    "vld": "load",
-    "vst": "store",
-    "vsync": "",
-    "v": "vector",
-    "dma": "",
-    "s": "scalar",
-    "p": "scalar",
-}
+_ALLOCATION = re.compile(r"space=(vmem|smem), size = (\w+), offset = (\w+), scoped")
+SPILLS = "VSTORE:SPILL"  # the slot for registers that do not fit
 
 
 @dataclass(frozen=True)
@@ -49,33 +30,32 @@ class Instruction:
     guard: str
     operands: tuple[str, ...]
 
-    @property
-    def unit(self) -> str:
-        """What part of the core it keeps busy, empty if none; a spill is the copy of a register that did not fit."""
-        unit = next((unit for start, unit in _UNITS.items() if self.opcode.startswith(start)), "")
-        spilled = unit in ("load", "store") and any("_spill" in operand for operand in self.operands)
-        return f"spill {unit}" if spilled else unit
-
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel: its bundles in order, and the bundle where each numbered region starts."""
+    """A kernel: its bundles in order, the bundle where each numbered region starts, and how many slots of each kind a bundle fills.
+
+    `capacity`: slots of each kind that a bundle has. `memory`: bytes that the kernel takes of vmem and smem.
+    """
 
     bundles: tuple[tuple[Instruction, ...], ...]
     regions: dict[int, int]
+    slots: tuple[tuple[int, ...], ...]
+    capacity: Mapping[str, int]
+    memory: Mapping[str, int]
 
     @cached_property
     def units(self) -> tuple[Counter[str], ...]:
-        """Instructions of every bundle by unit, and the cycles for which it keeps each matrix unit (`mxu0`) busy."""
-        return tuple(self._units(bundle) for bundle in self.bundles)
+        """Slots that every bundle fills, and the cycles for which it keeps each matrix unit (`mxu0`) busy."""
+        return tuple(self._units(bundle, slots) for bundle, slots in zip(self.bundles, self.slots, strict=True))
 
     @cached_property
     def _wide(self) -> bool:
         """Whether the matrix units are two of 256 by 256, which take two rows a cycle; if not, four of 128 by 128, which take one."""
         return not any(instruction.opcode.endswith(("mxu2", "mxu3")) for bundle in self.bundles for instruction in bundle)
 
-    def _units(self, bundle: tuple[Instruction, ...]) -> Counter[str]:
-        counts = Counter(instruction.unit for instruction in bundle if instruction.unit)
+    def _units(self, bundle: tuple[Instruction, ...], slots: tuple[int, ...]) -> Counter[str]:
+        counts = Counter({name: filled for name, filled in zip(self.capacity, slots, strict=True) if filled})
         rows = "vmatprep.mubr" if self._wide else "vpop.f32.mrf"  # 16 rows that enter a wide unit, or 8 that leave a narrow one
         for instruction in bundle:
             if instruction.opcode.startswith(rows):
@@ -83,17 +63,22 @@ class Code:
         return counts
 
 
-def read(text: str) -> Code:
-    """The kernel in `text`, a file that libtpu's `final_bundles` dump wrote."""
+def read(text: str, utilization: str, allocations: str) -> Code:
+    """The kernel in `text`, a file that libtpu's `final_bundles` dump wrote, and in two more, named as the other `DUMPS` are."""
     starts = list(_BUNDLE.finditer(text))
     bundles, regions = [], {}
     for number, start in enumerate(starts):
         body = text[start.end() : starts[number + 1].start() if number + 1 < len(starts) else len(text)]
         for region in _REGION.findall(body):
             regions[int(region)] = number
-        slots = _COMMENT.sub("", body).strip().removesuffix("}").split(";;")
+        slots = _COMMENT.sub("", _REMAINDER.sub(r"srem\1", body)).strip().removesuffix("}").split(";;")
         bundles.append(tuple(_instruction(slot.strip()) for slot in slots if slot.strip()))
-    return Code(tuple(bundles), regions)
+    _, names, capacity, _, *rows = utilization.strip().splitlines()
+    filled = tuple(tuple(map(int, row.split())) for row in rows)
+    memory: Counter[str] = Counter()
+    for space, size, offset in _ALLOCATION.findall(allocations):
+        memory[space] = max(memory[space], int(size, 0) + int(offset, 0))
+    return Code(tuple(bundles), regions, filled, dict(zip(names.split(", "), map(int, capacity.split()), strict=True)), memory)
 
 
 def _instruction(text: str) -> Instruction:
@@ -105,7 +90,8 @@ def _instruction(text: str) -> Instruction:
     if guard is not None and found["opcode"] != "scalar_select":
         operands = operands[: guard.start()] + operands[guard.end() :]
     named = f"{guard[1]}{_register(guard[2])}" if guard else ""
-    result = _register(found["result"]) if found["result"] and "_" in found["result"] else ""
+    queued = found["opcode"].startswith("srem")  # its result is popped by its name
+    result = _register(found["result"]) if found["result"] and ("_" in found["result"] or queued) else ""
     parts = (part.strip().replace("%", "") for part in operands.split(",") if part.strip())
     return Instruction(found["opcode"], result, named, tuple(_VALUE.sub(r"\1", part) for part in parts))
 

@@ -40,6 +40,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "sshll": lambda a, b: a << (b & 31),
     "sshra": lambda a, b: a >> (b & 31),
     "sshrl": lambda a, b: (a & 0xFFFFFFFF) >> (b & 31),
+    "srem": lambda a, b: (a & 0xFFFFFFFF) % b,
     "smin": min,
     "smax": max,
     "scalar_lea": lambda a, b: a + b,
@@ -185,7 +186,7 @@ class _Core:
                 index = int(next((part for part in operands if "index: " in part), "index: -1").split()[-1])
                 return self.numbers.get(index, 0)
             case "spop":
-                return 0
+                return self.registers.get(operands[0], 0)
         raise UserError(f"The kernel lab does not know the scalar instruction {instruction.opcode}.")
 
     def read(self, operand: str) -> float:
@@ -227,7 +228,7 @@ def _acts(instruction: Instruction) -> bool:
         return False  # a phi shares the register of what flows into it
     if instruction.opcode in ("sbr.rel", "sst", "dma.done.wait", *_COPIES) or instruction.opcode.endswith("to_smem"):
         return True
-    return instruction.result[:1] in ("s", "p") and not instruction.opcode.startswith("v")
+    return (instruction.result[:1] in ("s", "p") or instruction.opcode.startswith("srem")) and not instruction.opcode.startswith("v")
 
 
 def _signed(number: int) -> int:

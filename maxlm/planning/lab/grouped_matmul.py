@@ -1,6 +1,7 @@
 """The grouped matmul in the kernel lab: ours and megablox, of the jax wheel."""
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +13,36 @@ from jax.experimental.pallas import tpu as pltpu
 from maxlm.kernels.grouped_matmul import grouped_matmul, tpu, visits
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
-from maxlm.planning.lab.cases import Case, Kernel
+from maxlm.planning.lab.cases import TRIED, Case, Kernel
 
 PARTS = ("forward", "dx", "dw")
-Parts = Mapping[str, tuple[str, Sequence[np.ndarray]]]  # of each its kernel's name, and the scalars that it branches on
+Parts = Mapping[str, tuple[str, Sequence[np.ndarray], str]]  # of each its kernel's name, the scalars that it branches on, and its blocks
 Tiling = tuple[int, int, int]  # rows; of the weights what is contracted and columns, of their gradient its rows and columns
 
 _MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # its package gives this name to a function
 
 
-def grouped_matmul_case(shape: GroupedShape, implementation: str, device_kind: str) -> Case:
-    """One matmul of experts and both of its gradients."""
+def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, tried: bool) -> Sequence[Case]:
+    """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
+    if implementation != "tpu":
+        return [_case(shape, _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind), device_kind)]
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    choices = (
+        tpu.product_tiles(rows, deep, wide, 2, device_kind),
+        tpu.product_tiles(rows, wide, deep, 2, device_kind),
+        tpu.weights_tiles(rows, deep, wide, 2, device_kind),
+    )
+    best = [list(itertools.islice(tiles, TRIED if tried else 1)) for tiles in choices]
+    rounds = range(max(map(len, best)))  # of the shorter lists the last again
     sizes_E = jnp.asarray(shape.group_sizes())
-    run, scalars = _ours(shape, sizes_E, device_kind) if implementation == "tpu" else _megablox(shape, sizes_E, device_kind)
-    kernels = [Kernel(part, name, own, 2.0 * rows * deep * wide) for part, (name, own) in scalars.items()]
+    tried_at = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
+    return [_case(shape, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tried_at]
+
+
+def _case(shape: GroupedShape, implementation: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    (run, parts), sizes_E = implementation, shape.group_sizes()
+    kernels = [Kernel(part, name, own, 2.0 * rows * deep * wide, blocks) for part, (name, own, blocks) in parts.items()]
     operands = [((rows, deep), "bfloat16"), ((shape.experts, deep, wide), "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
     # Megablox asks for no VMEM of its own: it takes what the compiler gives a kernel, by default too little for wide tiles.
     options = {"xla_tpu_scoped_vmem_limit_kib": str(VMEM_BYTES[device_kind] >> 10)}
@@ -37,22 +53,21 @@ def grouped_matmul_case(shape: GroupedShape, implementation: str, device_kind: s
     return Case(from_hbm, operands, kernels, options)
 
 
-def _ours(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
-    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[tpu.Tiles], kind: str) -> tuple[Callable[..., Any], Parts]:
+    rows = shape.rows
 
     def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> tuple[jax.Array, ...]:
         return (
-            tpu.product(x_MK, w_EKN, group_sizes_E, device_kind=kind),
-            tpu.product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=kind),
-            tpu.weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=kind),
+            tpu.product(x_MK, w_EKN, group_sizes_E, device_kind=kind, tiles=tiles[0]),
+            tpu.product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=kind, tiles=tiles[1]),
+            tpu.weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=kind, tiles=tiles[2]),
         )
 
-    tiles = (tpu.product_tiles(rows, deep, wide, 2, kind), tpu.product_tiles(rows, wide, deep, 2, kind))
-    gradient = tpu.weights_tiles(rows, deep, wide, 2, kind)
-    assert None not in tiles and gradient is not None, "every shape of the lab fits into every chip"
-    plans = [*(visits.of_rows(sizes_E, rows, tile.rows) for tile in tiles if tile), visits.of_groups(sizes_E, rows, gradient.rows)]
-    scalars = [[np.asarray(array) for array in (plan.total, *plan.scalars)] for plan in plans]
-    return run, dict(zip(PARTS, zip((tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS), scalars, strict=True), strict=True))
+    parts = {}
+    for part, name, own in zip(PARTS, (tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS), tiles, strict=True):
+        plan = (visits.of_groups if part == "dw" else visits.of_rows)(sizes_E, rows, own.rows)
+        parts[part] = (name, [np.asarray(array) for array in (plan.total, *plan.scalars)], f"{own.rows}x{own.deep}x{own.wide}")
+    return run, parts
 
 
 def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
@@ -89,7 +104,8 @@ def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Calla
             num_nonzero_groups=shape.experts,
             visit_empty_groups=part == "dw",
         )
-        parts[part] = (f"megablox_{part}", [np.asarray(array) for array in (total, *metadata, np.zeros(1, np.int32))])
+        scalars = [np.asarray(array) for array in (total, *metadata, np.zeros(1, np.int32))]
+        parts[part] = (f"megablox_{part}", scalars, "x".join(map(str, tiling)))
     return run, parts
 
 

@@ -80,7 +80,7 @@ class Analytic:
         self.widths = widths(config.model)
         self.matmuls = matmuls(config.model)
         self.attention_flops = attention_flops(config.model, config.data.seq_len)
-        self.attention_work = attention_work(config.model, config.data.seq_len)
+        self.attention_work = attention_work(config.model, config.data.seq_len, chip)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:

@@ -70,6 +70,8 @@ class Plan:
 def run(request: Request, *, as_json: bool) -> int:
     """Find the layout, print and write it; 0 when one fits, else 2. Raises UserError."""
     loaded, machine = meant(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    if not machine.is_tpu:
+        raise UserError(f"{machine.name} is no TPU: maxlm plan knows how fast TPUs are, and no GPU; use for example --topology v5p:4x4x4.")
     if not request.file.absolute().parent.is_dir():
         raise UserError(f"--out {request.file}: there is no folder {request.file.absolute().parent}; make it first.")
     try:

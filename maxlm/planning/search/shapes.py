@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.hardware.chips import Chip
 from maxlm.kernels.attention.tpu import LANES, computed_pairs
 from maxlm.models import parameter_axes
 from maxlm.models.flops import attended_pairs
@@ -55,13 +56,14 @@ def attention_flops(model: ModelConfig, seq_len: int) -> float:
     return 4 * model.n_heads * model.head_dim * total / seq_len
 
 
-def attention_work(model: ModelConfig, seq_len: int) -> tuple[float, float]:
+def attention_work(model: ModelConfig, seq_len: int, chip: Chip) -> tuple[float, float]:
     """FLOPs a token of our kernel, forward (two matmuls) and backward (five), as charged: whole blocks of a window, half of a square."""
     causal = attended_pairs(seq_len)
     works = {}
     for kind in ("global", "local"):
         window = model.window if kind == "local" else None
-        computed = computed_pairs(seq_len, window) if seq_len % LANES == 0 else (attended_pairs(seq_len, window),) * 2
+        at = (seq_len, model.head_dim, window, chip.device_kinds[0])
+        computed = computed_pairs(*at) if seq_len % LANES == 0 else (attended_pairs(seq_len, window),) * 2
         works[kind] = [min(pairs, causal) for pairs in computed]
     layers = [works[model.layer_pattern[i % len(model.layer_pattern)]] for i in range(model.n_layers)]
     pair = 2 * model.n_heads * model.head_dim / seq_len

@@ -1,0 +1,221 @@
+"""The race of `bench_step.py --against torch`: maxlm's step and torch.compile's, each turn in a process of its own.
+
+Neither gives memory back before it ends, so each has the whole device in its turn. Programs compiled once are kept for the turns that
+follow. Weights are maxlm's first ones, the batch is the same and one document a row, and losses and gradient norms must agree.
+"""
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlm.config import Config
+from maxlm.config.errors import UserError
+from maxlm.data.batch import batch_of_windows
+from maxlm.hardware.chips import chip_of
+from maxlm.models import step_flops
+from maxlm.parallel import build_mesh
+from maxlm.runtime.jax_setup import look_for_devices
+from maxlm.training.program import build_program
+from maxlm.training.step import Metrics
+
+TORCH_TURN = Path(__file__).with_name("torch_llama.py")
+WARMUP = 5  # steps, the first of which compiles
+# How far losses may be apart, relative: of the first step, and of all, where the batch is learned by heart and rounding shows.
+# Gradient norms may be ten times as far apart.
+TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-2)}
+
+
+@dataclass(frozen=True)
+class Torch:
+    """How torch runs it. `mode`: of torch.compile, or "eager"; `attention`: "auto", "cudnn" or "flash"; `chunks` of the logits."""
+
+    python: str
+    mode: str
+    attention: str
+    chunks: int
+    remat: bool
+
+
+def check(config: Config, torch: Torch) -> None:
+    """Raises UserError when torch is missing, or when tools/torch_llama.py does not compute what `config` says."""
+    model, plain = (
+        config.model,
+        {
+            "model.activation": (config.model.activation, "swiglu"),
+            "model.norm": (config.model.norm, "rmsnorm"),
+            "model.norm_position": (config.model.norm_position, "pre"),
+            "model.qk_norm": (config.model.qk_norm, False),
+            "model.bias": (config.model.bias, "none"),
+            "model.positions": (config.model.positions, "rope"),
+            "model.layer_pattern": (set(config.model.layer_pattern), {"global"}),
+            "model.attention_scale": (config.model.attention_scale, None),
+            "model.attention_softcap": (config.model.attention_softcap, None),
+            "model.logits_softcap": (config.model.logits_softcap, None),
+            "model.scale_embeddings": (config.model.scale_embeddings, False),
+            "train.microbatches": (config.train.microbatches, 1),
+            "train.z_loss": (config.train.z_loss, 0.0),
+            "optimizer.name": (config.optimizer.name, "adamw"),
+        },
+    )
+    for field, (value, needed) in plain.items():
+        if value != needed:
+            raise UserError(f"{field} = {value}: the torch model of this benchmark has only {needed}; add {field}={needed}.")
+    if model.rope.scaling is not None and model.rope.scaling.kind != "llama3":
+        raise UserError(f"model.rope.scaling.kind = {model.rope.scaling.kind}: the torch model of this benchmark has only llama3.")
+    try:
+        found = subprocess.run([torch.python, "-c", "import torch"], capture_output=True, check=False).returncode
+    except OSError:
+        found = -1
+    if found:
+        raise UserError(f"{torch.python} has no torch: pip install torch, or name a Python that has it by --torch-python.")
+
+
+def race(config: Config, torch: Torch, rounds: int, steps: int) -> dict[str, Any]:
+    """Medians of `rounds` turns each, taken alternately. Raises UserError when torch fails, AssertionError when the two do not agree."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_batch(config, folder)
+        ours, theirs = [], []
+        for number in range(rounds):
+            ours.append(_apart(config, folder, steps))
+            theirs.append(_torch_turn(config, torch, folder, steps, ours[0]["rates"]))
+            _agree(ours[-1], theirs[-1], config.precision.compute)
+            print(f"round {number + 1}: {1e3 * ours[-1]['step_s']:.1f} and {1e3 * theirs[-1]['step_s']:.1f} ms a step", file=sys.stderr)
+    return {
+        "ours": _summary(ours, ours[0]),
+        "torch": _summary(theirs, ours[0]),
+        "ratio": statistics.median(turn["step_s"] for turn in ours) / statistics.median(turn["step_s"] for turn in theirs),
+        "device": ours[0]["device"],
+        "model_flops": ours[0]["model_flops"],
+        "tokens_per_step": config.tokens_per_step,
+        "losses": [ours[0]["losses"], theirs[0]["losses"]],
+    }
+
+
+def show(found: dict[str, Any]) -> str:
+    """The summary of a race as a table."""
+    lines = [f"{'':8}{'ms a step':>12}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'GiB':>8}{'warm-up s':>11}"]
+    for name in ("ours", "torch"):
+        row = found[name]
+        mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
+        peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] is not None else "-"
+        lines.append(
+            f"{name:8}{1e3 * row['step_s']:12.1f}{row['tokens_per_s']:12,.0f}{row['tflops']:10.1f}{mfu:>8}{peak:>8}{row['warmup_s']:11.1f}"
+        )
+    return "\n".join([*lines, f"ours / torch {found['ratio']:.3f} (below 1, ours is faster), {found['device']}"])
+
+
+def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
+    """One turn of the product's step; leaves its first weights in `folder`. For a process whose jax has no device yet."""
+    look_for_devices()
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    device = jax.devices()[0]
+    program = build_program(config, build_mesh(config, [device]))
+    tokens, targets = (np.load(folder / f"{name}.npy") for name in ("tokens", "targets"))
+    windows = np.concatenate([tokens, targets[:, -1:]], axis=1)
+    with jax.set_mesh(program.mesh):
+        state = program.init()
+        _write_weights(state.params, folder / "weights")
+        host = batch_of_windows(windows, np.full(len(windows), windows.shape[1]), 0, mask_documents=True)
+        batch = jax.device_put(host, program.batch_sharding)
+        found: list[Metrics] = []
+        began = time.perf_counter()
+        for number in range(WARMUP + steps):
+            if number == WARMUP:
+                jax.block_until_ready(found[-1])
+                warm = time.perf_counter()
+            state, metrics = program.step(state, batch)
+            found.append(metrics)
+        jax.block_until_ready((state, found[-1]))
+        took = time.perf_counter() - warm
+    chip, memory = chip_of(device.device_kind), device.memory_stats() or {}
+    return {
+        "step_s": took / steps,
+        "warmup_s": warm - began,
+        "losses": [float(metrics.loss) for metrics in found],
+        "grad_norms": [float(metrics.grad_norm) for metrics in found],
+        "rates": [float(metrics.lr) for metrics in found],
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "device": device.device_kind,
+        "peak_flops": chip.peak_bf16_flops_per_device if chip is not None and config.precision.compute == "bfloat16" else None,
+        "model_flops": step_flops(config),
+        "tokens": config.tokens_per_step,
+        "version": jax.__version__,
+    }
+
+
+def _apart(config: Config, folder: Path, steps: int) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(our_turn, config, folder, steps).result()
+
+
+def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: list[float]) -> dict[str, Any]:
+    settings = {
+        "model": config.model.model_dump(),
+        "optimizer": config.optimizer.model_dump(),
+        "compute": config.precision.compute,
+        "rates": rates,
+        "warmup": WARMUP,
+        "steps": steps,
+        "mode": torch.mode,
+        "attention": torch.attention,
+        "chunks": torch.chunks,
+        "remat": torch.remat,
+    }
+    (folder / "torch.json").write_text(json.dumps(settings), encoding="utf-8")
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    command = [torch.python, str(TORCH_TURN), str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **kept})
+    if done.returncode:
+        raise UserError(f"torch's turn ended with code {done.returncode}; what it said is above.")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _write_batch(config: Config, folder: Path) -> None:
+    """Random tokens, none of which ends a document."""
+    shape = (config.train.global_batch, config.data.seq_len + 1)
+    ids = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
+    np.save(folder / "tokens.npy", ids[:, :-1])
+    np.save(folder / "targets.npy", ids[:, 1:])
+
+
+def _write_weights(params: Any, folder: Path) -> None:
+    if folder.exists():
+        return
+    folder.mkdir()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        np.save(folder / f"{'.'.join(entry.key for entry in path)}.npy", np.asarray(leaf))
+
+
+def _agree(ours: dict[str, Any], theirs: dict[str, Any], compute: str) -> None:
+    for what, factor in (("losses", 1), ("grad_norms", 10)):
+        first, all_ = (factor * tolerance for tolerance in TOLERANCE[compute])
+        np.testing.assert_allclose(theirs[what][0], ours[what][0], rtol=first, err_msg=f"{what} of the first step: not the same model")
+        np.testing.assert_allclose(theirs[what], ours[what], rtol=all_, err_msg=f"{what}: not the same training")
+
+
+def _summary(turns: list[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
+    seconds = statistics.median(turn["step_s"] for turn in turns)
+    return {
+        "step_s": seconds,
+        "step_s_of_turns": [turn["step_s"] for turn in turns],
+        "tokens_per_s": ours["tokens"] / seconds,
+        "tflops": ours["model_flops"] / seconds / 1e12,
+        "mfu": ours["model_flops"] / seconds / ours["peak_flops"] if ours["peak_flops"] else None,
+        "peak_bytes": turns[0]["peak_bytes"],
+        "warmup_s": turns[0]["warmup_s"],
+        "version": turns[0]["version"],
+    }
