@@ -9,7 +9,7 @@ help:
 	@echo "make test    all checks: lint, then every test that is not a soak"
 	@echo "make lint    ruff, mypy and the layering contracts"
 	@echo "make soak    the slow tests"
-	@echo "make gpu-compiler   what compiles kernels for GPUs where there is none (make test does it, too)"
+	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
 
 train: .venv/installed

@@ -62,7 +62,7 @@ def compile_(
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     json_: Json = False,
 ) -> None:
-    """Compile the training step for any TPU topology, with no TPU, and say what it needs and where its time goes."""
+    """Compile the training step for TPUs or GPUs that are not there, and say what it needs and where its time goes."""
     from maxlm.planning import compile as planning
 
     raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
@@ -117,15 +117,29 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
 
 @kernels_app.command(name="report")
 def kernels_report(
-    chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
+    chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e or h200; every TPU if not given. Repeatable.")] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
     operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",
     json_: Json = False,
 ) -> None:
-    """Compile kernels for TPUs that are not there, count the machine code they run, and compare them with the library's."""
+    """Time kernels on the chip that is here; for others compile them, and say what their machine code does, beside the library's."""
     from maxlm.planning.lab import report as lab
 
     raise typer.Exit(lab.run(chip or [], operation, shape or [], as_json=json_))
+
+
+@kernels_app.command(name="sweep")
+def kernels_sweep(
+    chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
+    operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",
+    write: Annotated[bool, typer.Option("--write", help="Put the best into the table that the kernels read.")] = False,
+    json_: Json = False,
+) -> None:
+    """Compile our kernels for TPUs that are not there at several choices of blocks, count them, and say which are best."""
+    from maxlm.planning.lab import sweep as lab
+
+    raise typer.Exit(lab.run(chip or [], operation, shape or [], write=write, as_json=json_))
 
 
 @app.command()

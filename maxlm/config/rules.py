@@ -100,6 +100,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         rule = f"{parts} must split over the {shards} shards of mesh data x fsdp x expert"
         yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
+    yield from _context(config, sizes["context"], tensor)
     split = {
         "model.n_kv_heads": (model.n_kv_heads, " (each tensor shard needs whole key/value heads)"),
         "model.n_heads": (model.n_heads, ""),
@@ -113,6 +114,64 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
             yield "mesh.tensor", tensor, f"does not divide {field} = {size}{why}", f"use {good_sizes}"
     if model.d_model % fsdp:
         yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {_divisors(model.d_model)}"
+    yield from _stages(config, sizes)
+
+
+def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """A pipeline, or settings of one where there is none."""
+    model, train, stage = config.model, config.train, sizes["stage"]
+    if stage == 1:
+        for field, value, default in (("pipeline", train.pipeline, "1f1b"), ("stage_chunks", train.stage_chunks, 1)):
+            if value != default:
+                yield f"train.{field}", value, "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
+        return
+    period = len(model.layer_pattern)
+    periods = math.ceil(model.n_layers / period)
+    held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
+    if stage > periods:
+        yield (
+            "mesh.stage",
+            stage,
+            f"is more than the {held} of the model, and a stage without any would only wait",
+            f"use {periods} at most",
+        )
+    elif stage * train.stage_chunks > periods:
+        rule = f"makes {stage * train.stage_chunks} parts with mesh.stage = {stage}, of {held}"
+        yield "train.stage_chunks", train.stage_chunks, rule, f"use {periods // stage} at most"
+    if train.stage_chunks > 1 and train.microbatches % stage:
+        rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
+        yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
+    divided = {
+        "model.d_model": (model.d_model, "fsdp", "matrices at rest are split along it over both"),
+        "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
+        "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),
+    }
+    for field, (size, axis, why) in divided.items():
+        if size % (stage * sizes[axis]):
+            rule = f"times mesh.{axis} = {sizes[axis]} does not divide {field} = {size} ({why})"
+            yield "mesh.stage", stage, rule, f"use a stage x {axis} of {_divisors(size)}"
+    if config.memory.offload:
+        rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
+        yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
+
+
+def _context(config: Config, context: int, tensor: int) -> Iterator[Problem]:
+    if context == 1:
+        return
+    seq_len, groups, ulysses = config.data.seq_len, config.model.n_kv_heads, config.mesh.context_attention == "ulysses"
+    if ulysses and groups % (context * tensor):
+        most = max((n for n in range(1, context) if groups % (n * tensor) == 0), default=1)
+        rule = f"ulysses splits key/value heads: context x tensor = {context * tensor} does not divide model.n_kv_heads = {groups}"
+        yield "mesh.context", context, rule, f"use mesh.context={most}, or mesh.context_attention=ring, which splits none"
+    parts = context * tensor if ulysses else math.lcm(2 * context, context * tensor)
+    own = seq_len // context
+    if seq_len % parts:
+        chunks = "" if ulysses else ": each device has two chunks of the sequence"
+        rule = f"needs data.seq_len = {seq_len} to be a multiple of {parts}{chunks}"
+        yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
+    elif own % config.train.loss_chunks:
+        rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {_divisors(own)}"
 
 
 def _divisors(number: int, most: int = 8) -> str:
@@ -242,7 +301,7 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
-        if size != 1 and axis in ("stage", "context", "expert"):
+        if size != 1 and axis == "expert":
             yield f"mesh.{axis}", size, "this axis carries no parallelism yet", "use 1"
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1:

@@ -150,7 +150,9 @@ class TrainConfig(Section):
     steps: Positive | None = None  # or `tokens`
     tokens: Positive | None = None
     global_batch: Positive  # sequences an update
-    microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another
+    microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"  # order of the passes, with mesh.stage; gpipe keeps activations of every microbatch
+    stage_chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
     seed: Seed = 0
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
@@ -180,6 +182,9 @@ class OptimizerConfig(Section):
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
 
 
+ContextAttention = Literal["ring", "gather", "ulysses"]
+
+
 class MeshConfig(Section):
     """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
 
@@ -189,6 +194,10 @@ class MeshConfig(Section):
     context: Int = 1
     tensor: Int = 1
     expert: Int = 1
+    context_attention: ContextAttention = "ring"  # keys travel as they are needed, or all at once; ulysses: heads are split, not tokens
+    # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
+    # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
+    zero: Literal[1, 2, 3] = 3
     slices: Positive = 1  # pods joined by the data-centre network
     across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
 

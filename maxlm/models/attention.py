@@ -1,6 +1,6 @@
 """Grouped-query attention with rotary or learned positions, QK-norm, windows and document masks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
-from maxlm.config.schema import ModelConfig
+from maxlm.config.schema import ContextAttention, ModelConfig
 from maxlm.kernels.attention import Layout
 from maxlm.models.flops import attended_pairs
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, matrix_size, project, rotate, weight
 from maxlm.parallel import constrain, mesh_axes
+from maxlm.parallel.context import context_attention, context_size
 
 # B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, N = H K
 
@@ -53,9 +54,14 @@ class Attention(nnx.Module):
         self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], angles: Angles | None, segment_ids_BS: Int[Array, "B S"], cache: Cache | None = None
+        self,
+        x_BSD: Float[Array, "B S D"],
+        angles: Angles | None,
+        segment_ids_BS: Int[Array, "B S"],
+        cache: Cache | None = None,
+        context: ContextAttention = "ring",
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding."""
+        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `context` as in `Decoder`."""
         q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, _HEADS)
         k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, _GROUPS)
         v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, _GROUPS)
@@ -67,7 +73,7 @@ class Attention(nnx.Module):
         k_BSGK = checkpoint_name(constrain(k_BSGK, *_GROUPS), "key")
         v_BSGK = checkpoint_name(v_BSGK, "value")
         if cache is None:
-            mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)
+            mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, context)
         else:
             mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
         mixed_BSN = mixed_BSHK.reshape(*x_BSD.shape[:2], -1)
@@ -75,7 +81,12 @@ class Attention(nnx.Module):
         out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
-    def _attend(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
+    def _attend(
+        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
+    ) -> jax.Array:
+        if context_size() > 1:
+            options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+            return context_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, strategy=context, **options)
         return kernels.attention(
             q_BSHK,
             k_BSGK,

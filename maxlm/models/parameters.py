@@ -102,7 +102,7 @@ def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) ->
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes."""
-    return "embed" in axes or "position" in axes
+    return not {"embed", "table", "position"}.isdisjoint(axes)
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:

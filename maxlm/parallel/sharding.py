@@ -13,25 +13,29 @@ RULES: Mapping[str, tuple[str, ...]] = {  # logical axis -> mesh axes, outermost
     "batch": BATCH_AXES,
     "seq": ("context",),
     "seq_between": ("context", "tensor"),  # between tensor-parallel regions the sequence is split over `tensor` as well
-    "embed": ("fsdp",),  # ZeRO-3: every matrix is split along its model width
+    "embed": ("fsdp", "stage"),  # ZeRO-3: every matrix is split along its model width, at rest over the stages of a pipeline too
+    "table": ("fsdp",),  # the width of what is split along the vocabulary
     "embed_act": (),  # activations keep their width whole
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("tensor", "stage"),
     "position": (),
     "expert": ("expert",),
-    "layers": ("stage",),
+    "layers": (),
     "run": (),
 }
 
 
 def mesh_axes(logical: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of `mesh` larger than 1 that the logical axis is split over."""
+    """The axes of `mesh` larger than 1 that the logical axis is split over; inside a `jax.shard_map` not those that are manual there, where
+    an array is a device's share already.
+    """
     if logical not in RULES:
         raise KeyError(f"no logical axis {logical!r}: the table knows {', '.join(RULES)}")
-    return tuple(axis for axis in RULES[logical] if mesh.shape.get(axis, 1) > 1)
+    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    return tuple(axis for axis in RULES[logical] if mesh.shape.get(axis, 1) > 1 and axis not in manual)
 
 
 def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, name: str) -> PartitionSpec:

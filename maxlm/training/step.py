@@ -12,6 +12,7 @@ from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
 from maxlm.training import guards
+from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
 from maxlm.training.schedule import learning_rate
 from maxlm.training.state import TrainState
@@ -54,31 +55,6 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
         return state, metrics
 
     return train_step
-
-
-def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSums, Parameters]:
-    """Sums and mean gradient of the batch, one microbatch after another. The mean is over the tokens of all of them."""
-    total_tokens = jnp.maximum(jnp.sum(batch.weights_BS), 1)
-
-    def part_loss(params: Parameters, part: Batch) -> tuple[Float[Array, ""], LossSums]:
-        total, sums = loss_sums(config, params, part)
-        return total / total_tokens, sums
-
-    gradient = jax.grad(part_loss, has_aux=True)
-    microbatches = config.train.microbatches
-    if microbatches == 1:
-        grads, sums = gradient(params, batch)
-        return sums, grads
-    # Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing moves between devices.
-    parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
-
-    def body(carry: tuple[LossSums, Parameters], part: Batch) -> tuple[tuple[LossSums, Parameters], None]:
-        grads, sums = gradient(params, part)
-        return jax.tree.map(jnp.add, carry, (sums, grads)), None
-
-    zero = jax.tree.map(jnp.zeros_like, (LossSums(*[jnp.zeros((), jnp.float32)] * 3), params))
-    (sums, grads), _ = jax.lax.scan(body, zero, parts)
-    return sums, grads
 
 
 def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:

@@ -121,13 +121,22 @@ def test_two_processes_joined_see_the_same_samples_and_losses(workspace, mesh):
     np.testing.assert_allclose([r["loss"] for r in two], [r["loss"] for r in one], rtol=1e-5)
 
 
-def test_a_run_moves_to_another_mesh_in_the_middle(straight, workspace):
+SPLITS = {
+    "one": (),
+    "tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "stage": ("mesh.data=2", "mesh.fsdp=2", "mesh.stage=2", "mesh.zero=1"),
+    "context": ("mesh.fsdp=4", "mesh.context=2", "mesh.zero=2"),
+}
+
+
+@pytest.mark.parametrize(("first", "then"), [("one", "tensor"), ("stage", "context")])
+def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
-    process = start(workspace, *settings)
+    process = start(workspace, *settings, *SPLITS[first], devices=8 if SPLITS[first] else 1)
     wait_for_step(workspace, 23, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=3)
-    finish(start(workspace, *settings, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8))
+    finish(start(workspace, *settings, *SPLITS[then], devices=8))
     mine, wanted = metrics(workspace), metrics(straight)
     assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]
     np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in wanted], rtol=2e-3)  # rounding grows with the steps

@@ -157,8 +157,8 @@ def test_scan_by_period_equals_layer_after_layer():
     params = init_parameters(config, 1)
     batch = inputs()
     model = bind(config, params)
-    x = model._embed(batch[0], batch[1])
-    angles = model._angles(batch[1])
+    x = model.embed(batch[0], batch[1])
+    angles = model.angles(batch[1])
     for depth in range(8):
         period, place = divmod(depth, 3)
         runs = model.layers if period < 2 else model.tail

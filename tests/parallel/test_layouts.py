@@ -46,7 +46,7 @@ def test_losses_norms_and_parameters_equal_one_device(layout, reference):
 
 def test_gradients_equal_one_device(reference):
     """Every parameter's gradient: with plain sums in place of Adam, errors are not blown up by its division."""
-    from maxlm.training.step import accumulate
+    from maxlm.training.gradients import accumulate
 
     def gradients(program):
         state = program.init()

@@ -1,0 +1,223 @@
+"""A pipeline computes what one device does, whatever stands in its bubbles, and keeps and says no more than it must."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tiny import GLOBAL_BATCH, SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
+
+from maxlm.models import abstract_parameters, bind, init_parameters
+from maxlm.models.stages import Deal
+from maxlm.parallel.pipeline import Work, run
+from maxlm.parallel.schedule import Schedule
+from maxlm.planning.collectives import is_collective
+from maxlm.planning.hlo import read
+
+STEPS = 3
+SLOWLY = {"peak_lr": 1e-3}  # Adam divides by the root of a tiny second moment: steps that are large blow rounding up
+DEEP = {"n_layers": 8}
+UNEVEN = {"n_layers": 6}
+PATTERN = {
+    "n_layers": 5,
+    "layer_pattern": ("local", "local", "global"),
+    "window": 8,
+    "tie_embeddings": True,
+}  # the last period is cut short
+LAYOUTS = {  # devices, model, mesh, train
+    "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"microbatches": 4}),
+    "stage x data, as many, a pattern": (8, PATTERN, {"stage": 2, "data": 4, "fsdp": 1}, {"microbatches": 2}),
+    "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4}),
+    "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"microbatches": 8}),
+    "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"microbatches": 4, "stage_chunks": 2}),
+    "gpipe": (4, UNEVEN, {"stage": 4, "fsdp": 1}, {"microbatches": 8, "pipeline": "gpipe"}),
+}
+
+
+def steps(program):
+    """Metrics of each step, the first moments after the first (the gradient, clipped and scaled), and the last parameters."""
+    state, first = run_steps(program, 1)
+    moments = jax.device_get(state.opt_state[0].mu)
+    _, metrics = run_steps(program, STEPS)
+    assert metrics[0].loss == first[0].loss
+    return metrics, moments
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The same steps on one device, by the model."""
+    found = {}
+
+    def reference(model):
+        key = str(model)
+        if key not in found:
+            found[key] = steps(tiny_program(1, model=model, optimizer=SLOWLY))
+        return found[key]
+
+    return reference
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request):
+    devices, model, mesh, train = LAYOUTS[request.param]
+    return model, tiny_program(devices, model=model, mesh=mesh, train=train, optimizer=SLOWLY)
+
+
+def test_losses_norms_and_gradients_equal_one_device(layout, references):
+    model, program = layout
+    (metrics, moments), (wanted_metrics, wanted_moments) = steps(program), references(model)
+    for mine, wanted in zip(metrics, wanted_metrics, strict=True):
+        assert mine.batch_digest == wanted.batch_digest
+        assert mine.tokens == wanted.tokens
+        for name in ("loss", "z", "grad_norm", "lr"):
+            np.testing.assert_allclose(getattr(mine, name), getattr(wanted, name), rtol=1e-5, err_msg=name)
+    for (path, mine), wanted in zip(jax.tree_util.tree_flatten_with_path(moments)[0], jax.tree.leaves(wanted_moments), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5 * np.abs(wanted).max(), err_msg=jax.tree_util.keystr(path))
+
+
+def test_matrices_rest_on_every_device_alike(layout):
+    """No device holds more than its share of a matrix or of a moment, stages or not."""
+    _, program = layout
+    split = program.mesh.shape["stage"] * program.mesh.shape["fsdp"] * program.mesh.shape["tensor"]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.abstract_state)[0]:
+        if leaf.ndim >= 2 and "norm" not in jax.tree_util.keystr(path):
+            assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+            assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * split == leaf.size, jax.tree_util.keystr(path)
+
+
+def test_stages_exchange_activations_and_nothing_else_but_the_dealing_out():
+    """With nothing but stages: in the loop of ticks no collective is larger than the hidden states of a microbatch; outside it all-to-alls
+    carry the layers out and their gradients back.
+    """
+    devices, model, mesh, train = LAYOUTS["stage, fewer microbatches than stages"]
+    program = tiny_program(devices, model=model, mesh=mesh, train=train, optimizer=SLOWLY)
+    module = read(program.step.as_text())
+    hidden = GLOBAL_BATCH // train["microbatches"] * SEQ_LEN * program.config.model.d_model * 4
+    said = [run for run in module.executed() if is_collective(run.op)]
+    turning = [run for run in said if run.times > 1]
+    assert {run.op.opcode for run in turning} <= {"collective-permute", "all-reduce", "all-gather", "reduce-scatter"}
+    assert max(shape.bytes for run in turning for shape in run.op.shapes) <= hidden
+    permutes = [run for run in turning if run.op.opcode == "collective-permute" and "ppermute" in run.op.where]
+    schedule = Schedule("1f1b", 8, train["microbatches"])
+    assert sum(run.times for run in permutes) == sum(phase.ticks * (phase.forward + phase.backward) for phase in schedule.phases)
+    dealt = [run for run in said if run.op.opcode == "all-to-all"]
+    matrices = [leaf for leaf in jax.tree.leaves(program.abstract_state.params["layers"]) if leaf.ndim > 2]
+    assert sum(run.op.bytes for run in dealt) == 2 * sum(leaf.size * 4 // 8 for leaf in matrices)
+
+
+def test_held_out_loss_is_the_same_without_the_pipeline():
+    devices, model, mesh, train = LAYOUTS["gpipe"]
+    sums = []
+    for program in (tiny_program(devices, model=model, mesh=mesh, train=train), tiny_program(1, model=model)):
+        with jax.set_mesh(program.mesh):
+            sums.append(jax.device_get(program.evaluate(program.init().params, jax.device_put(tiny_batch(), program.batch_sharding))))
+    np.testing.assert_allclose(*[np.array(one) for one in sums], rtol=1e-5)
+
+
+# A small computation in place of a model: layers are x -> tanh(x w), hidden states [rows, 8].
+
+WIDTH, ROWS = 8, 4
+
+
+def toy(schedule, layers_WW, ends, parts, layer):
+    """`run` compiled: sums, gradients of layers and ends."""
+    mesh = jax.make_mesh((schedule.stages,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[: schedule.stages])
+    work = Work(
+        first=lambda ends, part: part @ ends["first"],
+        inputs=lambda part, place: part[0, 0],
+        layers=lambda layers, x, scale: jax.lax.scan(lambda x, w: (layer(x, w, scale), None), x, layers)[0],
+        last=lambda ends, part, x: ((loss := jnp.sum(jnp.sin(x @ ends["last"]))), {"loss": loss}),
+    )
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in ((layers_WW, P("stage")), (ends, P()), (parts, P()))]
+        return jax.jit(partial(run, schedule, work)).lower(*given).compile(), given
+
+
+def toy_layer(x, w, scale):
+    return jnp.tanh(x @ w * scale)
+
+
+def toy_operands(schedule, layers=1):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    depth = schedule.stages * schedule.chunks * layers
+    return draw(depth, WIDTH, WIDTH), {"first": draw(WIDTH, WIDTH), "last": draw(WIDTH, WIDTH)}, draw(schedule.microbatches, ROWS, WIDTH)
+
+
+SCHEDULES = [Schedule("1f1b", 4, 6), Schedule("gpipe", 4, 6), Schedule("1f1b", 4, 8, 2), Schedule("gpipe", 2, 4, 3), Schedule("1f1b", 4, 2)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_nan_in_bubbles_changes_nothing(schedule):
+    """A stage that has nothing to do passes on NaN and keeps NaN; sums and gradients are what they were, to the bit, and right."""
+    operands = toy_operands(schedule)
+
+    def poisoned(x, w, scale):
+        return jnp.where(jnp.all(x == 0), jnp.nan, toy_layer(x, w, scale))
+
+    answers = []
+    for layer in (toy_layer, poisoned):
+        compiled, given = toy(schedule, *operands, layer)
+        answers.append(jax.device_get(compiled(*given)))
+    jax.tree.map(np.testing.assert_array_equal, *answers)
+
+    layers, ends, parts = operands
+    order = np.arange(len(layers)).reshape(schedule.stages, schedule.chunks, -1).swapaxes(0, 1).reshape(-1)  # depth first
+
+    def loss(layers, ends):
+        def one(part):
+            x = jax.lax.scan(lambda x, w: (toy_layer(x, w, part[0, 0]), None), part @ ends["first"], layers[order])[0]
+            return jnp.sum(jnp.sin(x @ ends["last"]))
+
+        return sum(map(one, parts))
+
+    wanted = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(layers, ends)
+    sums, gradients = answers[0]
+    for mine, other in zip(jax.tree.leaves((sums["loss"], gradients)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+def test_nan_in_padding_changes_nothing():
+    """Of layers that are not there, weights are NaN: hidden states and gradients are what they were, to the bit."""
+    config = tiny_config(model=PATTERN).model
+    deal = Deal(config, 2)
+    alive = deal.alive(jnp.int32(1))
+    assert [a.tolist() for a in alive] == [[[True, True]], [False]], "the second of two periods lacks its global layer"
+    params = jax.jit(init_parameters, static_argnums=(0, 1))(deal.part_config, 0)
+    x_BSD = jax.random.normal(jax.random.key(0), (2, SEQ_LEN, config.d_model))
+    positions_BS, segment_ids_BS = jnp.arange(SEQ_LEN)[None].repeat(2, 0), jnp.ones((2, SEQ_LEN), jnp.int32)
+
+    @jax.jit
+    def outcome(layers):
+        def total(layers, x_BSD):
+            model = bind(deal.part_config, {**abstract_parameters(deal.part_config), "layers": layers})
+            y_BSD, _ = model.run(x_BSD, model.angles(positions_BS), segment_ids_BS, memory=tiny_config().memory, alive=alive)
+            return jnp.sum(y_BSD**2), y_BSD
+
+        (_, y_BSD), (grads, dx_BSD) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(layers, x_BSD)
+        return y_BSD, grads["0"], dx_BSD
+
+    spoilt = {**params["layers"], "1": jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params["layers"]["1"])}
+    plain, other = outcome(params["layers"]), outcome(spoilt)
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(plain))
+    jax.tree.map(np.testing.assert_array_equal, plain, other)
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_microbatches():
+    """Compiled temporaries: the same for 8 and 32 microbatches of the same size; gpipe's grow as the microbatches it keeps."""
+
+    def temporaries(kind, microbatches):
+        schedule = Schedule(kind, 4, microbatches)
+        compiled, _ = toy(schedule, *toy_operands(schedule, layers=16), toy_layer)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = (temporaries("1f1b", microbatches) for microbatches in (8, 32))
+    assert many == pytest.approx(few, rel=0.02)
+    kept = 24 * 16 * ROWS * WIDTH * 4  # of each layer what it reads, of 24 microbatches more
+    assert temporaries("gpipe", 32) - temporaries("gpipe", 8) >= kept

@@ -1,0 +1,146 @@
+"""The largest model that each way of splitting it can train, by compiling: writes docs/memory.md and docs/memory.png.
+
+    python tools/memory_study.py [--devices 4 8]
+
+The question is DeepSpeed's third-party characterisation's: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
+device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB that are not
+there. Each row takes a few compiles of a minute: memory grows by the same bytes a layer, so two of them say where to look.
+"""
+
+import argparse
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxlm.planning.aot import leave_chips_alone
+
+leave_chips_alone()
+
+import jax  # noqa: E402 - it reads the environment when it is imported
+
+from maxlm.config.schema import Config  # noqa: E402
+from maxlm.hardware.topologies import parse  # noqa: E402
+from maxlm.models import count_parameters  # noqa: E402
+from maxlm.planning.aot import CompiledStep, compile_step  # noqa: E402
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
+GIB = 2**30
+MOST = 1000  # layers
+MODEL = {"vocab_size": 50304, "d_model": 2048, "n_heads": 16, "d_ff": 8192, "activation": "gelu", "norm": "layernorm", "bias": "all"}
+POSITIONS = {"positions": "learned", "max_seq_len": 256, "tie_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of splitting the model over n devices: the axes of the mesh, and what was published for 4 and 8, in parameters."""
+
+    name: str
+    mesh: Mapping[str, int]  # 0 stands for all devices
+    published: Mapping[int, float]
+
+
+WAYS = (
+    Way("replicated (DDP)", {"data": 0, "fsdp": 1}, {4: 1.4e9, 8: 1.4e9}),
+    Way("ZeRO-1", {"fsdp": 0, "zero": 1}, {4: 4.4e9, 8: 6.4e9}),
+    Way("ZeRO-2", {"fsdp": 0, "zero": 2}, {4: 5.2e9, 8: 8.5e9}),
+    Way("tensor parallel (Megatron)", {"fsdp": 1, "tensor": 0}, {4: 5.5e9, 8: 11.4e9}),
+    Way("ZeRO-3", {"fsdp": 0, "zero": 3}, {4: 6.6e9, 8: 13.5e9}),
+)
+
+
+def config_of(way: Way, devices: int, layers: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {**MODEL, **POSITIONS, "n_layers": layers},
+            "data": {"store": "unused", "seq_len": 256},
+            "train": {"steps": 10, "global_batch": 16 * devices},
+            "mesh": {axis: size or devices for axis, size in way.mesh.items()},
+            "memory": {"remat": "full"},
+            "cluster": {"topology": TOPOLOGIES[devices]},
+        }
+    )
+
+
+def largest(way: Way, devices: int) -> tuple[int, CompiledStep]:
+    """(most layers that fit, their compiled step)."""
+    compiled: dict[int, CompiledStep] = {}
+    layers = 8
+    while True:
+        step = compile_step(config_of(way, devices, layers), parse(TOPOLOGIES[devices]))
+        compiled[layers] = step
+        print(f"{way.name}, {devices} devices, {layers} layers: {step.needed / GIB:.2f} of {step.available / GIB:.2f} GiB", flush=True)
+        fitting = max((n for n in compiled if compiled[n].fits), default=0)
+        failing = min((n for n in compiled if not compiled[n].fits), default=MOST)
+        if failing == fitting + 1:
+            return fitting, compiled[fitting]
+        layers = min(max(_guess(compiled), fitting + 1), failing - 1)
+
+
+def _guess(compiled: Mapping[int, CompiledStep]) -> int:
+    """The layers that just fit, on the line through the two compiled that come nearest to it."""
+    nearest = sorted(compiled, key=lambda n: abs(compiled[n].needed - compiled[n].available))[:2]
+    if len(nearest) == 1:
+        return 2 * nearest[0]
+    one, two = (compiled[n] for n in nearest)
+    a_layer = (one.needed - two.needed) / (nearest[0] - nearest[1])
+    return nearest[0] + int((one.available - one.needed) // a_layer)
+
+
+HEAD = """# The largest model that fits
+
+`python tools/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
+float32 master weights, bfloat16 compute, full remat) with as many layers as the compiler lets into {available:.1f} GiB of a TPU v6e chip;
+one layer more is refused. Published are the figures of DeepSpeed's third-party characterisation, for A100s of 40 GB.
+
+| way | devices | layers | parameters | to replicated | published, 40 GB | to replicated |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=sorted(TOPOLOGIES), choices=sorted(TOPOLOGIES))
+    found: dict[tuple[str, int], float] = {}
+    lines, available = [], 0
+    for devices in parser.parse_args().devices:
+        for way in WAYS:
+            layers, step = largest(way, devices)
+            size = found[way.name, devices] = count_parameters(config_of(way, devices, layers).model)
+            ours, theirs = size / found[WAYS[0].name, devices], way.published[devices] / WAYS[0].published[devices]
+            published = f"{way.published[devices] / 1e9:.1f} B | {theirs:.1f}"
+            lines.append(f"| {way.name} | {devices} | {layers} | {size / 1e9:.2f} B | {ours:.1f} | {published} |")
+            available = step.available
+    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, available=available / GIB)
+    (DOCS / "memory.md").write_text(head + "\n".join(lines) + "\n\n![the same as a picture](memory.png)\n", encoding="utf-8")
+    draw(found)
+
+
+def draw(found: Mapping[tuple[str, int], float]) -> None:
+    """Bars: ours beside what was published."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    counts = sorted({devices for _, devices in found})
+    figure, panels = plt.subplots(1, len(counts), figsize=(5.5 * len(counts), 3.6), squeeze=False, layout="constrained")
+    for panel, devices in zip(panels[0], counts, strict=True):
+        for shift, label, sizes in (
+            (-0.2, "maxlm, v6e, 32 GB", [found[way.name, devices] for way in WAYS]),
+            (0.2, "published, A100, 40 GB", [way.published[devices] for way in WAYS]),
+        ):
+            bars = panel.barh([i + shift for i in range(len(WAYS))], [size / 1e9 for size in sizes], height=0.38, label=label)
+            panel.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+        panel.set_yticks(range(len(WAYS)), [way.name for way in WAYS])
+        panel.invert_yaxis()
+        panel.set_title(f"{devices} devices")
+        panel.set_xlabel("parameters, billions")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(loc="lower right", frameon=False, fontsize=8)
+    figure.savefig(DOCS / "memory.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()
