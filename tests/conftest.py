@@ -1,4 +1,6 @@
-"""Every test sees eight virtual CPU devices, and compiled programs are shared between tests and runs through a cache on disk."""
+"""Every test sees eight virtual CPU devices. Runs that tests start on one device share compiled programs through a cache on disk; what
+runs on several here is compiled in each process, see `maxlm.runtime.jax_setup.keep_compiled_programs`.
+"""
 
 import os
 import tempfile
@@ -8,3 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "maxlm-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+from maxlm.runtime.jax_setup import keep_compiled_programs
+
+keep_compiled_programs()

@@ -20,8 +20,13 @@ def look_for_devices() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def keep_compiled_programs() -> str:
-    """Let a restart find the step compiled; the folder, which the environment may choose. An unwritable one only costs the gain."""
+def keep_compiled_programs() -> str | None:
+    """Let a restart find the step compiled; the folder, which the environment may choose. An unwritable one only costs the gain.
+
+    None where several CPU devices run the step, and nothing is kept: XLA:CPU keeps collectives in one order on every device through objects
+    that they share, and a program that is loaded has one for each, so devices may wait for each other for ever (seen with jax 0.10.2).
+    """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    return folder
+    unordered = jax.default_backend() == "cpu" and jax.device_count() > 1
+    jax.config.update("jax_compilation_cache_dir", None if unordered else folder)
+    return None if unordered else folder

@@ -49,8 +49,8 @@ def run(config: Config, console: Console, show: Showing) -> int:
     """
     goodput = Goodput()
     look_for_devices()
-    keep_compiled_programs()
     joined = cluster.join()
+    keep_compiled_programs()
     primary = jax.process_index() == 0
     mesh = build_mesh(config)
     if config.data.prepare is not None:
