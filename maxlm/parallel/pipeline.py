@@ -156,6 +156,7 @@ class _Runner:
             inputs = self.work.inputs(_take(parts, microbatch), chunk * schedule.stages + stage)
             layer_grads, dx_BSD = _pull(self.work, self._chunk(layers, chunk), kept, inputs, _select(valid, dy_BSD))
             left_BSD = _select((stage == 0) & (chunk == 0) & valid, dx_BSD)
+            layer_grads = jax.tree.map(partial(_select, valid), layer_grads)  # of nothing kept they need not be finite
             return dx_BSD[None], jax.lax.psum(left_BSD, AXIS), self._add_chunk(grads, layer_grads, chunk)
 
         given = (tick, state.dx_PBSD, dloss_BSD, state.stash, state.layer_grads, self.layers, self.parts)

@@ -183,6 +183,32 @@ def test_nan_in_bubbles_changes_nothing(schedule):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
+@jax.custom_vjp
+def dividing_layer(x, w, scale):
+    """Whose backward pass divides by what the forward pass kept."""
+    return toy_layer(x, w, scale)
+
+
+def _dividing_backward(kept, dy):
+    gradients = jax.vjp(toy_layer, *kept)[1](dy)
+    return tuple(gradient + jnp.where(jnp.all(kept[0] == 0), jnp.nan, 0) for gradient in gradients)
+
+
+dividing_layer.defvjp(lambda *given: (toy_layer(*given), given), _dividing_backward)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_of_what_was_not_kept_no_gradient_counts(schedule):
+    """In a bubble the backward pass reads zeros, and what it makes of them need not be finite."""
+    operands = toy_operands(schedule)
+    answers = []
+    for layer in (toy_layer, dividing_layer):
+        compiled, given = toy(schedule, *operands, layer)
+        answers.append(jax.device_get(compiled(*given)))
+    for mine, wanted in zip(*map(jax.tree.leaves, answers), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_nan_in_padding_changes_nothing():
     """Of layers that are not there, weights are NaN: hidden states and gradients are what they were, to the bit."""
     config = tiny_config(model=PATTERN).model
