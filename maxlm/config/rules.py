@@ -92,12 +92,17 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
 
 def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     model, train = config.model, config.train
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    outer = config.optimizer.outer
+    if outer is not None and outer.workers % sizes["data"]:
+        rule = f"does not divide optimizer.outer.workers = {outer.workers}, which are split along it"
+        yield "mesh.data", sizes["data"], rule, f"use {_divisors(outer.workers)}, and mesh.fsdp for the rest"
+    apart, by = (sizes["data"], "mesh data") if outer is None else (outer.workers, "optimizer.outer.workers")
+    shards = apart * sizes["fsdp"] * sizes["expert"]
     part = train.global_batch // train.microbatches
     if part % shards:
         good = math.ceil(part / shards) * shards * train.microbatches
         parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"
-        rule = f"{parts} must split over the {shards} shards of mesh data x fsdp x expert"
+        rule = f"{parts} must split over the {shards} shards of {by} x fsdp x expert"
         yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
     yield from _context(config, sizes["context"], tensor)
@@ -281,6 +286,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for field in ("beta1", "beta2", "muon_momentum"):
         if getattr(optimizer, field) == 1:
             yield f"optimizer.{field}", 1, "must be below 1, or the average never moves", "use 0.9 to 0.999"
+    yield from _outer(config)
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1)) if optimizer.schedule == "wsd" else 0
@@ -294,6 +300,21 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         field = "decay_tokens" if optimizer.decay_tokens is not None else "decay_steps"
         rule = f"warm-up of {warmup} steps and decay of {decay} do not fit in the {total} of the run"
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
+
+
+def _outer(config: Config) -> Iterator[Problem]:
+    """Workers that train apart."""
+    outer, train, total = config.optimizer.outer, config.train, config.total_steps
+    if outer is None:
+        return
+    if train.global_batch % (outer.workers * train.microbatches):
+        parts = f"optimizer.outer.workers = {outer.workers} times train.microbatches = {train.microbatches}"
+        yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
+    if outer.momentum == 1:
+        yield "optimizer.outer.momentum", 1, "must be below 1, or the average never moves", "use 0.9"
+    if total % outer.every:
+        rule = f"does not divide the {total} updates of the run: what the workers did since their last meeting would be lost"
+        yield "optimizer.outer.every", outer.every, rule, f"use {_divisors(total)}"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:

@@ -160,6 +160,17 @@ class TrainConfig(Section):
     eval_batches: Count = 8  # 0: no evaluation
 
 
+class OuterConfig(Section):
+    """Local updates (DiLoCo, arXiv 2311.08105): workers train apart, and every so often their mean move is a step of Nesterov's SGD on the
+    weights they share, from which all go on. Only then anything of size travels along `mesh.data`.
+    """
+
+    workers: Positive  # a multiple of mesh.data; the losses depend on it, and not on the mesh
+    every: Positive  # updates of their own between two meetings
+    lr: PositiveFloat = 0.7
+    momentum: Fraction = 0.9
+
+
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
@@ -177,6 +188,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     muon_momentum: Fraction = 0.95
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
+    outer: OuterConfig | None = None  # for slices or regions that cannot afford a reduction an update
 
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first

@@ -24,6 +24,7 @@ RULES: Mapping[str, tuple[str, ...]] = {  # logical axis -> mesh axes, outermost
     "position": (),
     "expert": ("expert",),
     "layers": (),
+    "worker": ("data",),  # those that train apart (optimizer.outer)
     "run": (),
 }
 

@@ -53,7 +53,7 @@ def _whole_over(config: Config, mesh: AbstractMesh) -> tuple[str, ...]:
     """
     axes = ("data",) if config.mesh.zero == 3 else ("data", "fsdp")
     waits = config.train.microbatches > 1 or config.mesh.zero == 1 or pipelined.stages() > 1
-    return tuple(axis for axis in axes if waits and mesh.shape.get(axis, 1) > 1)
+    return tuple(axis for axis in axes if waits and mesh.shape.get(axis, 1) > 1 and axis not in mesh.manual_axes)
 
 
 def _microbatches(

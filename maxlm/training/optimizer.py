@@ -9,6 +9,7 @@ import optax
 from maxlm.config.schema import Config, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import STACKED, Parameters, is_matrix
+from maxlm.training.outer import with_workers
 from maxlm.training.schedule import learning_rate
 
 
@@ -20,11 +21,12 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     axes = parameter_axes(config.model)
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
     decayed = _map_axes(lambda names: is_matrix(names) and "position" not in names, axes)
-    return optax.chain(
+    chain = optax.chain(
         direction,
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
+    return chain if config.optimizer.outer is None else with_workers(chain, config.optimizer.outer)
 
 
 def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:

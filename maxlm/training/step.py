@@ -14,6 +14,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.training import guards
 from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
+from maxlm.training.outer import meet, update_apart
 from maxlm.training.schedule import learning_rate
 from maxlm.training.state import TrainState
 
@@ -23,7 +24,7 @@ class Metrics(NamedTuple):
 
     loss: Float[Array, ""]  # mean negative log-likelihood, nats a token
     z: Float[Array, ""]  # mean logsumexp^2
-    grad_norm: Float[Array, ""]  # before clipping
+    grad_norm: Float[Array, ""]  # before clipping; of workers that train apart, the mean
     lr: Float[Array, ""]
     tokens: Float[Array, ""]  # that counted
     skipped: Int[Array, ""]  # updates skipped so far
@@ -33,14 +34,25 @@ class Metrics(NamedTuple):
 def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The update that `config` describes, ready to be jitted."""
     rate = learning_rate(config)
+    outer = config.optimizer.outer
+
+    def update(params: Parameters, opt_state: Any, batch: Batch) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
+        """(parameters and optimizer state after one update, the batch's sums, the norm of its gradient)."""
+        sums, grads = accumulate(config, params, batch)
+        grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, sums, grad_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
-        lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
-        sums, grads = accumulate(config, state.params, batch)
-        grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        proposed = state.advance(optax.apply_updates(state.params, updates), opt_state)
+        done = state.step - state.skipped  # a skipped update does not move the schedule
+        lr = jnp.asarray(rate(done), jnp.float32)
+        if outer is None:
+            params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
+        else:
+            apart, sums, grad_norm = update_apart(update, state.opt_state, batch)
+            params, opt_state = meet(outer, state.params, apart, done + 1)
+        proposed = state.advance(params, opt_state)
         loss = sums.nll / jnp.maximum(sums.tokens, 1)
         state = guards.keep_if_finite(state, proposed, loss, grad_norm)
         metrics = Metrics(
