@@ -69,9 +69,9 @@ class Attention(nnx.Module):
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
-        q_BSHK = checkpoint_name(constrain(q_BSHK, *_HEADS), "query")
-        k_BSGK = checkpoint_name(constrain(k_BSGK, *_GROUPS), "key")
-        v_BSGK = checkpoint_name(v_BSGK, "value")
+        q_BSHK, k_BSGK = constrain(q_BSHK, *_HEADS), constrain(k_BSGK, *_GROUPS)
+        if context_size() == 1 or context != "ulysses":  # which names what it has exchanged
+            q_BSHK, k_BSGK, v_BSGK = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGK), ("query", "key", "value"))
         if cache is None:
             mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, context)
         else:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import ContextAttention, MemoryConfig, ModelConfig
 from maxlm.models.attention import Attention, Cache
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, rope_angles, weight
+from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.remat import rematerialise
 from maxlm.parallel import constrain
@@ -46,9 +46,9 @@ class Block(nnx.Module):
         context: ContextAttention = "ring",
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        mixed_BSD, cache = self.attention(_region(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache, context)
+        mixed_BSD, cache = self.attention(enter(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache, context)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
-        fed_BSD = self.mlp(_region(self.mlp_norm(x_BSD)))
+        fed_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
         x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
         return constrain(x_BSD, *BETWEEN), cache
 
@@ -63,11 +63,6 @@ class Block(nnx.Module):
 
 
 _Own = tuple[Block, Cache | None, Array | None]  # a block, its cache, and whether it is there
-
-
-def _region(x_BSD: jax.Array) -> jax.Array:
-    """Enter a tensor-parallel region."""
-    return constrain(x_BSD, *ENTERING)
 
 
 class Decoder(nnx.Module):

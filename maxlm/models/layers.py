@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
-from maxlm.parallel import constrain, partition_spec
+from maxlm.parallel import constrain, mesh_axes, partition_spec
 
 # B batch, S sequence, D width, K head dim, F = K / 2 frequencies
 
@@ -81,8 +81,19 @@ def project(spec: str, x: jax.Array, w: jax.Array, bias: nnx.Param | None, reads
 
 def fenced(run: Callable[[jax.Array], jax.Array], x: jax.Array, reads: Axes, writes: Axes) -> jax.Array:
     """`run(x)`, which begins and ends in matmuls, as `project` has them."""
-    leaves = BETWEEN if reads == ENTERING else reads  # the gradient, a sum over `tensor`, is scattered along the sequence
-    return _fence(constrain(run(_fence_gradient(x, leaves)), *writes), writes)
+    given = x if reads == ENTERING and _is_sum() else _fence_gradient(x, reads)
+    return _fence(constrain(run(given), *writes), writes)
+
+
+def enter(x_BSD: jax.Array) -> jax.Array:
+    """Enter a tensor-parallel region. Where several matmuls read x, their gradients are added up before they are scattered, once."""
+    return constrain(_fence_gradient(x_BSD, BETWEEN) if _is_sum() else x_BSD, *ENTERING)
+
+
+def _is_sum() -> bool:
+    """Whether the gradient of what enters a region is a sum over the devices that split it, to be scattered along the sequence."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh_axes("seq_between", mesh) != mesh_axes("seq", mesh)
 
 
 class Norm(nnx.Module):

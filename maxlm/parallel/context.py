@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -87,7 +88,8 @@ def _ulysses(
     asked: _Asked, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=_AXIS, tiled=True)
-    operands = [exchange(x, split_axis=2, concat_axis=1) for x in (q_BSHK, k_BSGK, v_BSGK)]
+    given = {"query": q_BSHK, "key": k_BSGK, "value": v_BSGK}
+    operands = [checkpoint_name(exchange(x, split_axis=2, concat_axis=1), name) for name, x in given.items()]
     segments_BS = jax.lax.all_gather(segments_BS, _AXIS, axis=1, tiled=True)
     own: dict[str, Any] = {"query_segments_BS": segments_BS, "key_segments_BT": segments_BS, "window": asked.window, **asked.options}
     if not asked.logsumexp:

@@ -12,14 +12,16 @@ from maxlm.parallel.sharding import mesh_axes
 
 
 def lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """The row of every token, split as activations are between tensor-parallel regions.
+    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over what else splits the
+    vocabulary: the sum over that is scattered, since the gradient of a sum that all devices hold would be summed again.
 
     Written out: XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some axes.
     Here the width is gathered over what splits it, and the gradient scattered.
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width, batch, seq = (mesh_axes(name, mesh) for name in ("vocab", "table", "batch", "seq"))
-    between = tuple(axis for axis in mesh_axes("seq_between", mesh) if axis not in seq)  # which split the sequence from here on
+    inside = tuple(axis for axis in mesh_axes("seq_between", mesh) if axis not in seq)
+    between = (*inside, *(axis for axis in vocab if axis not in inside))  # which split the sequence from here on
     axes = {*vocab, *width, *batch, *seq}
     if not axes:
         return table_VD[tokens_BS]
@@ -32,10 +34,7 @@ def lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float
         place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]
         here_BS = (place_BS >= 0) & (place_BS < table_VD.shape[0])
         x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
-        if between:
-            x_BSD = jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True)
-        rest = tuple(axis for axis in vocab if axis not in between)
-        return jax.lax.psum(x_BSD, rest) if rest else x_BSD
+        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True)
 
     specs = P(vocab or None, width or None), P(batch or None, seq or None)
     out = P(batch or None, (*seq, *between) or None)

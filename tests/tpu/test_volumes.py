@@ -100,9 +100,9 @@ def textbook(case, config):
     stages = {  # what one stage has for all is written as a sum, to which the others add zeros
         ("collective-permute", "stage"): 2 * microbatches * x,  # there, and the gradient back
         ("all-to-all", "stage"): (HALF + FULL) * layers / mesh.fsdp / mesh.stage,  # weights dealt out and gradients brought back, once
-        ("all-reduce", "stage"): 2 * microbatches * x,  # what the embedding gives, and its gradient to all who hold a part of the table
-        ("reduce-scatter", "stage"): 2 * microbatches * x,  # what the last stage gives to the loss, and the gradient of that
-        ("all-gather", "stage"): 2 * microbatches * x,  # the same two, whole: each stage has a part of the vocabulary
+        # What the embedding gives, what the last stage gives to the loss, and the gradients of both: scattered, and whole again
+        ("reduce-scatter", "stage"): 4 * microbatches * x,
+        ("all-gather", "stage"): 4 * microbatches * x,
     }
     return {
         "ddp": {("all-reduce", "data"): gradients + FULL * rest},
@@ -132,24 +132,19 @@ def excess(case, config):
     layers, embedding, unembedding, _ = sizes(config)
     mesh, depth, microbatches = config.mesh, config.model.n_layers, config.train.microbatches
     x, q, kv = activations(config)
-    # q, k and v scatter the gradient of what all three read each for itself, and gate and up theirs: five scatters instead of two
-    tensor = {("reduce-scatter", "tensor"): 3 * depth * x}
     # Keys and values take n hops each pass, the last one home. So do their gradients, which set out from home; their last is in bfloat16
     ring = {("collective-permute", "context"): 3 * microbatches * depth * kv}
     # Gradients are reduced over `context` after every microbatch, only the embedding's after the last
     early = microbatches * (HALF * layers + FULL * unembedding) - FULL * (layers + unembedding)
-    # Queries, keys and values are kept as they were before the exchange, attention's result as before the one back: all are exchanged again
-    ulysses = {("all-to-all", "context"): depth * (2 * q + kv)}
+    # Attention's result is kept as it was before the exchange back, which its own backward pass reads, and exchanged again for the next
+    ulysses = {("all-to-all", "context"): depth * q}
     idle = mesh.stage - 1  # ticks of each pass in which a stage has nothing to do: it says as much as in others
     stages = {
         ("collective-permute", "stage"): 2 * idle * x,
-        # The transpose of the embedding's sum over `stage` is a sum again, of a gradient that all stages have: once a tick
-        ("all-reduce", "stage"): 2 * idle * x + (microbatches + idle) * x,
-        ("reduce-scatter", "stage"): idle * x if idle > 1 else 0,  # of nothing, which XLA sees where it is one tick
+        ("reduce-scatter", "stage"): (3 if idle > 1 else 2) * idle * x,  # of what no stage has XLA leaves out a single tick
+        ("all-gather", "stage"): 2 * idle * x,
     }
     return {
-        "tensor": tensor,
-        "tensor, zero 3": tensor,
         "ring": ring,
         "ring accumulating": {**ring, ("all-reduce", "context"): early / mesh.fsdp},
         "ulysses": ulysses,
