@@ -10,7 +10,6 @@ from small_run import (
     events,
     exact,
     finish,
-    free_port,
     make_workspace,
     metrics,
     saved_state,
@@ -91,34 +90,6 @@ def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh
     alone, split = metrics(workspace, "alone"), metrics(workspace)
     assert [r["batch_digest"] for r in split] == [r["batch_digest"] for r in alone]
     np.testing.assert_allclose([r["loss"] for r in split], [r["loss"] for r in alone], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"), pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2")],
-)
-def test_two_processes_joined_see_the_same_samples_and_losses(workspace, mesh):
-    finish(start(workspace, "train.steps=12", *mesh, "run.name=one", devices=8))
-    port = free_port()
-    joined = [
-        start(
-            workspace,
-            "train.steps=12",
-            *mesh,
-            "run.name=two",
-            devices=4,
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
-            JAX_NUM_PROCESSES="2",
-            JAX_PROCESS_ID=str(number),
-        )
-        for number in range(2)
-    ]
-    for process in joined:
-        finish(process)
-    one, two = metrics(workspace, "one"), metrics(workspace, "two")
-    assert [r["step"] for r in two] == list(range(1, 13)), "one process writes the metrics, once"
-    assert [r["batch_digest"] for r in two] == [r["batch_digest"] for r in one]
-    np.testing.assert_allclose([r["loss"] for r in two], [r["loss"] for r in one], rtol=1e-5)
 
 
 SPLITS = {
