@@ -28,6 +28,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
 GIB = 2**30
 MOST = 1000  # layers
+PUBLISHED_BYTES = 40e9
+STATE_BYTES = 16  # a parameter
 EXACT = 0.02  # of the layers found
 MODEL = {"vocab_size": 50304, "d_model": 2048, "n_heads": 16, "d_ff": 8192, "activation": "gelu", "norm": "layernorm", "bias": "all"}
 PARAMETERS_A_LAYER = 50.4e6
@@ -44,14 +46,15 @@ class Way:
     name: str
     mesh: Mapping[str, int]  # ALL stands for all devices, HALF for half of them
     published: Mapping[int, float]
+    whole_bytes: int = 0  # a parameter, of weights, gradient and moments that every device holds
     microbatches: int = 1
 
 
 MEGATRON = {4: 5.5e9, 8: 11.4e9}
 WAYS = (
-    Way("replicated (DDP)", {"data": ALL, "fsdp": 1}, {4: 1.4e9, 8: 1.4e9}),
-    Way("ZeRO-1", {"fsdp": ALL, "zero": 1}, {4: 4.4e9, 8: 6.4e9}),
-    Way("ZeRO-2", {"fsdp": ALL, "zero": 2}, {4: 5.2e9, 8: 8.5e9}),
+    Way("replicated (DDP)", {"data": ALL, "fsdp": 1}, {4: 1.4e9, 8: 1.4e9}, whole_bytes=16),
+    Way("ZeRO-1", {"fsdp": ALL, "zero": 1}, {4: 4.4e9, 8: 6.4e9}, whole_bytes=4),
+    Way("ZeRO-2", {"fsdp": ALL, "zero": 2}, {4: 5.2e9, 8: 8.5e9}, whole_bytes=2),
     Way("tensor parallel", {"fsdp": 1, "tensor": ALL}, MEGATRON),
     Way("tensor parallel, 2 stages", {"fsdp": 1, "tensor": HALF, "stage": 2}, MEGATRON, microbatches=8),
     Way("ZeRO-3", {"fsdp": ALL, "zero": 3}, {4: 6.6e9, 8: 13.5e9}),
@@ -99,35 +102,52 @@ def _guess(compiled: Mapping[int, CompiledStep]) -> int:
 HEAD = """# The largest model that fits
 
 `python tools/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
-float32 master weights, bfloat16 compute, full remat) with as many layers as the compiler lets into {available:.2f} GiB (33.6 GB) of a
-TPU v6e chip; 2% more are refused. Published are the figures of DeepSpeed's third-party characterisation, for A100s of 40 GB.
+float32 master weights, bfloat16 compute, full remat) with as many layers as the compiler lets into {available:.2f} GiB of a TPU v6e
+chip; 2% more are refused. Published are the figures of DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} as much.
 
-| way | devices | layers | parameters | published, 40 GB | ours to theirs | to replicated, ours | theirs |
-|---|---|---|---|---|---|---|---|
+| way | devices | layers | parameters | published | ours to theirs, of equal memory | to replicated: ours | published | at most |
+|---|---|---|---|---|---|---|---|---|
+"""
+TAIL = """
+"At most" is what the bytes of the state allow: replicas hold 16 a parameter (weights, gradient and two moments in float32), ZeRO-1 2 + 2
+whole and 12 split, ZeRO-2 2 whole and 14 split, the others split 16. Most of the published ratios lie above that: what was published as
+replicated held 28 bytes a parameter (1.4 B in 40 GB) where ours holds 16.3. So compare by memory.
+
+![the same as a picture](memory.png)
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=sorted(TOPOLOGIES), choices=sorted(TOPOLOGIES))
-    found: dict[tuple[str, int], float] = {}
-    lines, available = [], 0
+    found: dict[tuple[str, int], int] = {}
+    available = 0
     for devices in parser.parse_args().devices:
         for way in WAYS:
-            layers, step = largest(way, devices)
-            size = found[way.name, devices] = count_parameters(config_of(way, devices, layers).model)
-            ours, theirs = size / found[WAYS[0].name, devices], way.published[devices] / WAYS[0].published[devices]
-            published = way.published[devices]
-            compared = f"{published / 1e9:.1f} B | {size / published:.2f} | {ours:.1f} | {theirs:.1f}"
-            lines.append(f"| {way.name} | {devices} | {layers} | {size / 1e9:.2f} B | {compared} |")
-            print(lines[-1], flush=True)
+            found[way.name, devices], step = largest(way, devices)
             available = step.available
-    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, available=available / GIB)
-    (DOCS / "memory.md").write_text(head + "\n".join(lines) + "\n\n![the same as a picture](memory.png)\n", encoding="utf-8")
-    draw(found)
+    write(found, available)
 
 
-def draw(found: Mapping[tuple[str, int], float]) -> None:
+def write(found: Mapping[tuple[str, int], int], available: int) -> None:
+    """docs/memory.md and its picture, of the layers `found` by way and devices, where a chip has `available` bytes."""
+    ways = {way.name: way for way in WAYS}
+    sizes = {(name, n): count_parameters(config_of(ways[name], n, layers).model) for (name, n), layers in found.items()}
+    more = PUBLISHED_BYTES / available
+    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, available=available / GIB, more=more)
+    lines = []
+    for (name, n), layers in found.items():
+        size, published = sizes[name, n], ways[name].published[n]
+        whole = ways[name].whole_bytes
+        most = STATE_BYTES / (whole + (STATE_BYTES - whole) / n)
+        ours, theirs = size / sizes[WAYS[0].name, n], published / WAYS[0].published[n]
+        compared = f"{published / 1e9:.1f} B | {size / published * more:.2f} | {ours:.1f} | {theirs:.1f} | {most:.1f}"
+        lines.append(f"| {name} | {n} | {layers} | {size / 1e9:.2f} B | {compared} |")
+    (DOCS / "memory.md").write_text(head + "\n".join(lines) + "\n" + TAIL, encoding="utf-8")
+    draw(sizes)
+
+
+def draw(found: Mapping[tuple[str, int], int]) -> None:
     """Bars: ours beside what was published."""
     import matplotlib
 
