@@ -304,7 +304,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 def _outer(config: Config) -> Iterator[Problem]:
     """Workers that train apart."""
-    outer, train, total = config.optimizer.outer, config.train, config.total_steps
+    outer, train = config.optimizer.outer, config.train
     if outer is None:
         return
     if train.global_batch % (outer.workers * train.microbatches):
@@ -312,9 +312,6 @@ def _outer(config: Config) -> Iterator[Problem]:
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
     if outer.momentum == 1:
         yield "optimizer.outer.momentum", 1, "must be below 1, or the average never moves", "use 0.9"
-    if total % outer.every:
-        rule = f"does not divide the {total} updates of the run: what the workers did since their last meeting would be lost"
-        yield "optimizer.outer.every", outer.every, rule, f"use {_divisors(total)}"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:

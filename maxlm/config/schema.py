@@ -166,7 +166,7 @@ class OuterConfig(Section):
     """
 
     workers: Positive  # a multiple of mesh.data; the losses depend on it, and not on the mesh
-    every: Positive  # updates of their own between two meetings
+    every: Positive  # updates of their own between two meetings; they meet after the last of the run, too
     lr: PositiveFloat = 0.7
     momentum: Fraction = 0.9
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from maxlm.config.schema import OuterConfig
 from maxlm.data.batch import Batch
@@ -61,8 +61,8 @@ def update_apart(update: Update, apart: Apart, batch: Batch) -> tuple[Apart, Los
     return apart._replace(workers_params=params, workers_state=state), jax.tree.map(lambda a: jnp.sum(a, 0), sums), jnp.mean(norms)
 
 
-def meet(settings: OuterConfig, shared: Parameters, apart: Apart, updates: jax.Array) -> tuple[Parameters, Apart]:
-    """The shared weights and the workers after `updates` updates: another step and a new start if they meet now, else as they are."""
+def meet(settings: OuterConfig, shared: Parameters, apart: Apart, due: Bool[Array, ""]) -> tuple[Parameters, Apart]:
+    """The shared weights and the workers: after another outer step, and at a new start, where a meeting is due, else as they are."""
 
     def step(shared: Parameters, apart: Apart) -> tuple[Parameters, Apart]:
         gone = jax.tree.map(lambda anchor, own: anchor - jnp.mean(own, 0), shared, apart.workers_params)
@@ -70,7 +70,7 @@ def meet(settings: OuterConfig, shared: Parameters, apart: Apart, updates: jax.A
         shared = jax.tree.map(lambda p, m, g: p - settings.lr * (settings.momentum * m + g), shared, momentum, gone)
         return shared, apart._replace(workers_params=_stack(shared, settings.workers), momentum=momentum)
 
-    return jax.lax.cond(updates % settings.every == 0, step, lambda *same: same, shared, apart)
+    return jax.lax.cond(due, step, lambda *same: same, shared, apart)
 
 
 def _stack(tree: Any, workers: int) -> Any:

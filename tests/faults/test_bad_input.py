@@ -149,7 +149,6 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "train.pipeline=gpipe": ["train.pipeline = gpipe", "mesh.stage = 1"],
     "train.pipeline=dualpipe": ["train.pipeline = dualpipe", "1f1b"],
     "mesh.data=4 ; mesh.fsdp=2 ; optimizer.outer={workers: 2, every: 2}": ["mesh.data = 4", "outer.workers = 2", "use 1 or 2"],
-    "optimizer.outer={workers: 2, every: 3}": ["optimizer.outer.every = 3", "20 updates", "would be lost", "use 1, 2, 4, 5, 10 or 20"],
     "optimizer.outer={workers: 3, every: 2}": ["train.global_batch = 8", "optimizer.outer.workers = 3"],
     "mesh.data=2 ; mesh.fsdp=4 ; optimizer.outer={workers: 2, every: 2} ; train.microbatches=2": [
         "train.global_batch = 8",

@@ -19,13 +19,13 @@ DATA = "data.seq_len=512 train.loss_chunks=2"
 HALF, FULL = 2, 4  # bytes of bfloat16, in which weights travel and single microbatches' gradients; of float32, in which they are added up
 
 
-def volumes(mesh, microbatches):
+def volumes(mesh, microbatches, *more):
     """Bytes a chip by (kind of collective, mesh axes) over a step; scalars aside. A microbatch has a row for each place of the batch."""
     batch = microbatches * mesh.get("data", 1) * mesh["fsdp"]
     overrides = (
         f"{MODEL} {DATA} cluster.topology=v5p:2x2x2 cluster.accelerator=null train.global_batch={batch} train.microbatches={microbatches}"
     )
-    config = load("runs/llama3-8b-v5p-128", [*overrides.split(), *(f"mesh.{axis}={size}" for axis, size in mesh.items())]).config
+    config = load("runs/llama3-8b-v5p-128", [*overrides.split(), *more, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]).config
     topology = parse("v5p:2x2x2")
     program = build(config, topology)
     with jax.set_mesh(program.mesh):
@@ -58,7 +58,7 @@ def activations(config):
     return tuple(HALF * tokens * width for width in (model.d_model, model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim))
 
 
-CASES = {  # mesh and microbatches
+CASES = {  # mesh and microbatches, and other settings
     "ddp": ({"data": 8, "fsdp": 1}, 1),
     "ddp accumulating": ({"data": 8, "fsdp": 1}, 4),
     "zero 1": ({"fsdp": 8, "zero": 1}, 1),
@@ -66,6 +66,7 @@ CASES = {  # mesh and microbatches
     "zero 2 accumulating": ({"fsdp": 8, "zero": 2}, 4),
     "zero 3": ({"fsdp": 8}, 1),
     "hybrid accumulating": ({"data": 2, "fsdp": 4}, 2),
+    "local updates": ({"data": 2, "fsdp": 4}, 1, "optimizer.outer={workers: 2, every: 10}"),
     "tensor": ({"data": 2, "fsdp": 1, "tensor": 4}, 1),
     "tensor, zero 3": ({"fsdp": 4, "tensor": 2}, 1),
     "ring": ({"fsdp": 2, "context": 4, "context_attention": "ring"}, 1),
@@ -112,6 +113,7 @@ def textbook(case, config):
         "zero 2 accumulating": {("all-gather", "fsdp"): HALF * everything, ("reduce-scatter", "fsdp"): FULL * everything},
         "zero 3": zero_3,
         "hybrid accumulating": {**zero_3, ("all-reduce", "data"): FULL * (everything / 4 + rest)},
+        "local updates": {**zero_3, ("all-reduce", "data"): FULL * (everything / 4 + rest)},  # where workers meet: once in ten updates
         "tensor": {**tensor, ("all-reduce", "data"): gradients / mesh.tensor},
         "tensor, zero 3": {**tensor, **zero_3},
         "ring": {**over_context, ("collective-permute", "context"): ring},
@@ -159,8 +161,7 @@ def excess(case, config):
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_textbook(case):
-    mesh, microbatches = CASES[case]
-    config, found = volumes(mesh, microbatches)
+    config, found = volumes(*CASES[case])
     wanted, known = textbook(case, config), excess(case, config)
     for (kind, axis), size in wanted.items():
         size += known.get((kind, axis), 0)

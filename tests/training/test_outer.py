@@ -54,13 +54,19 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
 
 
 def test_weights_are_shared_only_when_workers_meet():
-    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, optimizer={"outer": {"workers": 2, "every": 5}}, train={"steps": 10})
+    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, optimizer={"outer": {"workers": 2, "every": 5}}, train={"steps": 6})
     first = leaves(program.init().params)
     state, _ = run_steps(program, 4)
     assert all(np.array_equal(a, b) for a, b in zip(leaves(state.params), first, strict=True))
     own = leaves(state.opt_state.workers_params)
     assert any(not np.array_equal(each[0], each[1]) for each in own), "each has trained on rows of its own"
     state, _ = run_steps(program, 5)
+    assert_shared(state)
+    state, _ = run_steps(program, 6)
+    assert_shared(state)  # after the last update of the run they meet, too
+
+
+def assert_shared(state):
     for mine, each in zip(leaves(state.params), leaves(state.opt_state.workers_params), strict=True):
         assert np.array_equal(each[0], mine)
         assert np.array_equal(each[1], mine)
