@@ -168,7 +168,7 @@ def draw(found: Mapping[tuple[str, int], int]) -> None:
         panel.set_title(f"{devices} devices")
         panel.set_xlabel("parameters, billions")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].legend(loc="lower right", frameon=False, fontsize=8)
+    panels[0][0].legend(loc="upper right", frameon=False, fontsize=8)
     figure.savefig(DOCS / "memory.png", dpi=130)
 
 
