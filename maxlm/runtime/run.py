@@ -36,7 +36,15 @@ from maxlm.training.program import build_program
 EXIT_CODES = {"done": 0, "nothing_left": 0, "preempted": 3, "unhealthy": 4}
 
 # What a checkpoint must share with the run that continues it: the model, what defines the data order, and the shape of the state.
-IDENTITY = ("train.seed", "train.global_batch", "data.seq_len", "data.shuffle", "data.mask_documents", "optimizer.name")
+IDENTITY = (
+    "train.seed",
+    "train.global_batch",
+    "data.seq_len",
+    "data.shuffle",
+    "data.mask_documents",
+    "optimizer.name",
+    "optimizer.outer.workers",
+)
 
 
 Showing = Callable[[Config, Path, Parameters, Console], None]
