@@ -63,6 +63,44 @@ class RopeConfig(Section):
     scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
 
 
+class RouterConfig(Section):
+    """How tokens meet experts. Scores, choice and weights are float32."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token over all experts; sigmoid: each by itself (DeepSeek-V3)
+    choice: Literal["token", "expert"] = "token"  # who chooses; experts' choice (arXiv 2202.09368) looks at the whole sequence: not causal
+    normalize: Bool = True  # a token's weights over the experts it has chosen sum to 1
+    scale: PositiveFloat = 1.0  # multiplies those weights
+    groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
+    top_groups: Positive = 1
+    capacity: PositiveFloat | None = None  # None: dropless; else an expert takes this many times its even share of a sequence, at most
+    jitter: Fraction = 0.0  # what the router reads is multiplied by 1 - jitter to 1 + jitter in training (arXiv 2101.03961)
+    balance_loss: NonNegative = 0.0  # weight of experts * sum(share of tokens * mean score), 1 when even (arXiv 2006.16668, 2101.03961)
+    balance_over: Literal["batch", "sequence"] = "batch"  # whose shares: all tokens of a microbatch, or each sequence its own
+    z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906)
+    bias_rate: NonNegative = 0.0  # loss-free balancing: a bias of the choice moves so far towards even load an update (arXiv 2408.15664)
+
+
+class MoeConfig(Section):
+    """Feed-forward layers as experts, of which each token meets `top_k`."""
+
+    n_experts: Positive
+    top_k: Positive
+    d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
+    n_shared: Count = 0  # experts, as one feed-forward layer so many times as wide, that every token meets (DeepSeekMoE, arXiv 2401.06066)
+    n_dense: Count = 0  # layers before the first with experts
+    router: RouterConfig = RouterConfig()
+
+
+class LatentConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
+
+    q_rank: Positive | None = None  # width that queries are squeezed to; None: they are not
+    kv_rank: Positive
+    nope_dim: Positive  # of a head's query and key, without position
+    rope_dim: Positive  # of a head's query, rotated; of the key that all heads share
+    value_dim: Positive  # of a head
+
+
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
@@ -71,9 +109,10 @@ class ModelConfig(Section):
     n_layers: Positive
     n_heads: Positive
     n_kv_heads: Positive = 0  # derived: n_heads
-    head_dim: Positive = 0  # derived: d_model / n_heads
+    head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
     d_ff: Positive
-    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"  # geglu and gelu in their tanh form
+    # geglu and gelu in their tanh form; swiglu_clamped: gpt-oss's (arXiv 2508.10925)
+    activation: Literal["swiglu", "geglu", "gelu", "swiglu_clamped"] = "swiglu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
@@ -92,6 +131,10 @@ class ModelConfig(Section):
     tie_embeddings: Bool = False
     scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
     init_std: PositiveFloat = 0.02
+    moe: MoeConfig | None = None  # None: every layer is dense
+    latent: LatentConfig | None = None  # None: grouped-query attention
+    sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
+    mtp_depth: Count = 0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +143,12 @@ class ModelConfig(Section):
             return values
         heads, width = values.get("n_heads"), values.get("d_model")
         derived = {"n_kv_heads": heads}
-        if isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
+        latent = values.get("latent")
+        if latent is not None:
+            parts = latent if isinstance(latent, dict) else latent.model_dump()
+            sizes = [parts.get("nope_dim"), parts.get("rope_dim")]
+            derived["head_dim"] = sum(sizes) if all(isinstance(size, int) for size in sizes) else None
+        elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
         return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}
 
@@ -155,6 +203,7 @@ class TrainConfig(Section):
     stage_chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
     seed: Seed = 0
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
+    mtp_loss: NonNegative = 0.3  # weight of the mean loss of what `model.mtp_depth` predicts further ahead
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
