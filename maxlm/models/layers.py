@@ -174,3 +174,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What a gated feed-forward layer has inside, of the products with its two matrices."""
+    return ACTIVATIONS[activation](gate) * up
