@@ -49,7 +49,6 @@ def through_experts(
     batch, seq, between = (mesh_axes(name, mesh) for name in ("batch", "seq", "seq_between"))
     inside = tuple(axis for axis in between if axis not in seq)
     split = {name: tuple(mesh_axes(logical, mesh) for logical in of) for name, of in axes.items()}
-    used = {*batch, *between, *(axis for of in split.values() for dim in of for axis in dim)}
     exchanged = mesh_axes("expert", mesh)
 
     def local(weights: Weights, x_BSD: Array, experts_BSK: Array, weights_BSK: Array) -> Array:
@@ -61,11 +60,11 @@ def through_experts(
         y_BSD = run(compute, whole, x_TD, experts_TK, weights_TK, n_experts).reshape(x_BSD.shape)
         return scatter_sum(y_BSD, inside, 1) if inside else y_BSD
 
-    if not used:
+    if mesh.empty:
         return local(weights, x_BSD, experts_BSK, weights_BSK)
     rows = P(batch or None, between or None)
     specs = {name: P(*(dim or None for dim in of)) for name, of in split.items()}
-    island = jax.shard_map(local, in_specs=(specs, rows, rows, rows), out_specs=rows, axis_names=used, check_vma=False)
+    island = jax.shard_map(local, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False)
     return island(weights, x_BSD, experts_BSK, weights_BSK)
 
 
