@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
+from maxlm.models.router import Routing
 from maxlm.training import guards
 from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
@@ -29,6 +30,7 @@ class Metrics(NamedTuple):
     tokens: Float[Array, ""]  # that counted
     skipped: Int[Array, ""]  # updates skipped so far
     batch_digest: UInt32[Array, ""]  # equal for equal batches, on any mesh
+    routing: Routing | None = None  # leading dim: the layers with experts in order of depth
 
 
 def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
