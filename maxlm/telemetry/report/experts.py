@@ -16,12 +16,15 @@ from maxlm.telemetry.words import percent
 # N records, L layers with experts, E experts
 FEW_LAYERS = 6  # so many are shown one by one; of more, all at a glance and the worst one by one
 WORST = 3
+THIRD_WIDTH = 420  # of a drawing, where HALF.width fills half of the page
 NAMED = 3  # layers with idle experts that are named
 
 CHARTS = (
     ("Router confidence", "score of a token's first choice, mean", "router_confidence"),
     ("Router entropy", "of a token's scores, nats, mean", "router_entropy"),
 )
+
+MEANT = '<p class="legend"><span class="key c0"></span>worst layer <span class="key c1"></span>mean over layers</p>'
 
 
 class Ending(NamedTuple):
@@ -47,12 +50,12 @@ def in_words(run: Run) -> str:
     ending = _ending(run.loads)
     layer, expert = (int(i) for i in np.unravel_index(times_even(ending.load_LE).argmax(), ending.load_LE.shape))
     times = float(times_even(ending.load_LE)[layer, expert])
-    since = f"From step {ending.from_step:,} on"
+    since = f"From step {ending.from_step:,} on" if ending.from_step < run.loads.steps_N[-1] else f"At step {ending.from_step:,}"
     if times < 1.1:
-        said = [f"{since} load is even: no expert takes more than {times:.2f} times its share."]
+        said = [f"{since}, load is even: no expert takes more than {times:.2f} times its share."]
     else:
         said = [
-            f"{since}, layer {run.loads.first_layer + layer}: expert {expert} takes {times:.1f} times its share, the most of all layers."
+            f"{since}, expert {expert} of layer {run.loads.first_layer + layer} takes {times:.1f} times its share, more than any other."
         ]
     dropped = run.get("dropped")
     late = dropped.values_N[dropped.steps_N >= ending.from_step]
@@ -81,27 +84,35 @@ def _ending(loads: Loads) -> Ending:
 def _maps(run: Run, name: str) -> str:
     assert run.loads is not None
     layers = run.loads.load_NLE.shape[1]
-    worst = np.argsort(-peak(_ending(run.loads).load_LE), kind="stable")
-    shown = range(layers) if layers <= FEW_LAYERS else sorted(int(i) for i in worst[:WORST])
+    shown = range(layers) if layers <= FEW_LAYERS else _worst(_ending(run.loads))
     cells = columns(run.loads, len(shown))
     drawn = "".join(_layer(run.loads, cells, i) for i in shown)
     if layers > FEW_LAYERS:
         title, words = "Busiest expert of each layer", f"Load of the busiest expert of each of {layers} layers over steps"
-        glance = heat(title, "layer", words, cells, peak(cells.load_CLE), run.loads.first_layer, FULL.width)
-        drawn = f'<div class="wide">{glance}</div>{drawn}'
+        glance = heat(title, "a row a layer", words, cells, peak(cells.load_CLE), run.loads.first_layer, FULL.width)
+        drawn = f'<div class="wide">{glance}</div><div class="wide grid3">{drawn}</div>'
     head = f"<h3>{escape(name)}</h3>" if name else ""
     hint = "Colours: an expert's load in times its even share"
-    picked = f"; below, the {WORST} layers that end least even" if layers > FEW_LAYERS else ""
+    picked = f"; below, the {WORST} layers to look at first" if layers > FEW_LAYERS else ""
     lead = f'<p class="lead">{escape(in_words(run))}</p><p class="note">{hint}{picked}.</p>'
     return f'{head}{lead}{legend()}<div class="grid2 maps">{drawn}</div>'
+
+
+def _worst(ending: Ending) -> list[int]:
+    """The layer of the busiest expert, then those with most experts that met no token, then the next busiest: the first few, in order."""
+    busiest = np.argsort(-peak(ending.load_LE), kind="stable").tolist()
+    idle_L = (ending.load_LE == 0).sum(axis=1)
+    idle = [i for i in np.argsort(-idle_L, kind="stable").tolist() if idle_L[i] > 0]
+    return sorted([*dict.fromkeys([busiest[0], *idle, *busiest])][:WORST])
 
 
 def _layer(loads: Loads, cells: Columns, index: int) -> str:
     number, last_E = loads.first_layer + index, times_even(cells.load_CLE[-1, index])
     ended = f"at the end expert {last_E.argmax()} takes {last_E.max():.1f} times its share"
     words = f"Load of {len(last_E)} experts of layer {number} over steps; {ended}"
-    width = FULL.width if loads.load_NLE.shape[1] == 1 else HALF.width
-    return heat(f"Layer {number}", "expert", words, cells, times_even(cells.load_CLE[:, index]), 0, width)
+    layers = loads.load_NLE.shape[1]
+    width = FULL.width if layers == 1 else HALF.width if layers <= FEW_LAYERS else THIRD_WIDTH
+    return heat(f"Layer {number}", "a row an expert", words, cells, times_even(cells.load_CLE[:, index]), 0, width)
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], colors: int) -> str:
@@ -110,8 +121,8 @@ def _curves(runs: Sequence[Run], names: Sequence[str], colors: int) -> str:
     worst = [Line(name if many else "worst layer", run.get("expert_load_max"), i % colors) for i, (run, name) in _numbered(runs, names)]
     if not many:
         worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 1))
-    of = "worst layer" if many else "worst layer, and mean over layers"
-    parts = [chart("Load of the busiest expert", f"times its even share; {of}", worst)]
+    busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst)
+    parts = [f"<div>{busiest}{'' if many else MEANT}</div>" if busiest else ""]
     if any(run.get("dropped").values_N.any() for run in runs):
         dropped = [Line(name if many else "dropped", run.get("dropped"), i % colors) for i, (run, name) in _numbered(runs, names)]
         parts.append(chart("Dropped choices", "share of all", dropped, zero=True))

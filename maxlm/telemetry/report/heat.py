@@ -12,8 +12,8 @@ from maxlm.telemetry.report.load import Loads
 
 # N records, C columns drawn, L layers with experts, E experts, R rows drawn
 BOUNDS = (0.5, 0.75, 0.9, 1.1, 4 / 3, 2.0, 4.0)  # times the even share, between the colours
-LABELS = ("no token", "under 0.5x", "0.5–0.75x", "0.75–0.9x", "even", "1.1–1.33x", "1.33–2x", "2–4x", "over 4x")
-EVEN = 4  # the place of "even" in LABELS; it is the ground and not drawn
+LABELS = ("no token", "under 0.5x", "0.5–0.75x", "0.75–0.9x", "0.9–1.1x: even", "1.1–1.33x", "1.33–2x", "2–4x", "over 4x")
+EVEN = 4  # its place in LABELS; it is the ground and not drawn
 MAX_COLUMNS, MIN_COLUMNS = 160, 40
 MAX_CELLS = 80_000  # of a run: about 8 bytes each where neighbours differ, so that a page stays under a megabyte
 
@@ -39,18 +39,22 @@ def columns(loads: Loads, panels: int) -> Columns:
 
 
 def heat(title: str, unit: str, words: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int, width: int) -> str:
-    """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`, `unit` says what they are."""
+    """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`, `unit` says what they are.
+
+    `width` in units of its drawing.
+    """
     rows = values_CR.shape[1]
     size = Size(width, TOP + BOTTOM + int(np.clip(4 * rows, 132, 260)))
     edges_C = np.rint(size.plot_w * cells.x.share(cells.ends_C)).astype(np.int64)
     colours_CR = np.where(values_CR > 0, 1 + np.searchsorted(BOUNDS, values_CR, side="right"), 0)
     height = size.plot_h / rows
+    thick = 1 + 0.35 / height  # of a row: no gap where rows are thinner than a pixel
     paths = "".join(f'<path class="h{k}" d="{"".join(_strokes(colours_CR == k, edges_C))}"/>' for k in range(len(LABELS)) if k != EVEN)
     return (
         f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
         f'<svg class="heat" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(words)}">'
         f'<rect class="ground h{EVEN}" x="{LEFT}" y="{TOP}" width="{size.plot_w}" height="{size.plot_h}"/>'
-        f'<g transform="translate({LEFT} {TOP + height / 2:.3f}) scale(1 {height:.4f})">{paths}</g>'
+        f'<g transform="translate({LEFT} {TOP + height / 2:.3f}) scale(1 {height:.4f})" stroke-width="{thick:.2f}">{paths}</g>'
         f"{_axes(cells.x, rows, first_row, size)}</svg></figure>"
     )
 

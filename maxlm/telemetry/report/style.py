@@ -81,7 +81,8 @@ EXPERTS_CSS = """
 .h5{--c:var(--h5)}.h6{--c:var(--h6)}.h7{--c:var(--h7)}.h8{--c:var(--h8)}
 svg.heat{display:block;width:100%;height:auto;overflow:visible}
 .heat path{stroke:var(--c);fill:none;shape-rendering:crispEdges}.ground{fill:var(--c)}
-.scale .swatch{outline:1px solid var(--rule)}.wide{grid-column:1/-1}.maps{margin:.4rem 0 1.8rem}
+.scale .swatch{outline:1px solid var(--rule)}.wide{grid-column:1/-1}
+.grid3{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:22px 24px}.maps{margin:.4rem 0 1.8rem}
 .dot.alarm{background:var(--bad)}
 """
 
