@@ -31,10 +31,10 @@ class Moe(nnx.Module):
         self.activation = config.activation
         width, hidden, experts, std = config.d_model, moe.d_ff, moe.n_experts, config.init_std
         self.router_DE = weight((width, experts), ("router", "choices"), std)
-        into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
-        self.gate_EDF = weight((experts, width, hidden), into, std)
-        self.up_EDF = weight((experts, width, hidden), into, std)
-        self.down_EFD = weight((experts, hidden, width), out, std * (2 * config.n_layers) ** -0.5)
+        shape, axes = (width, experts, hidden), ("expert_embed", "expert", "mlp")
+        self.gate_DEF = weight(shape, axes, std)
+        self.up_DEF = weight(shape, axes, std)
+        self.down_DEF = weight(shape, axes, std * (2 * config.n_layers) ** -0.5)  # transposed, as the others are split
         biased = config.bias == "all"
         self.router_bias_E = constant(0.0, (experts,), ("choices",)) if biased else None
         self.gate_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
@@ -51,7 +51,7 @@ class Moe(nnx.Module):
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
         choice, penalty, routing = route(self.config, self.logits(x_BSD, noise_BS), bias_E, routed_BS, forward)
-        named = {name: getattr(self, name) for name in ("gate_EDF", "up_EDF", "down_EFD", "gate_bias_EF", "up_bias_EF")}
+        named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         there = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(
             partial(_compute, self.activation),
@@ -86,7 +86,7 @@ class Moe(nnx.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward: of the experts it meets."""
         chosen = self.config.top_k / self.config.n_experts
-        routed = matrix_size(self.gate_EDF, self.up_EDF, self.down_EFD) * chosen
+        routed = matrix_size(self.gate_DEF, self.up_DEF, self.down_DEF) * chosen
         return 6 * (matrix_size(self.router_DE) + routed) + (0 if self.shared is None else self.shared.flops_per_token())
 
 
@@ -95,11 +95,11 @@ def _compute(activation: str, weights: Weights, x_RD: Array, weight_R: Array, si
     of_row_RE = _of_row(sizes_E, x_RD) if "gate_bias_EF" in weights else None
 
     def into(name: str) -> Array:
-        y_RF = grouped_matmul(x_RD, weights[f"{name}_EDF"], sizes_E)
+        y_RF = grouped_matmul(x_RD, weights[f"{name}_DEF"], sizes_E)
         return checkpoint_name(y_RF if of_row_RE is None else y_RF + of_row_RE @ weights[f"{name}_bias_EF"].astype(y_RF.dtype), name)
 
     hidden_RF = gated(activation, into("gate"), into("up")) * weight_R[:, None].astype(x_RD.dtype)
-    return grouped_matmul(hidden_RF, weights["down_EFD"], sizes_E)
+    return grouped_matmul(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
 
 
 def _of_row(sizes_E: Array, x_RD: Array) -> Float[Array, "R E"]:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import gather, scatter_sum
+from maxlm.kernels.platform import LANES, device
 from maxlm.parallel.sharding import mesh_axes
 
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, R rows: choices, sorted by expert
@@ -41,7 +42,8 @@ def through_experts(
 ) -> Float[Array, "B S D"]:
     """The sum over a token's choices of what those experts make of it; choice `n_experts` is none.
 
-    `compute` is given rows sorted by expert, and multiplies what it makes of a row by the row's weight; rows beyond all groups give 0.
+    `compute` is given rows sorted by expert and, of weights [width, expert, inside], [width, expert x inside] with the width whole; it
+    multiplies what it makes of a row by the row's weight; rows beyond all groups give 0.
     Where `tensor` splits what is inside an expert, it gives a part of the sum. x is split as between tensor-parallel regions, and so is the
     result. `axes`: logical axes of each of the `weights`.
     """
@@ -69,11 +71,16 @@ def through_experts(
 
 
 def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:
-    """A weight with its width gathered; experts and what is inside them stay split."""
-    for dim, (logical, over) in enumerate(zip(axes, split, strict=True)):
-        if over and logical == "expert_embed":
-            weight = gather(weight, over, dim)
-    return weight
+    """A weight with its width, the first dim, gathered, and experts side by side; they and what is inside them stay split.
+
+    What is inside is padded to whole lanes on a TPU. All of it is done to what is here: a TPU moves what is gathered no further.
+    """
+    if axes[-1] == "mlp" and device()[0] == "tpu":
+        weight = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -weight.shape[-1] % LANES)])
+    if axes[0] != "expert_embed":
+        return weight
+    weight = weight.reshape(len(weight), -1)
+    return gather(weight, split[0], 0) if split[0] else weight
 
 
 def _at_home(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:

@@ -20,8 +20,9 @@ def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n
     y_BSD = jnp.zeros_like(x_BSD)
     for expert in range(n_experts):
         share_BS = jnp.sum(jnp.where(experts_BSK == expert, weights_BSK, 0), axis=-1)
-        hidden_BSF = jax.nn.silu(x_BSD @ weights["gate_EDF"][expert]) * (x_BSD @ weights["up_EDF"][expert])
-        y_BSD += share_BS[..., None] * (hidden_BSF @ weights["down_EFD"][expert])
+        gate_DF, up_DF, down_DF = (weights[f"{name}_DEF"][:, expert] for name in ("gate", "up", "down"))
+        hidden_BSF = jax.nn.silu(x_BSD @ gate_DF) * (x_BSD @ up_DF)
+        y_BSD += share_BS[..., None] * (hidden_BSF @ down_DF.T)
     return y_BSD
 
 
