@@ -54,6 +54,9 @@ class YarnScaling(Section):
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     original_seq_len: Positive
+    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
+    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
+    mscale_all_dim: PositiveFloat | None = None
 
 
 class RopeConfig(Section):

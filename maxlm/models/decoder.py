@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import ContextAttention, MemoryConfig, ModelConfig
 from maxlm.models.attention import Attention, Cache
+from maxlm.models.latent import LatentAttention
 from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.remat import rematerialise
@@ -31,7 +32,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, local: bool) -> None:
         sandwich = config.norm_position == "sandwich"
         self.attention_norm = Norm(config.d_model, config)
-        self.attention = Attention(config, local=local)
+        self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
         self.mlp_norm = Norm(config.d_model, config)
         self.mlp = Mlp(config)
@@ -46,7 +47,7 @@ class Block(nnx.Module):
         context: ContextAttention = "ring",
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        mixed_BSD, cache = self.attention(enter(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache, context)
+        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, context)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
         fed_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
         x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
@@ -167,7 +168,8 @@ class Decoder(nnx.Module):
         config = self.config
         if config.positions == "learned":
             return {True: None, False: None}
-        turned: Callable[..., Angles] = partial(rope_angles, head_dim=config.head_dim, positions_BS=positions_BS)
+        dim = config.latent.rope_dim if config.latent else config.head_dim
+        turned: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)
         everywhere = turned(config.rope)
         return {False: everywhere, True: turned(config.rope_local) if config.rope_local else everywhere}
 
