@@ -16,7 +16,7 @@ from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant,
 from maxlm.parallel import constrain, mesh_axes
 from maxlm.parallel.context import context_attention, context_size
 
-# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, L of values, N = H L
+# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, V that of values, N = H V
 
 HEADS: Axes = ("batch", "seq", "heads", None)
 GROUPS: Axes = ("batch", "seq", "kv_heads", None)
@@ -27,7 +27,7 @@ class Cache(NamedTuple):
     """Keys and values of the positions generated so far, and how many there are."""
 
     k_BTGK: Float[Array, "B T G K"]
-    v_BTGK: Float[Array, "B T G K"]
+    v_BTGV: Float[Array, "B T G V"]
     length: Int[Array, ""]
 
 
@@ -52,7 +52,7 @@ class Mixing(nnx.Module):
         self,
         q_BSHK: Float[Array, "B S H K"],
         k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G L"],
+        v_BSGV: Float[Array, "B S G V"],
         segment_ids_BS: Int[Array, "B S"],
         cache: Cache | None,
         context: ContextAttention,
@@ -60,50 +60,48 @@ class Mixing(nnx.Module):
         """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
         q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
         if context_size() == 1 or context != "ulysses":  # which names what it has exchanged
-            q_BSHK, k_BSGK, v_BSGK = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGK), ("query", "key", "value"))
-        value_dim = v_BSGK.shape[-1]
-        v_BSGK = _widened(v_BSGK, k_BSGK.shape[-1])
+            q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
         if cache is None:
-            mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, context)
+            mixed_BSHV = self._attend(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, context)
         else:
-            mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
-        mixed_BSN = mixed_BSHK[..., :value_dim].reshape(*q_BSHK.shape[:2], -1)
+            mixed_BSHV, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGV, cache)
+        mixed_BSN = mixed_BSHV.reshape(*q_BSHK.shape[:2], -1)
         out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
         out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
     def _attend(
-        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
+        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
     ) -> jax.Array:
         if context_size() > 1:
-            return context_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, strategy=context, **self._options)
+            return context_attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, strategy=context, **self._options)
         return kernels.attention(
             q_BSHK,
             k_BSGK,
-            v_BSGK,
+            v_BSGV,
             query_segments_BS=segment_ids_BS,
             key_segments_BT=segment_ids_BS,
             layout=_layout(),
             **self._options,
         )
 
-    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Attend to the cached positions and these; all are one document."""
         start = (0, cache.length, 0, 0)
         k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
-        v_BTGK = jax.lax.dynamic_update_slice(cache.v_BTGK, v_BSGK.astype(cache.v_BTGK.dtype), start)
+        v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
         batch, new, *_ = q_BSHK.shape
-        mixed_BSHK = kernels.attention(
+        mixed_BSHV = kernels.attention(
             q_BSHK,
             k_BTGK,
-            v_BTGK,
+            v_BTGV,
             query_segments_BS=jnp.ones((batch, new), jnp.int32),
             key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
             query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
             key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
             **self._options,
         )
-        return mixed_BSHK, Cache(k_BTGK, v_BTGK, cache.length + new)
+        return mixed_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -156,12 +154,6 @@ class Attention(Mixing):
         """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
         matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, 2 * self.query_DHK.shape[-1], masked=masked)
-
-
-def _widened(v_BSGK: jax.Array, dim: int) -> jax.Array:
-    """Values with zeros up to `dim`, which kernels want to be that of keys."""
-    missing = dim - v_BSGK.shape[-1]
-    return jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, missing)]) if missing else v_BSGK
 
 
 def _layout() -> Layout:

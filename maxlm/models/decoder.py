@@ -145,12 +145,13 @@ class Decoder(nnx.Module):
     def empty_caches(self, batch: int, length: int) -> Caches:
         """Caches for `length` positions of generation."""
         config = self.config
-        shape = (batch, length, config.n_kv_heads, config.head_dim)
+        value_dim = config.latent.value_dim if config.latent else config.head_dim
+        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
         dtype = self.embedding_VD.dtype
 
         def empty(block: Block) -> Cache:
-            zeros = partial(jnp.zeros, (*block.stacked, *shape), dtype)
-            return Cache(zeros(), zeros(), jnp.zeros(block.stacked, jnp.int32))
+            k_BTGK, v_BTGV = (jnp.zeros((*block.stacked, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(block.stacked, jnp.int32))
 
         return tuple(map(empty, self.layers)), tuple(map(empty, self.tail))
 

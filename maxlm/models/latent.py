@@ -7,7 +7,7 @@ from maxlm.config.schema import ContextAttention, LatentConfig, ModelConfig
 from maxlm.models.attention import HEADS, Cache, Mixing
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, enter, matrix_size, project, rotate, weight
 
-# B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated
+# B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated; V of values
 
 
 class LatentAttention(Mixing):
@@ -43,14 +43,14 @@ class LatentAttention(Mixing):
         q_BSHK = project("BSR,RHK->BSHK", enter(self._queries_from(x_BSD)), self.query_RHK[...], None, ENTERING, HEADS)
         squeezed_BSR = project("BSD,DR->BSR", x_BSD, self.kv_down_DR[...], None, BETWEEN, BETWEEN)
         latent_BSR, position_BSK = jnp.split(squeezed_BSR, [self.latent.kv_rank], axis=-1)
-        kv_BSHK = project("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK[...], None, ENTERING, HEADS)
-        keys_BSHK, v_BSHK = jnp.split(kv_BSHK, [self.latent.nope_dim], axis=-1)
+        kv_BSHV = project("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK[...], None, ENTERING, HEADS)
+        keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
         queries_BSHK, turned_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
         shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(turned_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
-        return self.mix(q_BSHK, k_BSHK, v_BSHK, segment_ids_BS, cache, context)
+        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, context)
 
     def _queries_from(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:
