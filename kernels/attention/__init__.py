@@ -30,7 +30,7 @@ __all__ = [
 
 _At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
 
-# B batch, S queries, T keys, H query heads, G key/value heads, K head dim
+# B batch, S queries, T keys, H query heads, G key/value heads, K head dim, V that of values
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Asked:
 def attention(
     q_BSHK: Float[Array, "B S H K"],
     k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
+    v_BTGV: Float[Array, "B T G V"],
     *,
     query_segments_BS: Int[Array, "B S"],
     key_segments_BT: Int[Array, "B T"],
@@ -68,12 +68,13 @@ def attention(
     sinks_H: Float[Array, " H"] | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B S H K"]:
+) -> Float[Array, "B S H V"]:
     """Causal attention inside documents.
 
     A query sees a key when their segment ids are equal and not 0, the key does not stand later, and, with a `window`, it
     stands fewer than `window` tokens before. Order is by the given positions (any integers that grow along a document);
-    without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G).
+    without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G). Values may be narrower
+    than keys.
     `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
     is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
     `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200),
@@ -84,20 +85,20 @@ def attention(
         raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
     asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
-    out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
-    return out_BSHK if sinks_H is None or lse_BHS is None else with_sinks(out_BSHK, lse_BHS, sinks_H)
+    out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
+    return out_BSHV if sinks_H is None or lse_BHS is None else with_sinks(out_BSHV, lse_BHS, sinks_H)
 
 
-def with_sinks(out_BSHK: Float[Array, "B S H K"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]) -> Float[Array, "B S H K"]:
+def with_sinks(out_BSHV: Float[Array, "B S H V"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]) -> Float[Array, "B S H V"]:
     """What attention with this output and logsumexp gives when there are sinks, too."""
     share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # what the sink leaves of the weights
-    return (out_BSHK * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHK.dtype)
+    return (out_BSHV * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHV.dtype)
 
 
 def attention_and_logsumexp(
     q_BSHK: Float[Array, "B S H K"],
     k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
+    v_BTGV: Float[Array, "B T G V"],
     *,
     query_segments_BS: Int[Array, "B S"],
     key_segments_BT: Int[Array, "B T"],
@@ -108,21 +109,21 @@ def attention_and_logsumexp(
     softcap: float | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]:
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
     """`attention`, and float32 logsumexp of every query's scores in nats, -inf where it sees nothing: parts that saw different keys add
     up by it. Both carry gradients.
     """
     asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=True)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
-    out_BSHK, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGK, query_at, key_at)
+    out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
     assert lse_BHS is not None, "it was asked for"
-    return out_BSHK, lse_BHS
+    return out_BSHV, lse_BHS
 
 
 def _run(
-    asked: _Asked, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_at: _At, key_at: _At
+    asked: _Asked, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_at: _At, key_at: _At
 ) -> tuple[jax.Array, jax.Array | None]:
-    _check(q_BSHK, k_BTGK, v_BTGK, query_at[0], key_at[0])
+    _check(q_BSHK, k_BTGK, v_BTGV, query_at[0], key_at[0])
     places = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
     problems = _problems(q_BSHK, places=places, logsumexp=asked.logsumexp)
     chosen = asked.implementation or _choose(problems)
@@ -136,14 +137,24 @@ def _run(
         on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
             "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=asked.logsumexp),
-            "splash": functools.partial(_splash, **options, **on_tpu),
-            "hopper": functools.partial(_hopper, **options, logsumexp=asked.logsumexp),
+            "splash": functools.partial(_widened, functools.partial(_splash, **options, **on_tpu)),
+            "hopper": functools.partial(_widened, functools.partial(_hopper, **options, logsumexp=asked.logsumexp)),
         }
         run = runs[chosen]
-        return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGK, query_at[0])
+        return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGV, query_at[0])
     at = [(segments, _places(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
-    out_BSHK, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGK, *at, **options, logsumexp=asked.logsumexp)
-    return checkpoint_name(out_BSHK, SAVED), lse_BHS
+    out_BSHV, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGV, *at, **options, logsumexp=asked.logsumexp)
+    return checkpoint_name(out_BSHV, SAVED), lse_BHS
+
+
+def _widened(
+    run: Callable[..., tuple[jax.Array, jax.Array | None]], q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, segments_BS: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """A kernel that knows one head dim, run on values with zeros up to that of keys."""
+    width = v_BSGV.shape[-1]
+    v_BSGK = jnp.pad(v_BSGV, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - width)])
+    out_BSHK, lse_BHS = run(q_BSHK, k_BSGK, v_BSGK, segments_BS)
+    return out_BSHK[..., :width], lse_BHS
 
 
 def _splash(*operands: jax.Array, **options: Any) -> tuple[jax.Array, None]:
@@ -156,13 +167,14 @@ def _hopper(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array 
     return attention_hopper(*operands, **options)
 
 
-def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, query_segments_BS: jax.Array, key_segments_BT: jax.Array) -> None:
+def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_segments_BS: jax.Array, key_segments_BT: jax.Array) -> None:
     """Raises ValueError for shapes that do not fit."""
     heads, groups = q_BSHK.shape[2], k_BTGK.shape[2]
     if heads % groups:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key/value heads")
-    if k_BTGK.shape != v_BTGK.shape or q_BSHK.shape[-1] != k_BTGK.shape[-1] or q_BSHK.shape[0] != k_BTGK.shape[0]:
-        raise ValueError(f"attention: shapes do not fit: q {q_BSHK.shape}, k {k_BTGK.shape}, v {v_BTGK.shape}")
+    narrower = k_BTGK.shape[:-1] == v_BTGV.shape[:-1] and v_BTGV.shape[-1] <= k_BTGK.shape[-1]
+    if not narrower or q_BSHK.shape[-1] != k_BTGK.shape[-1] or q_BSHK.shape[0] != k_BTGK.shape[0]:
+        raise ValueError(f"attention: shapes do not fit: q {q_BSHK.shape}, k {k_BTGK.shape}, v {v_BTGV.shape}")
     if query_segments_BS.shape != q_BSHK.shape[:2] or key_segments_BT.shape != k_BTGK.shape[:2]:
         raise ValueError(
             f"attention: segment ids {query_segments_BS.shape}, {key_segments_BT.shape} do not fit q {q_BSHK.shape}, k {k_BTGK.shape}"

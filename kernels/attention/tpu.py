@@ -7,7 +7,7 @@ reduces over sublanes, which costs additions and no shuffles, and what belongs t
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from maxlm.kernels.attention.blocks import OTHERWISE, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
 
-# B batch, S sequence, H query heads, G key/value heads, K head dim, N = H K, Q queries and T keys of a block
+# B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
@@ -40,7 +40,7 @@ _FIRST_MAXIMUM = -1e29  # above _MASKED: a row that sees nothing keeps weights o
 class _Shape:
     """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block, of which `sizes` has both
     kernels'; `flipped`: gradients are summed head dim by tokens; `offset`: so many tokens a query stands after the key of the same index,
-    a multiple of the block.
+    a multiple of the block. `value_dim`: of values, where it is not `head_dim`, which is that of queries and keys.
     """
 
     heads: int
@@ -55,6 +55,12 @@ class _Shape:
     flipped: bool
     interpret: bool
     offset: int = 0
+    value_dim: int = 0
+
+    @property
+    def values(self) -> int:
+        """The head dim of values."""
+        return self.value_dim or self.head_dim
 
     @property
     def ahead(self) -> int:
@@ -110,7 +116,7 @@ def why_not(seq_len: int, head_dim: int, device_kind: str, blocks: Blocks | None
 def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks) -> int:
     """Bytes that the backward pass holds, the greedier one: three sums in float32; queries, output, its gradient and three results in
     bfloat16, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
-    and a MiB for rows.
+    and a MiB for rows. Values are taken to be as wide as keys.
     """
     return seq_len * padded(head_dim) * (3 * 4 + 6 * 2 * 2) + 3 * sizes.backward**2 * 4 + (1 << 20)
 
@@ -118,7 +124,7 @@ def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks) -> int:
 def attention_flash(
     q_BSHK: Float[Array, "B S H K"],
     k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    v_BSGV: Float[Array, "B S G V"],
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
@@ -128,17 +134,18 @@ def attention_flash(
     logsumexp: bool = False,
     interpret: bool = False,
     blocks: Blocks | None = None,
-) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128.
 
     `blocks`: others than those of the table, to be compared with them.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
-    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGK)]
+    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
     width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, window, device_kind)
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
+    shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
-    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], lse_BHS
+    return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
 
 
 def part(
@@ -256,44 +263,44 @@ def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array,
 
 
 def _forward(
-    q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, segments_B2S: jax.Array, shape: _Shape
+    q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSV: jax.Array, segments_B2S: jax.Array, shape: _Shape
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [B, S, N = H K], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query sees nothing).
+    """(output [B, S, N = H V], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query sees nothing).
 
     The output lies as the next matmul reads it: gathered from heads that lie apart, that matmul takes 1.7 times as long.
     """
     batch, share = q_BHSK.shape[0], shape.heads // shape.groups
     mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, _: (b, h, i, 0))
-    all_keys = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, h, i, _: (b, h // share, 0, 0))
-    out, lse = pl.pallas_call(
+    all_keys, all_values = (
+        pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, h, i, _: (b, h // share, 0, 0)) for dim in (shape.head_dim, shape.values)
+    )
+    out = jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * shape.values), q_BHSK.dtype)
+    out_BSN, lse = pl.pallas_call(
         functools.partial(_forward_kernel, shape),
         name=FORWARD + shape.beside,
-        out_shape=(
-            jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * shape.head_dim), q_BHSK.dtype),
-            jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32),
-        ),
+        out_shape=(out, jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, shape.heads, shape.blocks),
-            in_specs=[mine, all_keys, all_keys, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
+            in_specs=[mine, all_keys, all_values, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
             out_specs=[
-                pl.BlockSpec((1, shape.block, shape.head_dim), lambda b, h, i, _: (b, i, h)),
+                pl.BlockSpec((1, shape.block, shape.values), lambda b, h, i, _: (b, i, h)),
                 pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, _: (b, h, 0, i)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((1, shape.block), jnp.float32),
                 pltpu.VMEM((1, shape.block), jnp.float32),
-                pltpu.VMEM((shape.head_dim, shape.block), jnp.float32),
+                pltpu.VMEM((shape.values, shape.block), jnp.float32),
             ],
         ),
-        cost_estimate=_cost(2, batch, shape, [q_BHSK, k_BGSK, v_BGSK, q_BHSK]),
+        cost_estimate=_cost((1, 1), batch, shape, [q_BHSK, k_BGSK, v_BGSV, out]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSK, segments_B2S)
-    return out, lse[:, :, 0]
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
+    return out_BSN, lse[:, :, 0]
 
 
 @dataclass(frozen=True)
@@ -365,11 +372,11 @@ class _Softmax:
                 self._mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """(output [Q, K] in float32, logsumexp [1, Q] in base 2)."""
+        """(output [Q, V] in float32, logsumexp [1, Q] in base 2)."""
         total_1Q = self.sum_ref[...]
         nothing = total_1Q == 0
-        out_QK = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
-        return out_QK, jnp.where(nothing, UNSEEING, self.top_ref[...] + jnp.log2(total_1Q))
+        out_QV = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
+        return out_QV, jnp.where(nothing, UNSEEING, self.top_ref[...] + jnp.log2(total_1Q))
 
     def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
         keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
@@ -379,10 +386,10 @@ class _Softmax:
         return _hidden(self.segments_ref, self.i, j, keys, queries, mask, self.shape)
 
     def _mix(self, j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
-        v_TK = self.v_ref[0, 0, pl.Slice(j * self.shape.block + keys.start, keys.size), :]
+        v_TV = self.v_ref[0, 0, pl.Slice(j * self.shape.block + keys.start, keys.size), :]
         self.sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
         self.mixed_ref[:, queries] += jax.lax.dot_general(
-            v_TK, weights_TQ.astype(v_TK.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            v_TV, weights_TQ.astype(v_TV.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
 
 
@@ -415,8 +422,8 @@ def _forward_kernel(
         pl.when(near == i + shape.ahead)(functools.partial(begin, _ORDER, _ALL))
         pl.when((near < i + shape.ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
     jax.lax.fori_loop(first, near, beside, None)
-    out_QK, lse_ref[0, 0] = softmax.result()
-    out_ref[0] = out_QK.astype(out_ref.dtype)
+    out_QV, lse_ref[0, 0] = softmax.result()
+    out_ref[0] = out_QV.astype(out_ref.dtype)
     lost_1Q = jnp.where(softmax.sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
 
     @pl.when(jnp.max(lost_1Q) > 0)
@@ -427,16 +434,16 @@ def _forward_kernel(
         def _(j: Index) -> None:
             pl.when(_meet(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
 
-        out_QK, lse_1Q = softmax.result()
+        out_QV, lse_1Q = softmax.result()
         lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
-        out_ref[0] = jnp.where(lost_Q1 > 0, out_QK.astype(out_ref.dtype), out_ref[0])  # a query depends on no other, to the bit
+        out_ref[0] = jnp.where(lost_Q1 > 0, out_QV.astype(out_ref.dtype), out_ref[0])  # a query depends on no other, to the bit
         lse_ref[0, 0] = jnp.where(lost_1Q > 0, lse_1Q, lse_ref[0, 0])
 
 
 def _backward(
     q_BHSK: jax.Array,
     k_BGSK: jax.Array,
-    v_BGSK: jax.Array,
+    v_BGSV: jax.Array,
     out_BSN: jax.Array,
     dout_BSN: jax.Array,
     lse_BHS: jax.Array,
@@ -449,17 +456,18 @@ def _backward(
     `dlse_BHS`: cotangent of the logsumexp in nats, where that is used: a score moves it by its weight, as one moves the output.
     """
     batch, share = q_BHSK.shape[0], shape.heads // shape.groups
-    whole = (1, 1, shape.seq_len, shape.head_dim)
-    of_head = pl.BlockSpec(whole, lambda b, g, r, j, _: (b, g * share + r, 0, 0))
-    of_group = pl.BlockSpec(whole, lambda b, g, r, j, _: (b, g, 0, 0))
-    block = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, g, r, j, _: (b, g, j, 0))
-    columns = pl.BlockSpec((1, shape.seq_len, shape.head_dim), lambda b, g, r, j, _: (b, 0, g * share + r))
+    dims = (shape.head_dim, shape.values)
+    of_head = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
+    of_group = [pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, g, r, j, _: (b, g, 0, 0)) for dim in dims]
+    blocks = [pl.BlockSpec((1, 1, shape.block, dim), lambda b, g, r, j, _: (b, g, j, 0)) for dim in dims]
+    sums = [pltpu.VMEM(_turned((shape.seq_len, dim), shape), jnp.float32) for dim in (shape.head_dim, *dims)]
+    columns = pl.BlockSpec((1, shape.seq_len, shape.values), lambda b, g, r, j, _: (b, 0, g * share + r))
     row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
         functools.partial(_backward_kernel, shape, len(rows)),
         name=BACKWARD + shape.beside,
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSK)),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSV)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, shape.groups, share, shape.blocks),
@@ -467,15 +475,14 @@ def _backward(
                 of_head,
                 columns,
                 columns,
-                block,
-                block,
+                *blocks,
                 pl.BlockSpec((1, 2, shape.seq_len), lambda b, g, r, j, _: (b, 0, 0)),
                 *[row] * len(rows),
             ],
-            out_specs=[of_head, of_group, of_group],
-            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32)] + [pltpu.VMEM(_turned(whole[2:], shape), jnp.float32)] * 3,
+            out_specs=[of_head, *of_group],
+            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32), *sums],
         ),
-        cost_estimate=_cost(5, batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSK, v_BGSK]),
+        cost_estimate=_cost((3, 2), batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSV, v_BGSV]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
@@ -487,7 +494,7 @@ def _backward(
         out_BSN,
         dout_BSN,
         k_BGSK,
-        v_BGSK,
+        v_BGSV,
         segments_B2S,
         *rows,
     )
@@ -510,14 +517,15 @@ def _backward_kernel(
     delta_ref, dq_sum, dk_sum, dv_sum = sums
     keys, whole = pl.Slice(j * shape.block, shape.block), pl.Slice(0, shape.block)
 
-    zero = jnp.zeros(_turned((shape.block, shape.head_dim), shape), jnp.float32)
-
     def at(tokens: pl.Slice) -> tuple[slice | pl.Slice, ...]:
         return _turned((tokens, slice(None)), shape)
 
-    def add(sum_ref: Ref, tokens: pl.Slice, scores_TQ: jax.Array, over: int, x_K: jax.Array) -> None:
+    def clear(sum_ref: Ref, tokens: pl.Slice) -> None:
+        sum_ref[at(tokens)] = jnp.zeros(_turned((shape.block, sum_ref.shape[0 if shape.flipped else 1]), shape), jnp.float32)
+
+    def add(sum_ref: Ref, tokens: pl.Slice, scores_TQ: jax.Array, over: int, x: jax.Array) -> None:
         """Into these tokens of a sum, the product of a block of scores with x along dim `over`: 0 keys, 1 queries."""
-        operands, dims = _turned((scores_TQ, x_K), shape), _turned(((over,), (0,)), shape)
+        operands, dims = _turned((scores_TQ, x), shape), _turned(((over,), (0,)), shape)
         sum_ref[at(tokens)] += jax.lax.dot_general(*operands, (dims, ((), ())), preferred_element_type=jnp.float32)
 
     def total(sum_ref: Ref, tokens: pl.Slice) -> jax.Array:
@@ -528,25 +536,25 @@ def _backward_kernel(
         @pl.loop(0, shape.blocks)
         def _(i: Index) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
-            dq_sum[at(queries)] = zero
+            clear(dq_sum, queries)
             delta_1Q = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
             delta_ref[:, queries] = functools.reduce(lambda delta, dlse_ref: delta - dlse_ref[0, 0, :, queries], dlse_refs, delta_1Q)
 
     @pl.when(r == 0)
     def _() -> None:
-        dk_sum[at(keys)] = zero
-        dv_sum[at(keys)] = zero
+        clear(dk_sum, keys)
+        clear(dv_sum, keys)
 
     def visit(i: jax.Array, _: None) -> None:
         def run(mask: str) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
-            q_QK, dout_QK, k_TK, v_TK = q_ref[0, 0, queries, :], dout_ref[0, queries, :], k_ref[0, 0], v_ref[0, 0]
+            q_QK, dout_QV, k_TK, v_TV = q_ref[0, 0, queries, :], dout_ref[0, queries, :], k_ref[0, 0], v_ref[0, 0]
             scores_TQ, slope = _scores(k_TK, q_QK, shape)
             if mask != _NONE:
                 scores_TQ = jnp.where(_hidden(segments_ref, i, j, whole, whole, mask, shape), _MASKED, scores_TQ)
             weights_TQ = jnp.exp2(scores_TQ - lse_ref[0, 0, :, queries])
-            add(dv_sum, keys, weights_TQ.astype(dout_QK.dtype), 1, dout_QK)
-            dweights_TQ = jax.lax.dot_general(v_TK, dout_QK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            add(dv_sum, keys, weights_TQ.astype(dout_QV.dtype), 1, dout_QV)
+            dweights_TQ = jax.lax.dot_general(v_TV, dout_QV, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             dscores_TQ = weights_TQ * (dweights_TQ - delta_ref[:, queries])
             if shape.softcap is not None:
                 dscores_TQ *= slope
@@ -584,18 +592,19 @@ def _row_sums(x_QK: jax.Array) -> jax.Array:
     return jnp.sum(x_QK.T, axis=0, keepdims=True)
 
 
-def _cost(matmuls: int, batch: int, shape: _Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
-    """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and VMEM."""
-    scores = batch * shape.heads * shape.computed(backward=matmuls == 5)
-    return pl.CostEstimate(
-        flops=2 * matmuls * scores * shape.head_dim, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
-    )
+def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+    """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and VMEM. `matmuls`: over the
+    head dim of keys, and over that of values.
+    """
+    scores = batch * shape.heads * shape.computed(backward=sum(matmuls) > 2)
+    dims = matmuls[0] * shape.head_dim + matmuls[1] * shape.values
+    return pl.CostEstimate(flops=2 * scores * dims, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays))
 
 
 def _gradients(saved: Saved, dout_BSN: jax.Array, dlse_BHS: jax.Array | None, shape: _Shape) -> Gradients:
-    q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSN, lse_BHS = saved
+    q_BHSK, k_BGSK, v_BGSV, segments_B2S, out_BSN, lse_BHS = saved
     shape = replace(shape, block=shape.sizes.backward)
-    return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS, segments_B2S, shape, dlse_BHS)
+    return _backward(q_BHSK, k_BGSK, v_BGSV, out_BSN, dout_BSN, lse_BHS, segments_B2S, shape, dlse_BHS)
 
 
 _attention = differentiable(_forward, _gradients)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, N query blocks
+# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, V that of values, N query blocks
 
 QUERY_BLOCK = 1024  # scores of at most this many queries exist at a time
 At = tuple[Int[Array, "B S"], Int[Array, "B S"]]  # segment ids, positions
@@ -17,7 +17,7 @@ At = tuple[Int[Array, "B S"], Int[Array, "B S"]]  # segment ids, positions
 def attention_xla(
     q_BSHK: Float[Array, "B S H K"],
     k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
+    v_BTGV: Float[Array, "B T G V"],
     query_at: At,
     key_at: At,
     *,
@@ -25,49 +25,49 @@ def attention_xla(
     window: int | None,
     softcap: float | None,
     logsumexp: bool,
-) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; the second only if `logsumexp` is asked for."""
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "logsumexp": logsumexp}
-    attend: Callable[..., Any] = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGK=v_BTGK, key_at=key_at, **options)
+    attend: Callable[..., Any] = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGV=v_BTGV, key_at=key_at, **options)
     return _in_blocks(attend, q_BSHK, *query_at)
 
 
 def gradients_xla(
     q_BSHK: Float[Array, "B S H K"],
     k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
+    v_BTGV: Float[Array, "B T G V"],
     query_at: At,
     key_at: At,
-    out_BSHK: Float[Array, "B S H K"],
+    out_BSHV: Float[Array, "B S H V"],
     lse_BHS: Float[Array, "B H S"],
-    dout_BSHK: Float[Array, "B S H K"],
+    dout_BSHV: Float[Array, "B S H V"],
     dlse_BHS: Float[Array, "B H S"] | None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> tuple[Float[Array, "B S H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B T G K"], Float[Array, "B T G V"]]:
     """Gradients of q, k and v where output and logsumexp (nats) are of these keys and of others: see `attention_part_gradients`.
 
     By them a weight is exp(score - lse), and a score's gradient weight * (dout v - delta), delta the row sum of dout out - dlse: that is
     the gradient of (what the weights mix, what they sum to) under the cotangents (dout, -delta).
     """
-    delta_BHS = jnp.swapaxes(jnp.sum(out_BSHK.astype(jnp.float32) * dout_BSHK.astype(jnp.float32), axis=-1), 1, 2)
+    delta_BHS = jnp.swapaxes(jnp.sum(out_BSHV.astype(jnp.float32) * dout_BSHV.astype(jnp.float32), axis=-1), 1, 2)
     dsum_BHS = -delta_BHS if dlse_BHS is None else dlse_BHS - delta_BHS
     rows = jnp.swapaxes(lse_BHS, 1, 2)
 
-    def weigh(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def weigh(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array) -> tuple[jax.Array, jax.Array]:
         def block(q_BSHK: jax.Array, lse_BSH: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
             scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
             lse_BGRS1 = jnp.swapaxes(lse_BSH, 1, 2).reshape(*scores_BGRST.shape[:-1], 1)
             weights_BGRST = jnp.exp(scores_BGRST - lse_BGRS1)
-            mixed_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
-            return mixed_BSGRK.reshape(q_BSHK.shape), jnp.sum(weights_BGRST, axis=-1).reshape(lse_BSH.swapaxes(1, 2).shape)
+            mixed_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
+            return mixed_BSGRV.reshape(*q_BSHK.shape[:3], -1), jnp.sum(weights_BGRST, axis=-1).reshape(lse_BSH.swapaxes(1, 2).shape)
 
         return _in_blocks(block, q_BSHK, rows, *query_at)
 
-    _, transposed = jax.vjp(weigh, q_BSHK, k_BTGK, v_BTGK)
-    return transposed((dout_BSHK.astype(q_BSHK.dtype), dsum_BHS))
+    _, transposed = jax.vjp(weigh, q_BSHK, k_BTGK, v_BTGV)
+    return transposed((dout_BSHV.astype(q_BSHK.dtype), dsum_BHS))
 
 
 def _in_blocks(attend: Callable[..., Any], *rows: jax.Array) -> tuple[jax.Array, Any]:
@@ -92,7 +92,7 @@ def _attend(
     q_BSHK: jax.Array,
     *query_at: jax.Array,
     k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    v_BTGV: jax.Array,
     key_at: At,
     scale: float,
     window: int | None,
@@ -102,15 +102,15 @@ def _attend(
     batch, queries, heads, _ = q_BSHK.shape
     scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
     weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
-    out_BSGRK = jnp.einsum("BGRST,BTGK->BSGRK", weights_BGRST.astype(v_BTGK.dtype), v_BTGK)
+    out_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
     # Padding must give 0.
-    out_BSGRK = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRK, 0)
-    out_BSHK = out_BSGRK.reshape(q_BSHK.shape)
+    out_BSGRV = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRV, 0)
+    out_BSHV = out_BSGRV.reshape(*q_BSHK.shape[:3], -1)
     if not logsumexp:
-        return out_BSHK, None
+        return out_BSHV, None
     lse_BHS = jax.nn.logsumexp(scores_BGRST, axis=-1).reshape(batch, heads, queries)
     blind_BHS = (query_at[0] == 0)[:, None] | (lse_BHS <= jnp.finfo(jnp.float32).min / 2)
-    return out_BSHK, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
+    return out_BSHV, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
 
 
 def _scores(

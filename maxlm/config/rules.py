@@ -122,6 +122,11 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     elif model.d_model % (fsdp * sizes["expert"]):
         rule = f"times mesh.fsdp = {fsdp} does not divide model.d_model = {model.d_model} (what is no expert is split along it over both)"
         yield "mesh.expert", sizes["expert"], rule, f"use a fsdp x expert of {divisors(model.d_model)}"
+    for field, rank in _ranks(model).items():
+        if rank % (fsdp * sizes["expert"]):
+            by = "" if sizes["expert"] == 1 else f" times mesh.expert = {sizes['expert']}"
+            rule = f"{by} does not divide {field} = {rank} (matrices that widen are split along it)".strip()
+            yield "mesh.fsdp", fsdp, rule, f"use {divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
     yield from expert_rules.divides(config, sizes)
     yield from _stages(config, sizes)
 
@@ -153,6 +158,10 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
     divided = {
         "model.d_model": (model.d_model // sizes["expert"], "fsdp", "matrices at rest are split along it over both"),
+        **{
+            field: (rank // sizes["expert"], "fsdp", "matrices at rest that widen are split along it over both")
+            for field, rank in _ranks(model).items()
+        },
         "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
         "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),
     }
@@ -190,15 +199,42 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
         yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {divisors(model.n_heads)}"
-    if model.positions == "rope" and model.head_dim % 2:
+    if model.latent is None and model.positions == "rope" and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
     if model.positions == "learned" and model.max_seq_len is None:
         yield "model.max_seq_len", None, "learned positions need a table of this many rows", "set it, at least data.seq_len"
     if model.positions == "rope" and model.max_seq_len is not None:
         yield "model.max_seq_len", model.max_seq_len, "is the table of learned positions, and positions are rope", "remove it"
+    yield from _latent(model)
     yield from _windows(model)
     if len(model.layer_pattern) > model.n_layers:
         yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
+
+
+def _latent(model: ModelConfig) -> Iterator[Problem]:
+    """Multi-head latent attention, which has its own norms and head dims, and no biases."""
+    latent = model.latent
+    if latent is None:
+        return
+    if latent.rope_dim % 2:
+        yield "model.latent.rope_dim", latent.rope_dim, "must be even, since RoPE turns pairs", "use an even rope_dim"
+    dim = latent.nope_dim + latent.rope_dim
+    wanted = {
+        "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
+        "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
+        "positions": ("rope", "model.latent turns a part of its queries and keys"),
+        "qk_norm": (False, "model.latent has norms of its own, before its keys and values are widened"),
+        "bias": ("none", "model.latent has no biases"),
+    }
+    for name, (value, rule) in wanted.items():
+        if getattr(model, name) != value:
+            yield f"model.{name}", getattr(model, name), rule, f"remove it, or use {value}"
+
+
+def _ranks(model: ModelConfig) -> dict[str, int]:
+    """The narrow widths of latent attention, by their setting."""
+    ranks = {} if model.latent is None else {"q_rank": model.latent.q_rank, "kv_rank": model.latent.kv_rank}
+    return {f"model.latent.{name}": rank for name, rank in ranks.items() if rank is not None}
 
 
 def _windows(model: ModelConfig) -> Iterator[Problem]:

@@ -54,6 +54,9 @@ class YarnScaling(Section):
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
     original_seq_len: Positive
+    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
+    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
+    mscale_all_dim: PositiveFloat | None = None
 
 
 class RopeConfig(Section):
@@ -157,8 +160,8 @@ class ModelConfig(Section):
         latent = values.get("latent")
         if latent is not None:
             parts = latent if isinstance(latent, dict) else latent.model_dump()
-            sizes = [size for name in ("nope_dim", "rope_dim") if isinstance(size := parts.get(name), int)]
-            derived["head_dim"] = sum(sizes) if len(sizes) == 2 else None
+            nope, rope = parts.get("nope_dim"), parts.get("rope_dim")
+            derived["head_dim"] = nope + rope if isinstance(nope, int) and isinstance(rope, int) else None
         elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
         return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}

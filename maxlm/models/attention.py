@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary or learned positions, QK-norm, windows and document masks."""
+"""Attention with windows, document masks and sinks; grouped-query attention, with rotary or learned positions and QK-norm."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ from maxlm import kernels
 from maxlm.config.schema import ContextAttention, ModelConfig
 from maxlm.kernels.attention import Layout
 from maxlm.models.flops import attended_pairs
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, matrix_size, project, rotate, weight
+from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, enter, matrix_size, project, rotate, score_gain, weight
 from maxlm.parallel import constrain, mesh_axes
 from maxlm.parallel.context import context_attention, context_size
 
-# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, N = H K
+# B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, V that of values, N = H V
 
-_HEADS: Axes = ("batch", "seq", "heads", None)
-_GROUPS: Axes = ("batch", "seq", "kv_heads", None)
+HEADS: Axes = ("batch", "seq", "heads", None)
+GROUPS: Axes = ("batch", "seq", "kv_heads", None)
 _MIXED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
@@ -27,29 +27,107 @@ class Cache(NamedTuple):
     """Keys and values of the positions generated so far, and how many there are."""
 
     k_BTGK: Float[Array, "B T G K"]
-    v_BTGK: Float[Array, "B T G K"]
+    v_BTGV: Float[Array, "B T G V"]
     length: Int[Array, ""]
 
 
-class Attention(nnx.Module):
-    """softmax(scale * q k^T) v over what causality, window and document leave (arXiv 1706.03762; GQA: 2305.13245)."""
+class Mixing(nnx.Module):
+    """What every kind of attention does with its queries, keys and values: softmax(scale * q k^T) v over what causality, window and
+    document leave (arXiv 1706.03762), and the matmul out of the heads. Subclasses declare and compute the three.
+    """
+
+    def __init__(self, config: ModelConfig, *, local: bool, value_dim: int) -> None:
+        width, heads = config.d_model, config.n_heads
+        rope = config.rope_local if local and config.rope_local else config.rope
+        self.local = local
+        self.window = config.window if local else None
+        self.scale = (config.attention_scale or config.head_dim**-0.5) * score_gain(rope)
+        self.softcap = config.attention_softcap
+        out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
+        self.out_HKD = weight((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)
+        self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
+        self.sinks_H = constant(0.0, (heads,), ("heads",)) if config.sinks else None
+
+    def mix(
+        self,
+        q_BSHK: Float[Array, "B S H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGV: Float[Array, "B S G V"],
+        segment_ids_BS: Int[Array, "B S"],
+        cache: Cache | None,
+        context: ContextAttention,
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
+        q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
+        if context_size() == 1 or context != "ulysses":  # which names what it has exchanged
+            q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
+        if cache is None:
+            mixed_BSHV = self._attend(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, context)
+        else:
+            mixed_BSHV, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGV, cache)
+        mixed_BSN = mixed_BSHV.reshape(*q_BSHK.shape[:2], -1)
+        out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
+        out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
+        return checkpoint_name(out_BSD, "attention_out"), cache
+
+    def _attend(
+        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
+    ) -> jax.Array:
+        if context_size() > 1:
+            return context_attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, strategy=context, **self._options)
+        return kernels.attention(
+            q_BSHK,
+            k_BSGK,
+            v_BSGV,
+            query_segments_BS=segment_ids_BS,
+            key_segments_BT=segment_ids_BS,
+            layout=_layout(),
+            **self._options,
+        )
+
+    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Attend to the cached positions and these; all are one document."""
+        start = (0, cache.length, 0, 0)
+        k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
+        v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
+        batch, new, *_ = q_BSHK.shape
+        mixed_BSHV = kernels.attention(
+            q_BSHK,
+            k_BTGK,
+            v_BTGV,
+            query_segments_BS=jnp.ones((batch, new), jnp.int32),
+            key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
+            query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
+            key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
+            **self._options,
+        )
+        return mixed_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What every call of attention is told beside its operands."""
+        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks_H": sinks_H}
+
+    def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
+        """FLOPs of a training token over its pairs, forward and backward; `head_dims`: those of a key and of a value, added up."""
+        pairs = attended_pairs(seq_len, self.window) if masked else seq_len**2
+        return 6 * self.out_HKD.shape[-3] * head_dims * pairs / seq_len
+
+
+class Attention(Mixing):
+    """Grouped-query attention (arXiv 2305.13245)."""
 
     def __init__(self, config: ModelConfig, *, local: bool) -> None:
         width, heads, groups, dim = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
-        self.local = local
-        self.window = config.window if local else None
-        self.scale = config.attention_scale or dim**-0.5
-        self.softcap = config.attention_softcap
-        out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
+        super().__init__(config, local=local, value_dim=dim)
         self.query_DHK = weight((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
         self.key_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
         self.value_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
-        self.out_HKD = weight((heads, dim, width), ("heads", "head_dim", "embed"), out_std)
         biased = config.bias != "none"
         self.query_bias_HK = constant(0.0, (heads, dim), ("heads", "head_dim")) if biased else None
         self.key_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
         self.value_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
-        self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
         self.query_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
         self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
 
@@ -62,70 +140,20 @@ class Attention(nnx.Module):
         context: ContextAttention = "ring",
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `context` as in `Decoder`."""
-        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, _HEADS)
-        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, _GROUPS)
-        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, _GROUPS)
+        x_BSD = enter(x_BSD)
+        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, HEADS)
+        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, GROUPS)
+        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
-        q_BSHK, k_BSGK = constrain(q_BSHK, *_HEADS), constrain(k_BSGK, *_GROUPS)
-        if context_size() == 1 or context != "ulysses":  # which names what it has exchanged
-            q_BSHK, k_BSGK, v_BSGK = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGK), ("query", "key", "value"))
-        if cache is None:
-            mixed_BSHK = self._attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, context)
-        else:
-            mixed_BSHK, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGK, cache)
-        mixed_BSN = mixed_BSHK.reshape(*x_BSD.shape[:2], -1)
-        out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
-        out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
-        return checkpoint_name(out_BSD, "attention_out"), cache
-
-    def _attend(
-        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
-    ) -> jax.Array:
-        if context_size() > 1:
-            options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-            return context_attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, strategy=context, **options)
-        return kernels.attention(
-            q_BSHK,
-            k_BSGK,
-            v_BSGK,
-            query_segments_BS=segment_ids_BS,
-            key_segments_BT=segment_ids_BS,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            layout=_layout(),
-        )
-
-    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Attend to the cached positions and these; all are one document."""
-        start = (0, cache.length, 0, 0)
-        k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
-        v_BTGK = jax.lax.dynamic_update_slice(cache.v_BTGK, v_BSGK.astype(cache.v_BTGK.dtype), start)
-        batch, new, *_ = q_BSHK.shape
-        places_BT = jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2])
-        mixed_BSHK = kernels.attention(
-            q_BSHK,
-            k_BTGK,
-            v_BTGK,
-            query_segments_BS=jnp.ones((batch, new), jnp.int32),
-            key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
-            query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
-            key_positions_BT=places_BT,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-        )
-        return mixed_BSHK, Cache(k_BTGK, v_BTGK, cache.length + new)
+        return self.mix(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, context)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
         matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
-        _, heads, dim = self.query_DHK.shape[-3:]
-        pairs = attended_pairs(seq_len, self.window) if masked else seq_len**2
-        return 6 * matrices + 12 * heads * dim * pairs / seq_len
+        return 6 * matrices + self.pair_flops(seq_len, 2 * self.query_DHK.shape[-1], masked=masked)
 
 
 def _layout() -> Layout:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.config.schema import ModelConfig
 from maxlm.models.attention import Attention, Cache
 from maxlm.models.forward import Forward
+from maxlm.models.latent import LatentAttention
 from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.moe import Moe
@@ -55,7 +56,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
         self.attention_norm = Norm(config.d_model, config)
-        self.attention = Attention(config, local=local)
+        self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
         self.mlp_norm = Norm(config.d_model, config)
         self.mlp: Mlp | Moe = Moe(config) if experts else Mlp(config)
@@ -66,7 +67,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Cache | None, _Report]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         angles, segment_ids_BS = given.angles[self.attention.local], given.segment_ids_BS
-        mixed_BSD, cache = self.attention(enter(self.attention_norm(x_BSD)), angles, segment_ids_BS, cache, forward.context)
+        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, forward.context)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
         report: _Report = None
         if isinstance(self.mlp, Moe):
@@ -171,12 +172,13 @@ class Decoder(nnx.Module):
     def empty_caches(self, batch: int, length: int) -> Caches:
         """Caches for `length` positions of generation."""
         config = self.config
-        shape = (batch, length, config.n_kv_heads, config.head_dim)
+        value_dim = config.latent.value_dim if config.latent else config.head_dim
+        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
         dtype = self.embedding_VD.dtype
 
         def empty(block: Block) -> Cache:
-            zeros = partial(jnp.zeros, (*block.stacked, *shape), dtype)
-            return Cache(zeros(), zeros(), jnp.zeros(block.stacked, jnp.int32))
+            k_BTGK, v_BTGV = (jnp.zeros((*block.stacked, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(block.stacked, jnp.int32))
 
         return {name: tuple(map(empty, getattr(self, name))) for name in ("head", "layers", "tail")}
 
@@ -194,7 +196,8 @@ class Decoder(nnx.Module):
         config = self.config
         if config.positions == "learned":
             return {True: None, False: None}
-        turned: Callable[..., Angles] = partial(rope_angles, head_dim=config.head_dim, positions_BS=positions_BS)
+        dim = config.latent.rope_dim if config.latent else config.head_dim
+        turned: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)
         everywhere = turned(config.rope)
         return {False: everywhere, True: turned(config.rope_local) if config.rope_local else everywhere}
 

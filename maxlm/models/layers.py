@@ -123,10 +123,23 @@ def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S
     """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says."""
     frequency_F = jnp.asarray([_frequency(config, head_dim, i) for i in range(head_dim // 2)], jnp.float32)
     angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequency_F
-    gain = 1.0
-    if isinstance(config.scaling, YarnScaling):  # the paper's attention temperature, eq. 22
-        gain = 0.1 * math.log(config.scaling.factor) + 1.0
+    scaling, gain = config.scaling, 1.0
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is None:
+        gain = _yarn_gain(scaling.factor)
     return gain * jnp.cos(angle_BSF), gain * jnp.sin(angle_BSF)
+
+
+def score_gain(config: RopeConfig) -> float:
+    """What `config.scaling` multiplies q.k by, beside turning queries and keys."""
+    scaling = config.scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
+        return _yarn_gain(scaling.factor, scaling.mscale_all_dim) ** 2  # of queries and keys, also where they are not turned
+    return 1.0
+
+
+def _yarn_gain(factor: float, mscale: float = 1.0) -> float:
+    """The paper's attention temperature (eq. 22), of queries as of keys."""
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _frequency(config: RopeConfig, head_dim: int, index: int) -> float:
@@ -140,7 +153,9 @@ def _frequency(config: RopeConfig, head_dim: int, index: int) -> float:
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     elif isinstance(scaling, YarnScaling):
         low, high = (_yarn_index(config.theta, head_dim, scaling.original_seq_len, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
-        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         keep = 1 - (index - low) / max(high - low, 1e-3)
     else:
         keep = 0.0
@@ -174,8 +189,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
 }
+CLAMP, SLOPE = 7.0, 1.702  # of gpt-oss's gate: bounds, and the sigmoid's steepness
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What a gated feed-forward layer has inside, of the products with its two matrices."""
+    """What a gated feed-forward layer has inside: act(gate) * up, or as gpt-oss bounds and shifts it (openai/gpt-oss, torch/model.py)."""
+    if activation == "swiglu_clamped":
+        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up

@@ -7,13 +7,13 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels import MlpLayout, gated_mlp, gated_mlp_problem
-from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, fenced, matrix_size, project, weight
+from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, fenced, gated, matrix_size, project, weight
 from maxlm.parallel import mesh_axes
 
 # B batch, S sequence, D width, F feed-forward width
 
 _INSIDE = ("batch", "seq", "mlp")
-GATES = {"swiglu": "silu", "geglu": "gelu"}  # as kernels name them
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # those that kernels compute, as they name them
 
 
 class Mlp(nnx.Module):
@@ -23,31 +23,30 @@ class Mlp(nnx.Module):
         """`hidden`: the feed-forward width, default `d_ff`."""
         width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
         self.activation = config.activation
-        gated = config.activation in ("swiglu", "geglu")
-        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if gated else None
+        has_gate = config.activation != "gelu"
+        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if has_gate else None
         self.up_DF = weight((width, hidden), ("embed", "mlp"), std)
         self.down_FD = weight((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
         biased = config.bias == "all"
-        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and gated else None
+        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and has_gate else None
         self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None
         self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
 
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         if self._fuses(x_BSD):
             return checkpoint_name(fenced(self._fused, x_BSD, ENTERING, BETWEEN), "mlp_out")
-        act = ACTIVATIONS[self.activation]
         up_BSF = checkpoint_name(self._into(x_BSD, self.up_DF, self.up_bias_F), "up")
         if self.gate_DF is not None:
             gate_BSF = checkpoint_name(self._into(x_BSD, self.gate_DF, self.gate_bias_F), "gate")
-            hidden_BSF = act(gate_BSF) * up_BSF
+            hidden_BSF = gated(self.activation, gate_BSF, up_BSF)
         else:
-            hidden_BSF = act(up_BSF)
+            hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
         return checkpoint_name(project("BSF,FD->BSD", hidden_BSF, self.down_FD[...], self.down_bias_D, _INSIDE, BETWEEN), "mlp_out")
 
     def _fuses(self, x_BSD: Array) -> bool:
         """Whether a kernel computes the gate beside its matmuls, and faster than XLA."""
         return (
-            self.gate_DF is not None
+            self.activation in GATES
             and self.up_bias_F is None
             and not gated_mlp_problem(x_BSD.shape, self.up_DF.shape[-1], x_BSD.dtype, _layout())
         )

@@ -24,7 +24,7 @@ from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved,
 from maxlm.kernels.attention.parts import Part
 from maxlm.parallel.sharding import mesh_axes
 
-# B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim
+# B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim, V that of values
 
 _AXIS = "context"
 
@@ -73,7 +73,7 @@ def in_sequence(x_BS: Shaped[Array, "B S ..."], strategy: ContextAttention, *, b
 def context_attention(
     q_BSHK: Float[Array, "B S H K"],
     k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    v_BSGV: Float[Array, "B S G V"],
     segments_BS: Int[Array, "B S"],
     *,
     strategy: ContextAttention,
@@ -82,10 +82,11 @@ def context_attention(
     softcap: float | None = None,
     sinks_H: Float[Array, " H"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B S H K"]:
+) -> Float[Array, "B S H V"]:
     """`maxlm.kernels.attention` under a mesh whose axis `context` splits the sequence; "ring" and "gather" want tokens in zigzag order.
 
-    S must be a multiple of twice the axis. `implementation`: of the products, as in `attention_part`.
+    S must be a multiple of twice the axis. `implementation`: of the products, as in `attention_part`. Keys and values travel side by side:
+    values narrower than keys do so with zeros.
     """
     mesh = jax.sharding.get_abstract_mesh()
     asked = _Asked(strategy, mesh.shape[_AXIS], scale, window, softcap, implementation, logsumexp=sinks_H is not None)
@@ -93,8 +94,12 @@ def context_attention(
     spec, tokens, rows = P(batch, _AXIS, heads), P(batch, _AXIS), P(batch, heads, _AXIS) if asked.logsumexp else None
     local = functools.partial(_ulysses if strategy == "ulysses" else _in_zigzag, asked)
     run: Callable[..., Any] = jax.shard_map(local, in_specs=(spec, spec, spec, tokens), out_specs=(spec, rows), check_vma=False)
-    out_BSHK, lse_BHS = run(q_BSHK, k_BSGK, v_BSGK, segments_BS)
-    return out_BSHK if sinks_H is None else with_sinks(out_BSHK, lse_BHS, sinks_H)
+    width = v_BSGV.shape[-1]
+    if strategy != "ulysses":
+        v_BSGV = jnp.pad(v_BSGV, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - width)])
+    out_BSHV, lse_BHS = run(q_BSHK, k_BSGK, v_BSGV, segments_BS)
+    out_BSHV = out_BSHV[..., :width]
+    return out_BSHV if sinks_H is None else with_sinks(out_BSHV, lse_BHS, sinks_H)
 
 
 def _ulysses(

@@ -33,18 +33,43 @@ def published_count(path: Path) -> int:
 
 def formula(m: ModelConfig) -> int:
     """Parameters by arithmetic from the published architectures alone, independent of the model code."""
-    queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
-    gated = m.activation in ("swiglu", "geglu")
-    inputs = 2 if gated else 1  # matrices from d_model to d_ff
     norm = m.d_model * (2 if m.norm == "layernorm" else 1)  # a LayerNorm has a bias as well
-    layer = m.d_model * (2 * queries + 2 * keys) + (inputs + 1) * m.d_model * m.d_ff
-    layer += norm * (4 if m.norm_position == "sandwich" else 2)
-    layer += 2 * m.head_dim if m.qk_norm else 0
-    layer += queries + 2 * keys if m.bias in ("qkv", "all") else 0
-    layer += m.d_model + inputs * m.d_ff + m.d_model if m.bias == "all" else 0
+    attention = heads(m) + norm * (4 if m.norm_position == "sandwich" else 2)
     tables = m.vocab_size * m.d_model * (1 if m.tie_embeddings else 2)
     tables += m.d_model * (m.max_seq_len or 0) if m.positions == "learned" else 0
-    return m.n_layers * layer + norm + tables
+    dense = m.n_layers if m.moe is None else m.moe.n_dense
+    ahead = m.mtp_depth * (2 * m.d_model**2 + 3 * norm + attention + experts(m))  # what joins two vectors, norms of both and at the end
+    return m.n_layers * attention + dense * fed(m, m.d_ff) + (m.n_layers - dense) * experts(m) + norm + tables + ahead
+
+
+def heads(m: ModelConfig) -> int:
+    """Parameters of a layer's attention."""
+    sinks = m.n_heads if m.sinks else 0
+    if m.latent is not None:
+        (rank, narrow), latent = (m.latent.q_rank, m.latent.kv_rank), m.latent
+        into = m.d_model * rank + rank if rank else 0
+        into += (rank or m.d_model) * m.n_heads * (latent.nope_dim + latent.rope_dim)
+        into += m.d_model * (narrow + latent.rope_dim) + narrow + narrow * m.n_heads * (latent.nope_dim + latent.value_dim)
+        return into + m.n_heads * latent.value_dim * m.d_model + sinks
+    queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
+    norms = 2 * m.head_dim if m.qk_norm else 0
+    biases = queries + 2 * keys if m.bias in ("qkv", "all") else 0
+    return m.d_model * (2 * queries + 2 * keys) + norms + biases + (m.d_model if m.bias == "all" else 0) + sinks
+
+
+def fed(m: ModelConfig, width: int) -> int:
+    """Parameters of a feed-forward layer of that width, or of an expert."""
+    inputs = 1 if m.activation == "gelu" else 2  # matrices from d_model to the width
+    return (inputs + 1) * m.d_model * width + (inputs * width + m.d_model if m.bias == "all" else 0)
+
+
+def experts(m: ModelConfig) -> int:
+    """Parameters of a layer with experts: those, the router and its biases, and the shared ones, as one."""
+    if m.moe is None:
+        return 0
+    biases = m.moe.n_experts * ((m.bias == "all") + (m.moe.router.bias_rate > 0))
+    shared = fed(m, m.moe.n_shared * m.moe.d_ff) if m.moe.n_shared else 0
+    return m.moe.n_experts * (fed(m, m.moe.d_ff) + m.d_model) + biases + shared
 
 
 @each_size
@@ -78,7 +103,8 @@ def test_size_reads_in_half_a_minute(path):
 
 
 def test_the_sizes_the_product_promises_are_there():
-    names = "gpt2-124m llama3-1b llama3-8b llama3-70b llama3-405b qwen3-0.6b qwen3-8b qwen3-32b mistral-7b gemma3-4b gemma3-27b"
+    names = "gpt2-124m llama3-1b llama3-8b llama3-70b llama3-405b qwen3-0.6b qwen3-8b qwen3-32b mistral-7b gemma3-4b gemma3-27b "
+    names += "mixtral-8x7b mixtral-8x22b qwen3-30b-a3b qwen3-235b-a22b deepseek-v2-lite deepseek-v3 gpt-oss-20b gpt-oss-120b"
     assert {path.stem for path in SIZES} >= set(names.split())
 
 

@@ -81,6 +81,7 @@ def test_a_file_that_is_no_config(workspace, capsys, monkeypatch, text):
     assert all(word in line for word in YAML[text]), line
 
 
+LATENT = "{kv_rank: 16, nope_dim: 8, rope_dim: 4, value_dim: 8}"
 SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "train.stepz=5": ["train.stepz = 5", "no such setting", "nearest is train.steps"],
     "optimizer.learning_rate=1": ["optimizer.learning_rate", "it has name, peak_lr"],
@@ -122,6 +123,14 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "model.layer_pattern=[local]": ["model.window", "local"],
     "model.layer_pattern=[]": ["model.layer_pattern", "not be empty"],
     "model.window=8": ["model.window = 8", "local"],
+    f"model.latent={LATENT}": ["model.n_kv_heads = 2", "n_heads = 4", "use 4"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.head_dim=16": ["model.head_dim = 16", "rope_dim = 12", "use 12"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.latent.rope_dim=3": ["model.latent.rope_dim = 3", "even"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.qk_norm=true": ["model.qk_norm = true", "norms of its own"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.bias=qkv": ["model.bias = qkv", "no biases"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.latent.q_rank=20": ["mesh.fsdp = 8", "model.latent.q_rank = 20", "use 1, 2 or 4"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; mesh.stage=2 ; model.latent.kv_rank=12": ["mesh.stage = 2", "model.latent.kv_rank = 12"],
+    "model.activation=gelu ; memory.remat=[gate]": ["memory.remat", "gate", "gelu"],
     "model.rope.scaling={factor: 2}": ["model.rope.scaling", "kind"],
     "model.rope.scaling={kind: magic}": ["model.rope.scaling", "llama3"],
     "model.vocab_size=200": ["model.vocab_size", "200"],

@@ -86,6 +86,30 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "flipped"),
+    [("flash", False), ("flash", True), ("splash", False), ("xla", False)],
+    ids=["flash", "v6e", "splash", "xla"],
+)
+def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
+    """By whole lanes, and by less: latent attention has heads of 192 and of 128."""
+    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
+    monkeypatch.setattr(tpu, "WIDE", ("",) if flipped else ())  # an interpreted device has no kind
+    q, k, v, segments = operands(6, B=1, S=256, H=2, G=1, K=160)
+    v, scale = v[..., :96], 0.05
+    weights = jax.random.normal(jax.random.key(9), (*q.shape[:3], 96))
+
+    def total(chosen, *qkv):
+        options = {"scale": scale, "window": 200}
+        out = reference(*qkv, segments, **options) if chosen is None else run(*qkv, segments, implementation=chosen, **options)
+        return jnp.sum(weights * out), out
+
+    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total(implementation, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
 def logsumexp_reference(q, k, segments_BS, window=None, scale=0.3):
     """Of the scores that a query sees, in nats [B, H, S]."""
     places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]

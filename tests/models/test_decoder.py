@@ -38,6 +38,19 @@ VARIANTS = {
         "scale_embeddings": True,
         "tie_embeddings": True,
     },
+    "deepseek": {
+        "n_kv_heads": 4,
+        "latent": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
+        "rope": {"scaling": {"kind": "yarn", "factor": 40, "original_seq_len": 8, "mscale_all_dim": 0.707}},
+    },
+    "gpt_oss": {
+        "layer_pattern": ("local", "global"),
+        "window": 5,
+        "activation": "swiglu_clamped",
+        "bias": "all",
+        "rope": {"theta": 150000.0, "scaling": {"kind": "yarn", "factor": 32, "original_seq_len": 8, "truncate": False}},
+        "sinks": True,
+    },
 }
 
 

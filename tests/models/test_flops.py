@@ -18,11 +18,22 @@ def test_pairs_equal_those_the_mask_leaves(seq_len, window):
     assert attended_pairs(seq_len, window) == visible(one, one, places, places, window).sum()
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("n_kv_heads", [4, 1])
-def test_count_equals_xla_on_a_one_layer_model(activation, n_kv_heads):
+LATENT = {"kv_rank": 128, "nope_dim": 64, "rope_dim": 32, "value_dim": 48}
+MODELS = {
+    "gated, grouped": {"n_kv_heads": 1},
+    "gated": {},
+    "plain": {"activation": "gelu"},
+    "plain, grouped": {"activation": "gelu", "n_kv_heads": 1},
+    "clamped, sinks": {"activation": "swiglu_clamped", "sinks": True},
+    "latent": {"latent": LATENT},
+    "latent, queries too": {"latent": {**LATENT, "q_rank": 192}},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_count_equals_xla_on_a_one_layer_model(model):
     """XLA counts a masked score matrix in full, so the full-pairs convention is compared; the rest (norms, softmax) is small."""
-    config = ModelConfig(vocab_size=512, d_model=256, n_layers=1, n_heads=4, n_kv_heads=n_kv_heads, d_ff=768, activation=activation)
+    config = ModelConfig(**{"vocab_size": 512, "d_model": 256, "n_layers": 1, "n_heads": 4, "d_ff": 768, **model})
     B, S = 2, 256
     ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
 

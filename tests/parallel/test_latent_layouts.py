@@ -1,0 +1,47 @@
+"""Latent attention and sinks on meshes: the loss and the gradients of one device."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_batch, tiny_program
+
+from maxlm.training.gradients import accumulate
+
+MODELS = {
+    "latent": {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True},
+    "gpt_oss": {"layer_pattern": ("local", "global"), "window": 9, "activation": "swiglu_clamped", "bias": "all", "sinks": True},
+}
+LAYOUTS = {
+    "latent": (
+        {"fsdp": 2, "tensor": 2, "stage": 2},
+        {"context": 2, "tensor": 2, "context_attention": "ring"},
+        {"context": 4, "fsdp": 2, "context_attention": "ulysses"},
+    ),
+    "gpt_oss": ({"context": 2, "tensor": 2, "context_attention": "ring"}, {"context": 4, "context_attention": "ulysses"}),
+}
+CASES = [(name, mesh) for name, meshes in LAYOUTS.items() for mesh in meshes]
+
+
+def loss_and_gradients(name, mesh):
+    sizes = [size for axis, size in mesh.items() if axis != "context_attention"]
+    program = tiny_program(math.prod(sizes), mesh={"fsdp": 1, **mesh}, model=MODELS[name], train={"microbatches": 2})
+    state = program.init()
+    with jax.set_mesh(program.mesh):
+        run = jax.jit(lambda p, b: accumulate(program.config, p, b))
+        return jax.device_get(run(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {name: loss_and_gradients(name, {}) for name in MODELS}
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
+def test_a_layout_changes_nothing(name, mesh, references):
+    (loss, grads), (wanted_loss, wanted) = (loss_and_gradients(name, mesh), references[name])
+    for one, other in zip(jax.tree.leaves(loss), jax.tree.leaves(wanted_loss), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    for (path, one), other in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max(), err_msg=jax.tree_util.keystr(path))
