@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.ahead import Ahead
 from maxlm.models.attention import Attention, Cache
 from maxlm.models.forward import Forward
 from maxlm.models.latent import LatentAttention
@@ -27,7 +28,7 @@ from maxlm.parallel.lookup import lookup
 # B batch, S sequence, T cached positions, D width, V vocabulary, G key/value heads, K head dim
 
 Caches = dict[str, tuple[Cache, ...]]  # of "head", "layers" and "tail"
-Routings = dict[str, tuple[Routing, ...]]  # of "layers" and "tail", stacked as they are
+Routings = dict[str, tuple[Routing, ...]]  # of "layers", "tail" and "ahead", stacked as they are
 
 
 class Given(NamedTuple):
@@ -115,6 +116,8 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
         self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
+        kinds = [config.layer_pattern[(config.n_layers + i) % len(pattern)] for i in range(config.mtp_depth)]
+        self.ahead = nnx.List([Ahead(config, Block(config, local=kind == "local", experts=experts)) for kind in kinds])
 
     def __call__(
         self,
@@ -127,12 +130,32 @@ class Decoder(nnx.Module):
         caches: Caches | None = None,
     ) -> Through:
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given."""
-        forward = forward or Forward()
         given = Given(self.angles(positions_BS), segment_ids_BS, noise_BS)
-        x_BSD, caches_of_head = self.begin(self.embed(tokens_BS, positions_BS), given, forward, caches)
+        through = self.through(self.embed(tokens_BS, positions_BS), given, forward or Forward(), caches)
+        return through._replace(x_BSD=self.final_norm(through.x_BSD))
+
+    def through(self, x_BSD: Float[Array, "B S D"], given: Given, forward: Forward, caches: Caches | None = None) -> Through:
+        """All blocks, between `embed` and `final_norm`."""
+        x_BSD, caches_of_head = self.begin(x_BSD, given, forward, caches)
         through = self.run(x_BSD, given, forward, caches=caches)
-        new = None if through.caches is None else {**caches_of_head, **through.caches}
-        return through._replace(x_BSD=self.final_norm(through.x_BSD), caches=new)
+        return through if through.caches is None else through._replace(caches={**caches_of_head, **through.caches})
+
+    def look_ahead(
+        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Array], given: Given, forward: Forward
+    ) -> tuple[list[Array], Through]:
+        """(hidden states after a final norm for each token further ahead, what the last of these blocks gives): `tokens[i]`, [B, S], stand
+        i + 1 places further than those that x_BSD, before its final norm, was made of.
+        """
+        normed: list[Array] = []
+        reports: list[Routing] = []
+        penalty = jnp.float32(0)
+        for ahead, tokens_BS in zip(self.ahead, tokens, strict=True):
+            joined_BSD = ahead.join(x_BSD, self._looked_up(tokens_BS))
+            x_BSD, (_, report) = _layer(forward, given, joined_BSD, (ahead.block, None, None))
+            normed.append(ahead.final_norm(x_BSD))
+            if report is not None:
+                penalty, reports = penalty + report[0], [*reports, report[1]]
+        return normed, Through(x_BSD, None, penalty, {"ahead": tuple(reports)} if reports else None)
 
     def begin(self, x_BSD: Float[Array, "B S D"], given: Given, forward: Forward, caches: Caches | None = None) -> tuple[Array, Caches]:
         """The blocks before the pattern."""
@@ -184,12 +207,14 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """What the first block reads."""
-        x_BSD = lookup(self.embedding_VD[...], tokens_BS)
-        if self.config.scale_embeddings:
-            x_BSD *= jnp.asarray(self.config.d_model**0.5, x_BSD.dtype)
+        x_BSD = self._looked_up(tokens_BS)
         if self.position_PD is not None:
             x_BSD += self.position_PD[...][positions_BS].astype(x_BSD.dtype)
         return constrain(x_BSD, *BETWEEN)
+
+    def _looked_up(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        x_BSD = lookup(self.embedding_VD[...], tokens_BS)
+        return x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
 
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles, which blocks turn queries and keys by."""
@@ -205,7 +230,8 @@ class Decoder(nnx.Module):
         """FLOPs of a training token, forward and backward: 6 a weight of every matmul, plus attention's pairs."""
         blocks = (*self.head, *self.layers, *self.tail)
         unembedding = 6 * self.config.vocab_size * self.config.d_model
-        return unembedding + sum(math.prod(block.stacked) * block.flops_per_token(seq_len, masked=masked) for block in blocks)
+        further = sum(unembedding + ahead.flops_per_token(seq_len, masked=masked) for ahead in self.ahead)
+        return further + unembedding + sum(math.prod(block.stacked) * block.flops_per_token(seq_len, masked=masked) for block in blocks)
 
 
 def _owns(blocks: Sequence[Block], caches: Caches | None, name: str, alive: tuple[Array, ...] | None = None) -> tuple[_Own, ...]:

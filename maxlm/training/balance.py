@@ -23,8 +23,10 @@ def rebalance(config: ModelConfig, params: Parameters, routings: Routings | None
         return params
     moved = dict(params)
     for name, runs in routings.items():
-        if runs:
-            moved[name] = {**params[name], **{str(i): _moved(config, params[name][str(i)], run.load_E) for i, run in enumerate(runs)}}
+        for i, run in enumerate(runs):
+            own = moved[name][str(i)]
+            changed = {**own, "block": _moved(config, own["block"], run.load_E)} if name == "ahead" else _moved(config, own, run.load_E)
+            moved[name] = {**moved[name], str(i): changed}
     return moved
 
 
@@ -46,7 +48,7 @@ def in_depth_order(routings: Routings | None) -> Routing | None:
         rank = 1 if field == "load_E" else 0
         runs = [getattr(run, field) for run in routings["layers"]]  # [periods, blocks of the run where several, ...]
         periods = jnp.concatenate([run.reshape(len(first), -1, *run.shape[run.ndim - rank :]) for run in runs], axis=1)
-        tail = [getattr(run, field) for run in routings["tail"]]
+        tail = [getattr(run, field) for name in ("tail", "ahead") for run in routings.get(name, ())]
         rows = [periods.reshape(-1, *periods.shape[2:]), *(run.reshape(-1, *run.shape[run.ndim - rank :]) for run in tail)]
         return jnp.concatenate(rows)
 

@@ -10,7 +10,7 @@ from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.kernels.linear_cross_entropy import Layout
-from maxlm.models import Decoder, Routings, bind, parameter_axes
+from maxlm.models import Decoder, Given, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.parallel import mesh_axes
@@ -24,20 +24,32 @@ class LossSums(NamedTuple):
     z: Float[Array, ""]
     tokens: Float[Array, ""]
     routings: Routings | None = None  # of layers with experts
+    ahead: Float[Array, " depth"] | None = None  # nll of each token further ahead
+
+
+class Part(NamedTuple):
+    """What a forward pass is given of a batch, tokens where attention wants them."""
+
+    batch: Batch
+    noise_BS: UInt32[Array, "B S"] | None  # what the jitter of routers grows from
+    further: tuple[Batch, ...]  # the same for each token further ahead that is predicted: what is read, what comes next, whether it counts
 
 
 def loss_sums(
     config: Config, params: Parameters, batch: Batch, *, summed: tuple[str, ...] = (), training: bool = True
 ) -> tuple[Float[Array, ""], LossSums]:
-    """(what is differentiated: nll + z_loss * z and the routers' losses, summed; what is reported). `summed`: as in `Forward`."""
+    """(what is differentiated: nll + z_loss * z, what lies further ahead and the routers' losses, summed; what is reported).
+
+    `summed`: as in `Forward`.
+    """
     dtype = jnp.dtype(config.precision.compute)
-    noise_BS = noise(config, batch) if training else None
-    batch = in_order(config, batch)
+    part, forward = part_of(config, batch, training=training), forward_of(config, summed)
     model = bind(config.model, cast_matrices(params, parameter_axes(config.model), dtype))
     with jax.default_matmul_precision(config.precision.matmul):
-        through = model(*given(batch), noise_BS, forward=forward_of(config, summed))
-        total, sums = head_sums(config, model, through.x_BSD, batch)
-    return total + through.penalty, sums._replace(routings=through.routings)
+        through = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(model, part), forward)
+        total, sums = head_sums(config, model, through.x_BSD, part, forward)
+    routings = None if through.routings is None else {**through.routings, **(sums.routings or {})}
+    return total + through.penalty, sums._replace(routings=routings)
 
 
 def forward_of(config: Config, summed: tuple[str, ...] = ()) -> Forward:
@@ -45,29 +57,54 @@ def forward_of(config: Config, summed: tuple[str, ...] = ()) -> Forward:
     return Forward(memory=config.memory, context=config.mesh.context_attention, summed=summed)
 
 
-def given(batch: Batch) -> tuple[Array, Array, Array]:
-    """What of a batch the model reads."""
-    return batch.tokens_BS, batch.positions_BS, batch.segment_ids_BS
+def part_of(config: Config, batch: Batch, *, training: bool = True) -> Part:
+    """Positions travel along with tokens, and a sum over tokens needs no order."""
+    further: list[Batch] = []
+    for _ in range(config.model.mtp_depth if training else 0):
+        before = further[-1] if further else batch
+        counts_BS = before.weights_BS * (_next(before.weights_BS) > 0)
+        further.append(before._replace(tokens_BS=before.targets_BS, targets_BS=_next(before.targets_BS), weights_BS=counts_BS))
+    noise_BS = _noise(config, batch) if training else None
+    return jax.tree.map(lambda x_BS: in_sequence(x_BS, config.mesh.context_attention, back=True), Part(batch, noise_BS, tuple(further)))
 
 
-def noise(config: Config, batch: Batch) -> UInt32[Array, "B S"] | None:
-    """What the jitter of routers grows from, in the order that attention wants: a function of seed, a row's tokens and the place in it."""
+def _next(x_BS: Array) -> Array:
+    """Of the place that follows, 0 at the end."""
+    return jnp.pad(x_BS[:, 1:], ((0, 0), (0, 1)))
+
+
+def _noise(config: Config, batch: Batch) -> UInt32[Array, "B S"] | None:
+    """What the jitter of routers grows from: a function of seed, a row's tokens and the place in it."""
     moe = config.model.moe
     if moe is None or not moe.router.jitter:
         return None
     places_S = jnp.arange(batch.tokens_BS.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(config.train.seed)
     rows_B1 = jnp.sum((batch.tokens_BS.astype(jnp.uint32) + 1) * (places_S | 1), axis=1, keepdims=True, dtype=jnp.uint32)
-    return in_sequence(rows_B1 * jnp.uint32(2246822519) ^ places_S, config.mesh.context_attention, back=True)
+    return rows_B1 * jnp.uint32(2246822519) ^ places_S
 
 
-def in_order(config: Config, batch: Batch) -> Batch:
-    """The batch with its tokens where attention wants them; positions travel along, and a sum over tokens needs no order."""
-    return Batch(*(in_sequence(x_BS, config.mesh.context_attention, back=True) for x_BS in batch))
+def read_by(model: Decoder, part: Part) -> Given:
+    """What blocks read beside hidden states."""
+    return Given(model.angles(part.batch.positions_BS), part.batch.segment_ids_BS, part.noise_BS)
 
 
-def head_sums(config: Config, model: Decoder, hidden_BSD: Float[Array, "B S D"], batch: Batch) -> tuple[Float[Array, ""], LossSums]:
-    """`loss_sums`, given the hidden states after the final norm."""
-    sums = kernels.linear_cross_entropy(
+def head_sums(
+    config: Config, model: Decoder, x_BSD: Float[Array, "B S D"], part: Part, forward: Forward
+) -> tuple[Float[Array, ""], LossSums]:
+    """`loss_sums`, given the hidden states before the final norm."""
+    nll = _cross_entropy(config, model, model.final_norm(x_BSD), part.batch)
+    sums = LossSums(nll=nll.nll, z=nll.z, tokens=jnp.sum(part.batch.weights_BS))
+    if not part.further:
+        return nll.total, sums
+    hidden, through = model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read_by(model, part), forward)
+    ahead = [_cross_entropy(config, model, h_BSD, further) for h_BSD, further in zip(hidden, part.further, strict=True)]
+    weight = config.train.mtp_loss / len(ahead)
+    total = nll.total + weight * sum(one.total for one in ahead) + through.penalty
+    return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
+
+
+def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> kernels.CrossEntropySums:
+    return kernels.linear_cross_entropy(
         hidden_BSD,
         model.unembedding_VD,
         batch.targets_BS,
@@ -77,7 +114,6 @@ def head_sums(config: Config, model: Decoder, hidden_BSD: Float[Array, "B S D"],
         softcap=config.model.logits_softcap,
         layout=_layout(),
     )
-    return sums.total, LossSums(nll=sums.nll, z=sums.z, tokens=jnp.sum(batch.weights_BS))
 
 
 def _layout() -> Layout:

@@ -92,6 +92,7 @@ class Meter:
                 "z": float(metrics.z),
                 "skipped": int(metrics.skipped),
                 "batch_digest": int(metrics.batch_digest),
+                **{f"loss_ahead_{i + 1}": float(loss) for i, loss in enumerate(metrics.ahead if metrics.ahead is not None else ())},
                 **(balance.figures() if balance is not None else {}),
             },
             balance=balance if self._due(step, self._detail_every) else None,

@@ -15,9 +15,7 @@ from maxlm.models.parameters import Parameters, abstract_parameters, cast_matric
 from maxlm.models.stages import Deal, bring_back, deal_out, in_periods
 from maxlm.parallel import pipeline
 from maxlm.parallel.schedule import Schedule
-from maxlm.training.loss import LossSums, forward_of, head_sums, in_order, noise
-
-_Part = tuple[Batch, Array | None]  # of the batch, and what jitter grows from
+from maxlm.training.loss import LossSums, Part, forward_of, head_sums, part_of, read_by
 
 
 def stages() -> int:
@@ -31,14 +29,14 @@ def gradients(
     """Sums over the microbatches `parts` (leading dim), and the gradient of their loss over `total_tokens`. `summed`: as in `Forward`."""
     deal = Deal(config.model, stages(), config.train.stage_chunks)
     schedule = Schedule(config.train.pipeline, deal.stages, parts.tokens_BS.shape[0], deal.chunks)
-    noises = jax.vmap(partial(noise, config))(parts)
-    given = jax.vmap(partial(in_order, config))(parts), noises
+    given = jax.vmap(partial(part_of, config))(parts)
     cast = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
     ends = {name: tree for name, tree in cast.items() if name not in ("layers", "tail")}
     work = _work(config, deal, total_tokens, forward_of(config, summed))
     with jax.default_matmul_precision(config.precision.matmul):
         (sums, reports), (layers, end_grads) = pipeline.run(schedule, work, deal_out(deal, cast), ends, given)
-    return sums._replace(routings=reports and in_periods(deal, reports)), {**end_grads, **bring_back(deal, layers)}
+    routings = None if reports is None else {**in_periods(deal, reports), **(sums.routings or {})}
+    return sums._replace(routings=routings), {**end_grads, **bring_back(deal, layers)}
 
 
 def _work(config: Config, deal: Deal, total_tokens: Float[Array, ""], forward: Forward) -> pipeline.Work:
@@ -47,22 +45,17 @@ def _work(config: Config, deal: Deal, total_tokens: Float[Array, ""], forward: F
     def model(**own: Parameters) -> Decoder:
         return bind(deal.part_config, {**nothing, **own})
 
-    def read(part: _Part) -> Given:
-        batch, noise_BS = part
-        return Given(model().angles(batch.positions_BS), batch.segment_ids_BS, noise_BS)
-
-    def first(ends: Parameters, part: _Part) -> Array:
+    def first(ends: Parameters, part: Part) -> Array:
         decoder = model(**ends)
-        return decoder.begin(decoder.embed(part[0].tokens_BS, part[0].positions_BS), read(part), forward)[0]
+        return decoder.begin(decoder.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(decoder, part), forward)[0]
 
     def layers(chunk: Parameters, x_BSD: Array, inputs: tuple[Given, Any]) -> tuple[tuple[Array, Array], Routings | None]:
         given, alive = inputs
         through = model(layers=chunk).run(x_BSD, given, forward, alive=alive)
         return (through.x_BSD, through.penalty / total_tokens), through.routings
 
-    def last(ends: Parameters, part: _Part, x_BSD: Array) -> tuple[Array, LossSums]:
-        decoder = model(**ends)
-        total, sums = head_sums(config, decoder, decoder.final_norm(x_BSD), part[0])
+    def last(ends: Parameters, part: Part, x_BSD: Array) -> tuple[Array, LossSums]:
+        total, sums = head_sums(config, model(**ends), x_BSD, part, forward)
         return total / total_tokens, sums
 
-    return pipeline.Work(first, lambda part, place: (read(part), deal.alive(place)), layers, last)
+    return pipeline.Work(first, lambda part, place: (read_by(model(), part), deal.alive(place)), layers, last)

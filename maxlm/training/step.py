@@ -32,6 +32,7 @@ class Metrics(NamedTuple):
     skipped: Int[Array, ""]  # updates skipped so far
     batch_digest: UInt32[Array, ""]  # equal for equal batches, on any mesh
     routing: Routing | None = None  # of layers with experts, in order of depth
+    ahead: Float[Array, " depth"] | None = None  # loss of each token further ahead
 
 
 def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -69,6 +70,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
             skipped=state.skipped,
             batch_digest=digest(batch),
             routing=in_depth_order(sums.routings),
+            ahead=None if sums.ahead is None else sums.ahead / jnp.maximum(sums.tokens, 1),
         )
         return state, metrics
 
