@@ -5,28 +5,41 @@ from collections.abc import Callable
 
 import jax
 
-# M rows, E experts, K and N what weights map from and to
+# M rows, E experts, K and N what weights map from and to, G = E N
 
-# (x [M, K], w [E, K, N], group sizes [E], kind of device, whether it is interpreted) to [M, N].
-GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array, str, bool], jax.Array]
+# (x, w [K, G], group sizes [E], whether by the weights' transposes, kind of device, whether it is interpreted) to rows times weights.
+GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array, bool, str, bool], jax.Array]
 
 
 def differentiable(product: Callable[..., jax.Array], weights_gradient: Callable[..., jax.Array]) -> GroupedMatmul:
     """`maxlm.kernels.grouped_matmul` by two kernels of a device: rows times weights or their transpose, and x^T dout of every group."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-    def run(x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, device_kind: str, interpret: bool) -> jax.Array:
-        return product(x_MK, w_EKN, group_sizes_E, device_kind=device_kind, interpret=interpret)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+    def run(x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, transposed: bool, device_kind: str, interpret: bool) -> jax.Array:
+        return product(x, w_KG, group_sizes_E, transposed=transposed, device_kind=device_kind, interpret=interpret)
 
     def forward(
-        x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, device_kind: str, interpret: bool
+        x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, transposed: bool, device_kind: str, interpret: bool
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return run(x_MK, w_EKN, group_sizes_E, device_kind, interpret), (x_MK, w_EKN, group_sizes_E)
+        return run(x, w_KG, group_sizes_E, transposed, device_kind, interpret), (x, w_KG, group_sizes_E)
 
-    def backward(device_kind: str, interpret: bool, saved: tuple[jax.Array, ...], dout_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-        x_MK, w_EKN, group_sizes_E = saved
-        dx_MK = product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=device_kind, interpret=interpret)
-        return dx_MK, weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=device_kind, interpret=interpret), None
+    def backward(
+        transposed: bool, device_kind: str, interpret: bool, saved: tuple[jax.Array, ...], dout: jax.Array
+    ) -> tuple[jax.Array, jax.Array, None]:
+        x, w_KG, group_sizes_E = saved
+        dx = product(dout, w_KG, group_sizes_E, transposed=not transposed, device_kind=device_kind, interpret=interpret)
+        from_K, from_N = (dout, x) if transposed else (x, dout)
+        return dx, weights_gradient(from_K, from_N, group_sizes_E, device_kind=device_kind, interpret=interpret), None
 
     run.defvjp(forward, backward)
     return run
+
+
+def apart(w_KG: jax.Array, groups: int) -> jax.Array:
+    """Weights of groups one after another, [E, K, N]."""
+    return w_KG.reshape(len(w_KG), groups, -1).swapaxes(0, 1)
+
+
+def side_by_side(w_EKN: jax.Array) -> jax.Array:
+    """The inverse of `apart`: [K, G]."""
+    return w_EKN.swapaxes(0, 1).reshape(w_EKN.shape[1], -1)

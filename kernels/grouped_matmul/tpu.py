@@ -21,9 +21,11 @@ from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.visits import Plan, Visit, of_groups, of_rows
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
 
-# M rows, E experts, K and N what weights map from and to. A product contracts C of its rows to D: K to N, or transposed N to K.
+# M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
+# K to N, or transposed N to K.
 
-FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_dx", "grouped_matmul_dw"  # what the kernels are called in the program
+# What the kernels are called in the program.
+FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose", "grouped_matmul_transposed_dw"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
@@ -70,12 +72,13 @@ def _widths(columns: int, cores: int) -> Iterator[int]:
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:
     """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
-    pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in sorted({min(wide, size) for size in SIZES})]
+    widths = [size for size in range(LANES, min(wide, SIZES[-1]) + 1, LANES) if wide % size == 0 and size >= min(wide, SIZES[0])]
+    pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in widths]
     fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
 
     def time(tiles: Tiles) -> float:
         """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
-        over, across, cores = -(-deep // tiles.deep), -(-wide // tiles.wide), CORES.get(kind, 1)
+        over, across, cores = -(-deep // tiles.deep), wide // tiles.wide, CORES.get(kind, 1)
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
@@ -111,6 +114,8 @@ def _up(number: int, multiple: int) -> int:
 
 def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
     """Why the kernels cannot run this on a device; empty when they can."""
+    if wide % LANES:
+        return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side"
     if kind not in VMEM_BYTES:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
@@ -121,7 +126,7 @@ def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
 
 def product(
     x_MC: Float[Array, "M C"],
-    w_EKN: Float[Array, "E K N"],
+    w_KG: Float[Array, "K G"],
     group_sizes_E: Int[Array, " E"],
     *,
     transposed: bool = False,
@@ -133,7 +138,7 @@ def product(
 
     `tiles`: others than the first of `product_tiles`, to be compared with them.
     """
-    (rows, contracted), columns = x_MC.shape, w_EKN.shape[1 if transposed else 2]
+    (rows, contracted), columns = x_MC.shape, w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
     tiles = tiles or next(product_tiles(rows, contracted, columns, x_MC.dtype.itemsize, device_kind))  # why_not says if there is none
     visits = of_rows(group_sizes_E, rows, tiles.rows)
     across = columns // tiles.wide
@@ -155,18 +160,18 @@ def product(
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec((tiles.rows, tiles.wide), lambda core, n, v, weights, ranks, at, *_: (at[v], column(core, n))),
-            scratch_shapes=[pltpu.VMEM((2, *weights), w_EKN.dtype), pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[pltpu.VMEM((2, *weights), w_KG.dtype), pltpu.SemaphoreType.DMA((2,))],
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * contracted * columns,
             transcendentals=0,
-            bytes_accessed=x_MC.dtype.itemsize * (across * x_MC.size + w_EKN.size + rows * columns),
+            bytes_accessed=x_MC.dtype.itemsize * (across * x_MC.size + w_KG.size + rows * columns),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product_bytes(tiles, x_MC.dtype.itemsize)
         ),
         interpret=interpret,
-    )(*visits.scalars, x_MC, w_EKN)
+    )(*visits.scalars, x_MC, w_KG)
 
 
 def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
@@ -204,10 +209,14 @@ def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Re
     slot = (n * weights + visit.rank) & 1
 
     def copy(n: Index, rank: Index, slot: Index) -> Any:
-        start = (core * columns + n) * tiles.wide
-        at = pl.Slice(pl.multiple_of(start, LANES) if tiles.wide % LANES == 0 else 0, tiles.wide)
-        group = w_hbm.at[plan.groups_ref[rank]]
-        return pltpu.make_async_copy(group.at[at, :] if transposed else group.at[:, at], w_ref.at[slot], arrived.at[slot])
+        group, start = plan.groups_ref[rank], (core * columns + n) * tiles.wide
+        if transposed:
+            at = pl.Slice(pl.multiple_of(start, LANES) if tiles.wide % LANES == 0 else 0, tiles.wide)
+            part = w_hbm.at[at, pl.Slice(pl.multiple_of(group * tiles.deep, LANES), tiles.deep)]
+        else:
+            width = pl.num_programs(0) * columns * tiles.wide
+            part = w_hbm.at[:, pl.Slice(pl.multiple_of(group * width + start, LANES), tiles.wide)]
+        return pltpu.make_async_copy(part, w_ref.at[slot], arrived.at[slot])
 
     @pl.when(visit.first & (visit.rank < weights))
     def _() -> None:
@@ -228,17 +237,17 @@ def weights_gradient(
     device_kind: str,
     interpret: bool = False,
     tiles: Tiles | None = None,
-) -> Float[Array, "E K N"]:
+) -> Float[Array, "K G"]:
     """x^T dout of every group, summed in float32; 0 of an empty one. `tiles`: as for `product`, of `weights_tiles`."""
     (rows, deep), wide, itemsize = x_MK.shape, dout_MN.shape[1], x_MK.dtype.itemsize
     tiles = tiles or next(weights_tiles(rows, deep, wide, itemsize, device_kind))
     visits = of_groups(group_sizes_E, rows, tiles.rows)
-    over, across = -(-deep // tiles.deep), -(-wide // tiles.wide)
+    over, across = -(-deep // tiles.deep), wide // tiles.wide
     groups = len(group_sizes_E)
     return pl.pallas_call(
         functools.partial(_weights_kernel, tiles),
         name=WEIGHTS,
-        out_shape=jax.ShapeDtypeStruct((groups, deep, wide), x_MK.dtype),
+        out_shape=jax.ShapeDtypeStruct((deep, groups * wide), x_MK.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits.scalars),
             grid=(over, across, visits.total),
@@ -246,7 +255,7 @@ def weights_gradient(
                 pl.BlockSpec((tiles.rows, tiles.deep), lambda k, n, v, weights, ranks, at, *_: (at[v], k)),
                 pl.BlockSpec((tiles.rows, tiles.wide), lambda k, n, v, weights, ranks, at, *_: (at[v], n)),
             ],
-            out_specs=pl.BlockSpec((1, tiles.deep, tiles.wide), lambda k, n, v, weights, ranks, *_: (ranks[v], k, n)),
+            out_specs=pl.BlockSpec((tiles.deep, tiles.wide), lambda k, n, v, weights, ranks, *_: (k, ranks[v] * across + n)),
             scratch_shapes=[pltpu.VMEM((tiles.deep, tiles.wide), jnp.float32)],
         ),
         cost_estimate=pl.CostEstimate(
@@ -271,9 +280,9 @@ def _weights_kernel(tiles: Tiles, *refs: Ref) -> None:
             if masked:
                 x, dout = (_merged(visit, rows, value, jnp.zeros_like(value)) for value in (x, dout))
             new = jax.lax.dot_general(x, dout, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            total = new + jnp.where(visit.first, 0.0, sum_ref[at, :])
+            total = new + (sum_ref[at, :] if masked else jnp.where(visit.first, 0.0, sum_ref[at, :]))
             sum_ref[at, :] = total
-            out_ref[0, at, :] = total.astype(out_ref.dtype)
+            out_ref[at, :] = total.astype(out_ref.dtype)
 
         _in_chunks(tiles.deep, tiles.chunk, part)
 
@@ -282,6 +291,10 @@ def _weights_kernel(tiles: Tiles, *refs: Ref) -> None:
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
+        @pl.when(visit.first)
+        def _() -> None:
+            sum_ref[...] = jnp.zeros_like(sum_ref)  # before the first of perhaps several pieces
+
         @pl.when(visit.high > visit.low)
         def _() -> None:
             visit.on_pieces([DEEP_PIECE], functools.partial(add, masked=True))

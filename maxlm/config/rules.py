@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from maxlm.config import expert_rules
 from maxlm.config.errors import ConfigError
+from maxlm.config.problem import Problem, divisors
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
-from maxlm.hardware.topologies import Topology, TopologyError, either
+from maxlm.hardware.topologies import Topology, TopologyError
 
-Problem = tuple[str, Any, str, str]  # field, value, rule, fix
 MOST_STEPS = 2**31 - 1
 NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name needs the rest
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
@@ -21,7 +21,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     `any_mesh`: whether the mesh splits that cluster is not asked.
     """
     sources = sources or {}
-    for problems in (_model, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run):
+    for problems in (_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run):
         for field, value, rule, fix in problems(config):
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
     check_run_name(config.run.name, sources.get("run.name", ""))
@@ -95,7 +95,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     outer = config.optimizer.outer
     if outer is not None and outer.workers % sizes["data"]:
         rule = f"does not divide optimizer.outer.workers = {outer.workers}, which are split along it"
-        yield "mesh.data", sizes["data"], rule, f"use {_divisors(outer.workers)}, and mesh.fsdp for the rest"
+        yield "mesh.data", sizes["data"], rule, f"use {divisors(outer.workers)}, and mesh.fsdp for the rest"
     apart, by = (sizes["data"], "mesh data") if outer is None else (outer.workers, "optimizer.outer.workers")
     shards = apart * sizes["fsdp"] * sizes["expert"]
     part = train.global_batch // train.microbatches
@@ -115,14 +115,19 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     }
     for field, (size, why) in split.items():
         if size % tensor:
-            good_sizes = _divisors(math.gcd(*(size for size, _ in split.values())))
+            good_sizes = divisors(math.gcd(*(size for size, _ in split.values())))
             yield "mesh.tensor", tensor, f"does not divide {field} = {size}{why}", f"use {good_sizes}"
     if model.d_model % fsdp:
-        yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {_divisors(model.d_model)}"
+        yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {divisors(model.d_model)}"
+    elif model.d_model % (fsdp * sizes["expert"]):
+        rule = f"times mesh.fsdp = {fsdp} does not divide model.d_model = {model.d_model} (what is no expert is split along it over both)"
+        yield "mesh.expert", sizes["expert"], rule, f"use a fsdp x expert of {divisors(model.d_model)}"
     for field, rank in _ranks(model).items():
-        if rank % fsdp:
-            rule = f"does not divide {field} = {rank} (matrices that widen are split along it)"
-            yield "mesh.fsdp", fsdp, rule, f"use {_divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
+        if rank % (fsdp * sizes["expert"]):
+            times, of = (f"times mesh.expert = {sizes['expert']} ", "a fsdp x expert of ") if sizes["expert"] > 1 else ("", "")
+            rule = f"{times}does not divide {field} = {rank} (matrices that widen are split along it)"
+            yield "mesh.fsdp", fsdp, rule, f"use {of}{divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
+    yield from expert_rules.divides(config, sizes)
     yield from _stages(config, sizes)
 
 
@@ -135,8 +140,9 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
                 yield f"train.{field}", value, "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
         return
     period = len(model.layer_pattern)
-    periods = math.ceil(model.n_layers / period)
+    periods = math.ceil((model.n_layers - model.n_dense) / period)
     held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
+    held += f" after model.moe.n_dense = {model.n_dense}" if model.n_dense else ""
     if stage > periods:
         yield (
             "mesh.stage",
@@ -151,15 +157,17 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
     divided = {
-        "model.d_model": (model.d_model, "fsdp", "matrices at rest are split along it over both"),
-        **{field: (rank, "fsdp", "matrices at rest that widen are split along it over both") for field, rank in _ranks(model).items()},
+        **{
+            field: (width // sizes["expert"], "fsdp", "matrices at rest are split along it over both")
+            for field, width in {"model.d_model": model.d_model, **_ranks(model)}.items()
+        },
         "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
         "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),
     }
     for field, (size, axis, why) in divided.items():
         if size % (stage * sizes[axis]):
             rule = f"times mesh.{axis} = {sizes[axis]} does not divide {field} = {size} ({why})"
-            yield "mesh.stage", stage, rule, f"use a stage x {axis} of {_divisors(size)}"
+            yield "mesh.stage", stage, rule, f"use a stage x {axis} of {divisors(size)}"
     if config.memory.offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
         yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
@@ -181,13 +189,7 @@ def _context(config: Config, context: int, tensor: int) -> Iterator[Problem]:
         yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
     elif own % config.train.loss_chunks:
         rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
-        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {_divisors(own)}"
-
-
-def _divisors(number: int, most: int = 8) -> str:
-    """The largest divisors of `number`, as a choice in words."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return either([str(d) for d in found[-most:]])
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors(own)}"
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -195,7 +197,7 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
-        yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {_divisors(model.n_heads)}"
+        yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {divisors(model.n_heads)}"
     if model.latent is None and model.positions == "rope" and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
     if model.positions == "learned" and model.max_seq_len is None:
@@ -297,7 +299,7 @@ def _train(config: Config) -> Iterator[Problem]:
             "change one of them",
         )
     if seq_len % train.loss_chunks:
-        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {_divisors(seq_len)}"
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors(seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
@@ -351,8 +353,6 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
-        if size != 1 and axis == "expert":
-            yield f"mesh.{axis}", size, "this axis carries no parallelism yet", "use 1"
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1:
         yield f"mesh.{free[1]}", -1, f"only one axis may be -1, and mesh.{free[0]} is", "give one of them a size"

@@ -139,6 +139,17 @@ class ModelConfig(Section):
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
     mtp_depth: Count = 0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
 
+    @property
+    def n_dense(self) -> int:
+        """Layers before the first with experts; 0 where none has any."""
+        return 0 if self.moe is None else self.moe.n_dense
+
+    @property
+    def repeated_pattern(self) -> tuple[Literal["global", "local"], ...]:
+        """`layer_pattern`, turned so that it begins after `n_dense` layers."""
+        start = self.n_dense % len(self.layer_pattern)
+        return self.layer_pattern[start:] + self.layer_pattern[:start]
+
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: Any) -> Any:
@@ -149,8 +160,8 @@ class ModelConfig(Section):
         latent = values.get("latent")
         if latent is not None:
             parts = latent if isinstance(latent, dict) else latent.model_dump()
-            nope, rope = parts.get("nope_dim"), parts.get("rope_dim")
-            derived["head_dim"] = nope + rope if isinstance(nope, int) and isinstance(rope, int) else None
+            sizes = [size for name in ("nope_dim", "rope_dim") if isinstance(size := parts.get(name), int)]
+            derived["head_dim"] = sum(sizes) if len(sizes) == 2 else None
         elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
         return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}

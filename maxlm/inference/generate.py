@@ -13,6 +13,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.kernels.linear_cross_entropy import logits
 from maxlm.models import Decoder, bind
 from maxlm.models.decoder import Caches
+from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters
 
 # B batch, S new positions, V vocabulary
@@ -74,9 +75,9 @@ def _run(config: ModelConfig, sampler: Sampler, end: int, params: Parameters, pr
 def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""], caches: Caches) -> tuple[Float[Array, "B V"], Caches]:
     """Logits after the last of the new tokens, the first of which stands at `start`."""
     positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    hidden_BSD, extended = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), caches=caches)
-    assert extended is not None, "caches went in"
-    return logits(hidden_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], extended
+    through = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), forward=Forward(generates=True), caches=caches)
+    assert through.caches is not None, "caches went in"
+    return logits(through.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], through.caches
 
 
 def _choose(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, " B"]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,47 +12,71 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from maxlm.config.schema import ContextAttention, MemoryConfig, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.models.attention import Attention, Cache
+from maxlm.models.forward import Forward
 from maxlm.models.latent import LatentAttention
 from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
 from maxlm.models.mlp import Mlp
+from maxlm.models.moe import Moe
 from maxlm.models.remat import rematerialise
+from maxlm.models.router import Routing
 from maxlm.parallel import constrain
 from maxlm.parallel.lookup import lookup
 
 # B batch, S sequence, T cached positions, D width, V vocabulary, G key/value heads, K head dim
 
-Caches = tuple[tuple[Cache, ...], tuple[Cache, ...]]  # as `layers` and `tail`
-AnglesByKind = dict[bool, Angles | None]  # by whether a layer is local; None with learned positions
+Caches = dict[str, tuple[Cache, ...]]  # of "head", "layers" and "tail"
+Routings = dict[str, tuple[Routing, ...]]  # of "layers" and "tail", stacked as they are
+
+
+class Given(NamedTuple):
+    """What blocks read beside hidden states; carries no gradient."""
+
+    angles: dict[bool, Angles | None]  # by whether a layer is local; None with learned positions
+    segment_ids_BS: Int[Array, "B S"]  # 0 is padding
+    noise_BS: Int[Array, "B S"] | None  # what jitter grows from, in training
+
+
+class Through(NamedTuple):
+    """What has gone through all blocks."""
+
+    x_BSD: Float[Array, "B S D"]
+    caches: Caches | None
+    penalty: Float[Array, ""]  # auxiliary losses, summed over tokens
+    routings: Routings | None  # None where no layer has experts
+
+
+_Report = tuple[Float[Array, ""], Routing] | None  # auxiliary losses and what the router did; None of a dense layer
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms what each sublayer adds."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms what each sublayer adds. With experts, they are the mlp."""
 
-    def __init__(self, config: ModelConfig, *, local: bool) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
         self.attention_norm = Norm(config.d_model, config)
         self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
         self.mlp_norm = Norm(config.d_model, config)
-        self.mlp = Mlp(config)
+        self.mlp: Mlp | Moe = Moe(config) if experts else Mlp(config)
         self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
 
     def __call__(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        angles: Angles | None,
-        segment_ids_BS: Int[Array, "B S"],
-        cache: Cache | None,
-        context: ContextAttention = "ring",
-    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        self, x_BSD: Float[Array, "B S D"], given: Given, cache: Cache | None, forward: Forward
+    ) -> tuple[Float[Array, "B S D"], Cache | None, _Report]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, context)
+        angles, segment_ids_BS = given.angles[self.attention.local], given.segment_ids_BS
+        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, forward.context)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
-        fed_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
+        report: _Report = None
+        if isinstance(self.mlp, Moe):
+            fed_BSD, penalty, routing = self.mlp(self.mlp_norm(x_BSD), segment_ids_BS != 0, given.noise_BS, forward)
+            report = penalty, routing
+        else:
+            fed_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
         x_BSD += fed_BSD if self.mlp_post_norm is None else self.mlp_post_norm(fed_BSD)
-        return constrain(x_BSD, *BETWEEN), cache
+        return constrain(x_BSD, *BETWEEN), cache, report
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -70,18 +95,23 @@ class Decoder(nnx.Module):
     """A decoder-only transformer.
 
     A pattern is a sequence of runs of equal blocks (five local layers, then a global one), and each is compiled once. `layers[i]`
-    holds, stacked, the i-th run of every period; `tail` the runs left over. A run of several blocks has a second stacked dim.
+    holds, stacked, the i-th run of every period; `tail` the runs left over, `head` those of the dense layers before the first with experts.
+    A run of several blocks has a second stacked dim.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        periods, rest = divmod(config.n_layers, len(config.layer_pattern))
+        dense = config.n_dense
+        pattern = config.repeated_pattern
+        periods, rest = divmod(config.n_layers - dense, len(pattern))
         self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
         learned = config.positions == "learned"
         position_shape = (config.max_seq_len or 0, config.d_model)
         self.position_PD = weight(position_shape, ("position", "embed_act"), config.init_std) if learned else None
-        self.layers = _runs(config, config.layer_pattern, periods)
-        self.tail = _runs(config, config.layer_pattern[:rest])
+        experts = config.moe is not None
+        self.head = _runs(config, [config.layer_pattern[i % len(pattern)] for i in range(dense)], experts=False)
+        self.layers = _runs(config, pattern, periods, experts=experts)
+        self.tail = _runs(config, pattern[:rest], experts=experts)
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
         self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
@@ -91,51 +121,48 @@ class Decoder(nnx.Module):
         tokens_BS: Int[Array, "B S"],
         positions_BS: Int[Array, "B S"],
         segment_ids_BS: Int[Array, "B S"],
+        noise_BS: Int[Array, "B S"] | None = None,
         *,
-        memory: MemoryConfig | None = None,
-        context: ContextAttention = "ring",
+        forward: Forward | None = None,
         caches: Caches | None = None,
-    ) -> tuple[Float[Array, "B S D"], Caches | None]:
-        """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given. `context`: how attention
-        meets a sequence that the mesh splits; see `maxlm.parallel.context` for the order of tokens that it wants.
-        """
-        x_BSD, caches = self.run(
-            self.embed(tokens_BS, positions_BS), self.angles(positions_BS), segment_ids_BS, memory=memory, context=context, caches=caches
-        )
-        return self.final_norm(x_BSD), caches
+    ) -> Through:
+        """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given."""
+        forward = forward or Forward()
+        given = Given(self.angles(positions_BS), segment_ids_BS, noise_BS)
+        x_BSD, caches_of_head = self.begin(self.embed(tokens_BS, positions_BS), given, forward, caches)
+        through = self.run(x_BSD, given, forward, caches=caches)
+        new = None if through.caches is None else {**caches_of_head, **through.caches}
+        return through._replace(x_BSD=self.final_norm(through.x_BSD), caches=new)
+
+    def begin(self, x_BSD: Float[Array, "B S D"], given: Given, forward: Forward, caches: Caches | None = None) -> tuple[Array, Caches]:
+        """The blocks before the pattern."""
+        x_BSD, new, _ = _period(partial(_layer, forward, given), x_BSD, _owns(self.head, caches, "head"))
+        return x_BSD, {"head": new}
 
     def run(
         self,
         x_BSD: Float[Array, "B S D"],
-        angles: AnglesByKind,
-        segment_ids_BS: Int[Array, "B S"],
+        given: Given,
+        forward: Forward,
         *,
-        memory: MemoryConfig | None = None,
-        context: ContextAttention = "ring",
         caches: Caches | None = None,
         alive: tuple[Array, ...] | None = None,
-    ) -> tuple[Float[Array, "B S D"], Caches | None]:
-        """All blocks, between `embed` and `final_norm`. `alive`, stacked as `layers`: which of those are there; the others are padding."""
-        apply = rematerialise(partial(_apply, context), memory or MemoryConfig(remat="none"))
-        period_caches, tail_caches = caches or ((None,) * len(self.layers), (None,) * len(self.tail))
-        present = alive or (None,) * len(self.layers)
-
-        def layer(x_BSD: jax.Array, own: _Own) -> tuple[jax.Array, Cache | None]:
-            block, cache, is_there = own
-            given_BSD = x_BSD if is_there is None else jnp.where(is_there, x_BSD, 0)  # the gradient of padding goes nowhere
-            y_BSD, cache = apply(block, given_BSD, angles[block.attention.local], segment_ids_BS, cache)
-            return y_BSD if is_there is None else jnp.where(is_there, y_BSD, x_BSD), cache
+    ) -> Through:
+        """The blocks of the pattern, between `begin` and `final_norm`. `alive`, stacked as `layers`: which are there; the others are
+        padding.
+        """
+        layer = partial(_layer, forward, given)
 
         def period(x_BSD: jax.Array, owns: tuple[_Own, ...]) -> tuple[jax.Array, tuple]:
-            new = []
-            for own in owns:
-                x_BSD, cache = jax.lax.scan(layer, x_BSD, own) if own[0].stacked else layer(x_BSD, own)
-                new.append(cache)
-            return x_BSD, tuple(new)
+            x_BSD, caches, reports = _period(layer, x_BSD, owns)
+            return x_BSD, (caches, reports)
 
-        x_BSD, new_periods = jax.lax.scan(period, x_BSD, tuple(zip(self.layers, period_caches, present, strict=True)))
-        x_BSD, new_tail = period(x_BSD, tuple((block, cache, None) for block, cache in zip(self.tail, tail_caches, strict=True)))
-        return x_BSD, (new_periods, new_tail) if caches else None
+        x_BSD, (new_layers, reports) = jax.lax.scan(period, x_BSD, _owns(self.layers, caches, "layers", alive))
+        x_BSD, new_tail, reports_of_tail = _period(layer, x_BSD, _owns(self.tail, caches, "tail"))
+        found = {"layers": reports, "tail": reports_of_tail}
+        penalty = sum((jnp.sum(report[0]) for part in found.values() for report in part if report is not None), jnp.float32(0))
+        routings = {name: tuple(report[1] for report in part) for name, part in found.items()} if self.config.moe is not None else None
+        return Through(x_BSD, {"layers": new_layers, "tail": new_tail} if caches else None, penalty, routings)
 
     @property
     def unembedding_VD(self) -> jax.Array:
@@ -153,7 +180,7 @@ class Decoder(nnx.Module):
             k_BTGK, v_BTGV = (jnp.zeros((*block.stacked, *shape), dtype) for shape in shapes)
             return Cache(k_BTGK, v_BTGV, jnp.zeros(block.stacked, jnp.int32))
 
-        return tuple(map(empty, self.layers)), tuple(map(empty, self.tail))
+        return {name: tuple(map(empty, getattr(self, name))) for name in ("head", "layers", "tail")}
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """What the first block reads."""
@@ -164,7 +191,7 @@ class Decoder(nnx.Module):
             x_BSD += self.position_PD[...][positions_BS].astype(x_BSD.dtype)
         return constrain(x_BSD, *BETWEEN)
 
-    def angles(self, positions_BS: Int[Array, "B S"]) -> AnglesByKind:
+    def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles, which blocks turn queries and keys by."""
         config = self.config
         if config.positions == "learned":
@@ -176,24 +203,47 @@ class Decoder(nnx.Module):
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 a weight of every matmul, plus attention's pairs."""
-        blocks = (*self.layers, *self.tail)
+        blocks = (*self.head, *self.layers, *self.tail)
         unembedding = 6 * self.config.vocab_size * self.config.d_model
         return unembedding + sum(math.prod(block.stacked) * block.flops_per_token(seq_len, masked=masked) for block in blocks)
 
 
-def _runs(config: ModelConfig, pattern: Sequence[str], *periods: int) -> nnx.List[Block]:
+def _owns(blocks: Sequence[Block], caches: Caches | None, name: str, alive: tuple[Array, ...] | None = None) -> tuple[_Own, ...]:
+    nothing = (None,) * len(blocks)
+    return tuple(zip(blocks, caches[name] if caches else nothing, alive or nothing, strict=True))
+
+
+def _period(layer: Callable, x_BSD: jax.Array, owns: tuple[_Own, ...]) -> tuple[jax.Array, tuple, tuple]:
+    """(x after these runs, their caches, their reports)."""
+    caches, reports = [], []
+    for own in owns:
+        x_BSD, (cache, report) = jax.lax.scan(layer, x_BSD, own) if own[0].stacked else layer(x_BSD, own)
+        caches.append(cache)
+        reports.append(report)
+    return x_BSD, tuple(caches), tuple(reports)
+
+
+def _layer(forward: Forward, given: Given, x_BSD: jax.Array, own: _Own) -> tuple[jax.Array, tuple[Cache | None, _Report]]:
+    """One block, with what its backward pass needs kept as the remat policy says."""
+    block, cache, is_there = own
+
+    def apply(block: Block, x_BSD: jax.Array, given: Given, cache: Cache | None) -> tuple[jax.Array, Cache | None, _Report]:
+        return block(x_BSD, given, cache, forward)
+
+    into_BSD = x_BSD if is_there is None else jnp.where(is_there, x_BSD, 0)  # the gradient of padding goes nowhere
+    y_BSD, cache, report = rematerialise(apply, forward.memory)(block, into_BSD, given, cache)
+    if is_there is None:
+        return y_BSD, (cache, report)
+    return jnp.where(is_there, y_BSD, x_BSD), (cache, jax.tree.map(lambda a: jnp.where(is_there, a, jnp.zeros_like(a)), report))
+
+
+def _runs(config: ModelConfig, pattern: Sequence[str], *periods: int, experts: bool) -> nnx.List[Block]:
     """The runs of equal blocks in `pattern`, parameters stacked along `periods`, if given, and along the run, if longer than one."""
     runs = [(kind, len(list(run))) for kind, run in groupby(pattern)]
-    return nnx.List([_stacked(config, kind == "local", (*periods, size) if size > 1 else periods) for kind, size in runs])
+    return nnx.List([_stacked(config, kind == "local", experts, (*periods, size) if size > 1 else periods) for kind, size in runs])
 
 
-def _stacked(config: ModelConfig, local: bool, sizes: tuple[int, ...]) -> Block:
+def _stacked(config: ModelConfig, local: bool, experts: bool, sizes: tuple[int, ...]) -> Block:
     """Blocks in one, their parameters stacked along leading dims of these sizes."""
-    blocks = jax.vmap(lambda _: Block(config, local=local))(jnp.arange(math.prod(sizes)))
+    blocks = jax.vmap(lambda _: Block(config, local=local, experts=experts))(jnp.arange(math.prod(sizes)))
     return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
-
-
-def _apply(
-    context: ContextAttention, block: Block, x_BSD: jax.Array, angles: Angles | None, segment_ids_BS: jax.Array, cache: Cache | None
-) -> tuple[jax.Array, Cache | None]:
-    return block(x_BSD, angles, segment_ids_BS, cache, context)

@@ -19,8 +19,9 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # those that kernels compute, as th
 class Mlp(nnx.Module):
     """W_down(act(x W_gate) * (x W_up)) (Shazeer 2020, arXiv 2002.05202), or W_down(act(x W_up)) without a gate."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        width, hidden, std = config.d_model, config.d_ff, config.init_std
+    def __init__(self, config: ModelConfig, hidden: int | None = None) -> None:
+        """`hidden`: the feed-forward width, default `d_ff`."""
+        width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
         self.activation = config.activation
         has_gate = config.activation != "gelu"
         self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if has_gate else None

@@ -60,7 +60,7 @@ def parameter_axes(config: ModelConfig) -> Parameters:
     axes: Parameters = {}
     for name, variable in _variables(config):
         declared = variable.axes
-        stacked = STACKED[name[0] == "tail" :]
+        stacked = STACKED[name[0] in ("head", "tail") :]
         _put(axes, name, stacked[: len(variable.shape) - len(declared)] + declared)
     return axes
 
@@ -101,8 +101,8 @@ def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) ->
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes."""
-    return not {"embed", "table", "position"}.isdisjoint(axes)
+    """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes; routers are read in float32 and are none."""
+    return not {"embed", "expert_embed", "table", "position"}.isdisjoint(axes)
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:

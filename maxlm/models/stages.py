@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.decoder import Routings
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.parallel.pipeline import AXIS
 
@@ -33,9 +34,14 @@ class Deal:
     chunks: int = 1
 
     @property
+    def layers(self) -> int:
+        """Layers that are dealt: those of the pattern. Dense ones before it are computed with the embedding."""
+        return self.config.n_layers - self.config.n_dense
+
+    @property
     def periods(self) -> int:
         """Periods of the pattern, one cut short included."""
-        return -(-self.config.n_layers // len(self.config.layer_pattern))
+        return -(-self.layers // len(self.config.layer_pattern))
 
     @property
     def places(self) -> int:
@@ -45,7 +51,7 @@ class Deal:
     @property
     def part_config(self) -> ModelConfig:
         """A model as deep as a part."""
-        return self.config.model_copy(update={"n_layers": self.places * len(self.config.layer_pattern)})
+        return self.config.model_copy(update={"n_layers": self.config.n_dense + self.places * len(self.config.layer_pattern)})
 
     @cached_property
     def parts(self) -> Int[np.ndarray, "parts places"]:
@@ -62,19 +68,29 @@ class Deal:
         return self.parts.reshape(self.chunks, self.stages, self.places).swapaxes(0, 1).reshape(-1)
 
     @property
+    def place_of(self) -> Int[np.ndarray, " periods"]:
+        """Where each period lies in `order`."""
+        return np.argsort(np.where(self.order < 0, self.periods, self.order), kind="stable")[: self.periods]
+
+    @property
+    def whole(self) -> int:
+        """Periods that are not cut short."""
+        return self.layers // len(self.config.layer_pattern)
+
+    @property
     def padded(self) -> bool:
         """Whether some places hold padding, or a period cut short."""
-        return self.config.n_layers != self.parts.size * len(self.config.layer_pattern)
+        return self.layers != self.parts.size * len(self.config.layer_pattern)
 
     @property
     def runs(self) -> tuple[int, ...]:
         """Blocks in each run of the pattern, which `Decoder` stacks."""
-        return tuple(len(list(run)) for _, run in groupby(self.config.layer_pattern))
+        return tuple(len(list(run)) for _, run in groupby(self.config.repeated_pattern))
 
     @property
     def tail(self) -> tuple[int, ...]:
         """Blocks of each run in the period that is cut short, 0 beyond its end or where there is none."""
-        rest, firsts = self.config.n_layers % len(self.config.layer_pattern), np.cumsum([0, *self.runs[:-1]])
+        rest, firsts = self.layers % len(self.config.layer_pattern), np.cumsum([0, *self.runs[:-1]])
         return tuple(int(np.clip(rest - first, 0, size)) for first, size in zip(firsts, self.runs, strict=True))
 
     def alive(self, part: Int[Array, ""]) -> tuple[Bool[Array, "..."], ...] | None:
@@ -83,7 +99,7 @@ class Deal:
             return None
         length = len(self.config.layer_pattern)
         layer = self.parts[..., None] * length + np.arange(length)
-        there = jnp.asarray((layer >= 0) & (layer < self.config.n_layers) & (self.parts[..., None] >= 0))[part]
+        there = jnp.asarray((layer >= 0) & (layer < self.layers) & (self.parts[..., None] >= 0))[part]
         by_run = jnp.split(there, np.cumsum(self.runs)[:-1], axis=1)
         return tuple(run if size > 1 else run[:, 0] for run, size in zip(by_run, self.runs, strict=True))
 
@@ -111,8 +127,7 @@ def deal_out(deal: Deal, params: Parameters) -> Parameters:
 def bring_back(deal: Deal, layers: Parameters) -> Parameters:
     """The inverse of `deal_out`, of gradients: {"layers", "tail"} as parameters are at rest."""
     resting, lying = _specs(deal)
-    whole = deal.config.n_layers // len(deal.config.layer_pattern)
-    place_of = np.argsort(np.where(deal.order < 0, deal.periods, deal.order), kind="stable")[: deal.periods]
+    whole, place_of = deal.whole, deal.place_of
 
     def one(leaf: Array, split: int | None) -> Array:
         if split is None:
@@ -131,6 +146,16 @@ def bring_back(deal: Deal, layers: Parameters) -> Parameters:
     cut = {str(run): sizes for run, sizes in enumerate(zip(deal.tail, deal.runs, strict=True)) if sizes[0]}
     back = {name: resting[name] for name in ("layers", "tail") if name in resting}
     return jax.shard_map(all_of_them, in_specs=(lying,), out_specs=back, check_vma=False)(layers)
+
+
+def in_periods(deal: Deal, reports: Routings) -> Routings:
+    """What the layers of all stages have reported, as `Decoder.run` would."""
+    periods = [jax.tree.map(lambda leaf: leaf[deal.place_of], run) for run in reports["layers"]]
+    cut = [(periods[run], sizes) for run, sizes in enumerate(zip(deal.tail, deal.runs, strict=True)) if sizes[0]]
+    return {
+        "layers": tuple(jax.tree.map(lambda leaf: leaf[: deal.whole], run) for run in periods),
+        "tail": tuple(jax.tree.map(partial(_narrowed, deal.whole, *sizes), run) for run, sizes in cut),
+    }
 
 
 def _specs(deal: Deal) -> tuple[Parameters, Parameters]:

@@ -51,10 +51,23 @@ def context_size() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(_AXIS, 1)
 
 
-def zigzag(x_BS: Shaped[Array, "B S"], size: int) -> Shaped[Array, "B S"]:
+def zigzag(x_BS: Shaped[Array, "B S ..."], size: int) -> Shaped[Array, "B S ..."]:
     """The order of tokens in which device i of `size` holds chunks i and 2 size - 1 - i."""
-    first, second = jnp.split(x_BS.reshape(x_BS.shape[0], 2 * size, -1), 2, axis=1)
+    batch, length, *rest = x_BS.shape
+    first, second = jnp.split(x_BS.reshape(batch, 2 * size, length // (2 * size), *rest), 2, axis=1)
     return jnp.stack([first, second[:, ::-1]], axis=2).reshape(x_BS.shape)
+
+
+def in_sequence(x_BS: Shaped[Array, "B S ..."], strategy: ContextAttention, *, back: bool = False) -> Shaped[Array, "B S ..."]:
+    """Tokens that lie where attention wants them under the mesh in force, in the order of their sequence; `back`: the inverse."""
+    size = context_size()
+    if size == 1 or strategy == "ulysses":
+        return x_BS
+    if back:
+        return zigzag(x_BS, size)
+    batch, length, *rest = x_BS.shape
+    chunks = x_BS.reshape(batch, size, 2, length // (2 * size), *rest)
+    return jnp.concatenate([chunks[:, :, 0], chunks[:, ::-1, 1]], axis=1).reshape(x_BS.shape)
 
 
 def context_attention(

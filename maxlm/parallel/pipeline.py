@@ -26,7 +26,8 @@ class Work(NamedTuple):
 
     first: Callable[[Tree, Tree], Array]  # (ends, part of the batch) -> x_BSD before the first layer
     inputs: Callable[[Tree, Array], Tree]  # (part, which part of the depth) -> what layers read beside x_BSD; carries no gradient
-    layers: Callable[[Tree, Array, Tree], Array]  # (layers of a chunk, x_BSD, inputs) -> x_BSD
+    # (layers of a chunk, x_BSD, inputs) -> ((x_BSD, what they add to the loss), what is summed and reported, stacked as the layers are)
+    layers: Callable[[Tree, Array, Tree], tuple[tuple[Array, Array], Tree]]
     last: Callable[[Tree, Tree, Array], tuple[Array, Tree]]  # (ends, part, x_BSD) -> (loss, what is summed and reported)
 
 
@@ -40,10 +41,11 @@ class _State(NamedTuple):
     layer_grads: Tree
     end_grads: Tree
     sums: Tree
+    reports: Tree  # of the layers
 
 
-def run(schedule: Schedule, work: Work, layers: Tree, ends: Tree, parts: Tree) -> tuple[Tree, tuple[Tree, Tree]]:
-    """(sums over the microbatches of what `last` reports, float32 gradients of its loss with respect to (layers, ends)).
+def run(schedule: Schedule, work: Work, layers: Tree, ends: Tree, parts: Tree) -> tuple[tuple[Tree, Tree], tuple[Tree, Tree]]:
+    """(sums over the microbatches of what `last` reports and of what layers do, float32 gradients of the loss by (layers, ends)).
 
     `layers`: leading dim over `stage`, in it the chunks of a stage in order. `parts`: leading dim the microbatches. `ends`: parameters of
     `first` and `last`.
@@ -53,7 +55,7 @@ def run(schedule: Schedule, work: Work, layers: Tree, ends: Tree, parts: Tree) -
     for phase in schedule.phases:
         ticks = jnp.arange(phase.first, phase.first + phase.ticks)
         state, _ = jax.lax.scan(partial(runner.tick, phase), state, ticks)
-    return state.sums, (state.layer_grads, state.end_grads)
+    return (state.sums, state.reports), (state.layer_grads, state.end_grads)
 
 
 class _Runner:
@@ -66,11 +68,12 @@ class _Runner:
         part = jax.eval_shape(lambda parts: _take(parts, 0), self.parts)
         x_BSD = jax.eval_shape(self.work.first, self.ends, part)
 
-        def kept(layers: Tree, x_BSD: Array, part: Tree) -> list[Array]:
+        def kept(layers: Tree, x_BSD: Array, part: Tree) -> tuple[list[Array], Tree]:
             inputs = self.work.inputs(part, jax.lax.axis_index(AXIS))
-            return [leaf[None] for leaf in _forward(self.work, self._chunk(layers, 0), x_BSD, inputs)[1]]
+            _, stash, reports = _forward(self.work, self._chunk(layers, 0), x_BSD, inputs)
+            return [leaf[None] for leaf in stash], jax.tree.map(lambda a: jnp.concatenate([a] * self.schedule.chunks), reports)
 
-        stash = jax.eval_shape(_on_stages(kept, (P(AXIS), P(), P()), P(AXIS)), self.layers, x_BSD, part)
+        stash, reports = jax.eval_shape(_on_stages(kept, (P(AXIS), P(), P()), P(AXIS)), self.layers, x_BSD, part)
         _, sums = jax.eval_shape(self.work.last, self.ends, part, x_BSD)
         between = _zeros((self.schedule.stages, *x_BSD.shape), x_BSD.dtype)
         return _State(
@@ -81,6 +84,7 @@ class _Runner:
             layer_grads=jax.tree.map(lambda a: _zeros(a.shape, jnp.float32), self.layers),
             end_grads=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.ends),
             sums=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
+            reports=jax.tree.map(lambda a: _zeros(a.shape, a.dtype), reports),
         )
 
     def tick(self, phase: Phase, state: _State, tick: Array) -> tuple[_State, None]:
@@ -111,26 +115,29 @@ class _Runner:
         microbatch, chunk = schedule.forward(jnp.clip(schedule.forward_unit(0, tick), 0, schedule.units - 1))
         x_BSD, _ = self._when(chunk == 0, lambda _: (self.work.first(self.ends, self._part(microbatch)), None), None)
 
-        def on_stage(tick: Array, y_PBSD: Array, x_BSD: Array, stash: tuple, layers: Tree, parts: Tree) -> tuple[Array, Array, tuple]:
+        def on_stage(
+            tick: Array, y_PBSD: Array, x_BSD: Array, stash: tuple, reports: Tree, layers: Tree, parts: Tree
+        ) -> tuple[Array, Array, tuple, Tree]:
             stage = jax.lax.axis_index(AXIS)
             unit = schedule.forward_unit(stage, tick)
             valid, unit = (unit >= 0) & (unit < schedule.units), jnp.clip(unit, 0, schedule.units - 1)
             microbatch, chunk = schedule.forward(unit)
             x_BSD = _select((stage == 0) & (chunk == 0), x_BSD, y_PBSD[0])
             inputs = self.work.inputs(_take(parts, microbatch), chunk * schedule.stages + stage)
-            y_BSD, kept = _forward(self.work, self._chunk(layers, chunk), _select(valid, x_BSD), inputs)
+            y_BSD, kept, found = _forward(self.work, self._chunk(layers, chunk), _select(valid, x_BSD), inputs)
+            reports = self._add_chunk(reports, jax.tree.map(partial(_select, valid), found), chunk)
             stash = tuple(_put(ring, leaf, unit % schedule.depth, valid) for ring, leaf in zip(stash, kept, strict=True))
             left = (stage == schedule.stages - 1) & (chunk == schedule.chunks - 1) & valid
-            return _send(y_BSD, schedule.stages, 1), jax.lax.psum(_select(left, y_BSD), AXIS), stash
+            return _send(y_BSD, schedule.stages, 1), jax.lax.psum(_select(left, y_BSD), AXIS), stash, reports
 
-        given = (tick, state.y_PBSD, x_BSD, state.stash, self.layers, self.parts)
-        specs = (P(), P(AXIS), P(), P(AXIS), P(AXIS), P())
-        y_PBSD, left_BSD, stash = _on_stages(on_stage, specs, (P(AXIS), P(), P(AXIS)))(*given)
+        given = (tick, state.y_PBSD, x_BSD, state.stash, state.reports, self.layers, self.parts)
+        specs = (P(), P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS), P())
+        y_PBSD, left_BSD, stash, reports = _on_stages(on_stage, specs, (P(AXIS), P(), P(AXIS), P(AXIS)))(*given)
         unit = schedule.forward_unit(schedule.stages - 1, tick)
         microbatch, chunk = schedule.forward(jnp.clip(unit, 0, schedule.units - 1))
         done = (unit >= 0) & (unit < schedule.units) & (chunk == schedule.chunks - 1)
         finished = _put(state.finished[None], left_BSD, microbatch % schedule.finished, done)[0]
-        return state._replace(y_PBSD=y_PBSD, stash=stash, finished=finished)
+        return state._replace(y_PBSD=y_PBSD, stash=stash, finished=finished, reports=reports)
 
     def _loss(self, microbatch: Array, x_BSD: Array, totals: Tree) -> tuple[Array, Tree]:
         """Gradient of the loss with respect to what left the last stage; the gradients of `last` and its sums are added to `totals`."""
@@ -154,7 +161,7 @@ class _Runner:
             slot = schedule.forward_of(microbatch, chunk) % schedule.depth
             kept = [_select(valid, ring[0, slot]) for ring in stash]
             inputs = self.work.inputs(_take(parts, microbatch), chunk * schedule.stages + stage)
-            layer_grads, dx_BSD = _pull(self.work, self._chunk(layers, chunk), kept, inputs, _select(valid, dy_BSD))
+            layer_grads, dx_BSD = _pull(self.work, self._chunk(layers, chunk), kept, inputs, _select(valid, dy_BSD), valid)
             left_BSD = _select((stage == 0) & (chunk == 0) & valid, dx_BSD)
             layer_grads = jax.tree.map(partial(_select, valid), layer_grads)  # of nothing kept they need not be finite
             return dx_BSD[None], jax.lax.psum(left_BSD, AXIS), self._add_chunk(grads, layer_grads, chunk)
@@ -192,19 +199,19 @@ class _Runner:
         return jax.tree.map(add, total, grads)
 
 
-def _forward(work: Work, layers: Tree, x_BSD: Array, inputs: Tree) -> tuple[Array, list[Array]]:
-    """The forward pass of a chunk, and what its backward pass needs of it beside layers and inputs, as the remat policy says."""
-    y_BSD, pull = jax.vjp(lambda layers, x: work.layers(layers, x, inputs), layers, x_BSD)
-    return y_BSD, [leaf for leaf, own in zip(jax.tree.leaves(pull), _is_own(pull, layers, inputs), strict=True) if own]
+def _forward(work: Work, layers: Tree, x_BSD: Array, inputs: Tree) -> tuple[Array, list[Array], Tree]:
+    """The forward pass of a chunk, what its backward pass needs beside layers and inputs, as the remat policy says, and its report."""
+    (y_BSD, _), pull, report = jax.vjp(lambda layers, x: work.layers(layers, x, inputs), layers, x_BSD, has_aux=True)
+    return y_BSD, [leaf for leaf, own in zip(jax.tree.leaves(pull), _is_own(pull, layers, inputs), strict=True) if own], report
 
 
-def _pull(work: Work, layers: Tree, kept: list[Array], inputs: Tree, dy_BSD: Array) -> tuple[Tree, Array]:
+def _pull(work: Work, layers: Tree, kept: list[Array], inputs: Tree, dy_BSD: Array, valid: Array) -> tuple[Tree, Array]:
     """The backward pass of a chunk. What was not kept comes from a forward pass of nothing, of which the compiler leaves nothing else."""
-    _, pull = jax.vjp(lambda layers, x: work.layers(layers, x, inputs), layers, jnp.zeros_like(dy_BSD))
+    (_, added), pull, _ = jax.vjp(lambda layers, x: work.layers(layers, x, inputs), layers, jnp.zeros_like(dy_BSD), has_aux=True)
     leaves, treedef = jax.tree.flatten(pull)
     own = iter(kept)
     leaves = [next(own) if is_own else leaf for leaf, is_own in zip(leaves, _is_own(pull, layers, inputs), strict=True)]
-    return jax.tree.unflatten(treedef, leaves)(dy_BSD)
+    return jax.tree.unflatten(treedef, leaves)((dy_BSD, valid.astype(added.dtype)))
 
 
 def _is_own(pull: Tree, layers: Tree, inputs: Tree) -> list[bool]:

@@ -13,8 +13,11 @@ RULES: Mapping[str, tuple[str, ...]] = {  # logical axis -> mesh axes, outermost
     "batch": BATCH_AXES,
     "seq": ("context",),
     "seq_between": ("context", "tensor"),  # between tensor-parallel regions the sequence is split over `tensor` as well
-    "embed": ("fsdp", "stage"),  # ZeRO-3: every matrix is split along its model width, at rest over the stages of a pipeline too
-    "table": ("fsdp",),  # the width of what is split along the vocabulary
+    "embed": ("fsdp", "expert", "stage"),  # ZeRO-3: every matrix is split along its model width, at rest over a pipeline's stages too
+    "table": ("fsdp", "expert"),  # the width of what is split along the vocabulary
+    "router": ("fsdp", "expert", "stage"),  # the width that routers read
+    "expert_embed": ("fsdp", "stage"),  # the width of experts
+    "choices": (),  # experts, where every device knows all of them
     "embed_act": (),  # activations keep their width whole
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

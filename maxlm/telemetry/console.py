@@ -115,6 +115,7 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
     if record.mfu is not None:
         pieces.append(f"MFU {percent(record.mfu)}")
+    pieces += _of_experts(record)
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
     pieces.append(f"data wait {percent(waiting)}")
     if record.step < total_steps:
@@ -122,9 +123,15 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     return pieces
 
 
+def _of_experts(record: StepRecord) -> list[str]:
+    """The load of the busiest expert over its even share, and what was dropped, if anything was."""
+    busiest, dropped = record.extra.get("expert_load_max"), record.extra.get("dropped", 0.0)
+    return ([f"load {busiest:.2f}x"] if busiest is not None else []) + ([f"drop {percent(dropped)}"] if dropped > 0 else [])
+
+
 def _least_important(pieces: list[str]) -> int:
-    """Which piece a narrow terminal loses next: data wait, then MFU, then whatever is last."""
-    for start in ("data wait", "MFU"):
+    """Which piece a narrow terminal loses next: data wait, then MFU, then those of experts, then whatever is last."""
+    for start in ("data wait", "MFU", "drop", "load"):
         for index, piece in enumerate(pieces):
             if piece.startswith(start):
                 return index

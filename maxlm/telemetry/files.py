@@ -1,38 +1,43 @@
 """Appends every record to `metrics.jsonl` and every event to `events.jsonl`, so that a kill at any moment loses one line at most."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import dumps, read_objects
+from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
 
 
 class FileObserver:
     """Invariant: the steps in `metrics.jsonl` rise. Records a killed or rolled-back attempt wrote are dropped when their steps come again.
 
+    The same holds of `routing.jsonl`, which has a line for each record that says how tokens met experts; without any there is no such file.
     Events are history and are never removed. Does nothing on a process that is not the primary one.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._metrics: TextIO | None = None
+        self._metrics: _Steps | None = None
+        self._routing: _Steps | None = None
         self._events: TextIO | None = None
-        self._last_step: float = -1
         if run.primary:
             _drop_torn_line(run.events)
             self._events = run.events.open("a", buffering=1, encoding="utf-8")
-            self._open_metrics()
+            self._metrics = _Steps(run.metrics)
+            self._routing = _Steps(run.routing) if run.routing.exists() else None
 
     def on_step(self, record: StepRecord) -> None:
         if self._metrics is None:
             return
-        if record.step <= self._last_step:
-            self.rewind(record.step - 1)
-        self._metrics.write(record.to_json() + "\n")
-        self._last_step = record.step
+        if self._routing is not None:
+            self._routing.rewind(record.step - 1)  # whether this record has a line in it or not
+        self._metrics.append(record.to_dict())
+        if record.balance is not None:
+            self._routing = self._routing or _Steps(self._run.routing)
+            self._routing.append({"step": record.step, **record.balance.to_dict()})
 
     def on_event(self, event: Event) -> None:
         if self._events is None:
@@ -42,28 +47,50 @@ class FileObserver:
             self.rewind(event.step)
 
     def rewind(self, step: int) -> None:
-        """Keeps the metrics of steps <= `step`. Atomic: a kill in between leaves the old file or the new one. Raises OSError."""
-        if self._metrics is None or step >= self._last_step:
-            return
-        self._metrics.close()
-        with replacing(self._run.metrics) as file:
-            for record in read_objects(self._run.metrics):
-                if record is not None and _step(record) <= step:
-                    file.write(dumps(record).encode() + b"\n")
-        self._open_metrics()
+        """Keeps the records of steps <= `step`. Atomic: a kill in between leaves the old file or the new one. Raises OSError."""
+        for steps in (self._metrics, self._routing):
+            if steps is not None:
+                steps.rewind(step)
 
     def close(self) -> None:
-        for file in (self._metrics, self._events):
+        for file in (self._metrics, self._routing, self._events):
             if file is not None:
                 file.close()
-        self._metrics = self._events = None
+        self._metrics = self._routing = self._events = None
 
-    def _open_metrics(self) -> None:
-        path = self._run.metrics
-        _drop_torn_line(path)
-        steps = (_step(record) for record in read_objects(path) if record is not None) if path.exists() else iter(())
-        self._last_step = max(steps, default=-1)
-        self._metrics = path.open("a", buffering=1, encoding="utf-8")
+
+class _Steps:
+    """A file of JSON lines whose steps rise, open at its end, where no torn line is left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file, self._last_step = self._open()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self.rewind(record["step"] - 1)
+        self._file.write(dumps(record) + "\n")
+        self._last_step = record["step"]
+
+    def rewind(self, step: int) -> None:
+        """Keeps the records of steps <= `step`."""
+        if step >= self._last_step:
+            return
+        self._file.close()
+        with replacing(self._path) as file:
+            for line, record in read_lines(self._path):
+                if record is not None and _step(record) <= step:
+                    file.write(line)  # as it is: to write the loads of many experts anew takes ten times as long
+        self._file, self._last_step = self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> tuple[TextIO, float]:
+        """(the file, its last step or -1)."""
+        _drop_torn_line(self._path)
+        steps = (_step(record) for record in read_objects(self._path) if record is not None) if self._path.exists() else iter(())
+        last = max(steps, default=-1)
+        return self._path.open("a", buffering=1, encoding="utf-8"), last
 
 
 def _step(record: dict) -> float:

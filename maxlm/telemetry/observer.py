@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.strict_json import dumps
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["start", "restore", "save", "skip", "eval", "rollback", "preempt", "stop"]
+EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class StepRecord:
     tflops_per_device: float | None  # 10^12 FLOP/s
     mfu: float | None  # share of the peak, 0 to 1; None where the peak is unknown
     data_wait_s: float  # of a step, waiting for its batch
-    extra: Mapping[str, float] = field(default_factory=dict)  # z_loss, skipped, eval_loss, ...
+    extra: Mapping[str, float] = field(default_factory=dict)  # z_loss, skipped, eval_loss, ...; with experts Balance.figures()
+    balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, `extra` beside the others."""
-        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "extra"}
+        """Every figure by name, `extra` beside the others; not `balance`, which is more than figures."""
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("extra", "balance")}
         return {**known, **self.extra, **known}  # an extra never hides a figure of ours
 
     def to_json(self) -> str:
@@ -47,6 +49,7 @@ class Event:
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken)
     save      step whose save began; `blocked_s` the loop waited for it, `failed_before` why the save before it failed
     skip      step whose update was not applied; `reason`
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
     eval      `eval_loss` (nats a token), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)

@@ -41,6 +41,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def routing(self) -> Path:
+        return self.path / "routing.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

@@ -32,10 +32,15 @@ def dumps(value: Any) -> str:
 
 def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
     """The objects of a file of JSON lines, None where a line is not one (a process killed while writing leaves such a line)."""
+    return (item for _, item in read_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The same, each with the line it stands in, its end of line included."""
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                yield _object(line)
+                yield line, _object(line)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.summary_pb2 import Summary
 
+from maxlm.telemetry.balance import peak
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -24,6 +25,9 @@ class TensorBoardObserver:
             self.close()  # the steps come again (rollback): a new file hides the old ones
         figures = record.to_dict()
         del figures["step"]
+        if record.balance is not None:
+            peaks = zip(record.balance.layers, peak(record.balance.load_LE), strict=True)
+            figures |= {f"experts/layer_{layer:02}/load_max": float(value) for layer, value in peaks}
         self._write(figures, record.step)
         self._last_step = record.step
 

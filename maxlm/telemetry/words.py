@@ -67,6 +67,8 @@ def sentence(event: Event) -> str:
             return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}{failed}"
         case "skip":
             return f"Skipped the update of step {event.step:,}{_because(data)}"
+        case "alarm":
+            return f"Alarm at step {event.step:,}{_because(data)}"
         case "eval":
             loss = data.get("eval_loss")
             return f"Evaluated at step {event.step:,}" + (f": held-out loss {figure(loss)}" if _is_number(loss) else "")

@@ -36,7 +36,7 @@ def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSu
 
     def share(params: Parameters, batch: Batch, total_tokens: jax.Array) -> tuple[LossSums, Parameters]:
         """Of one device along `local`."""
-        sums, grads = _microbatches(config, params, batch, total_tokens)
+        sums, grads = _microbatches(config, params, batch, total_tokens, summed=local)
         return jax.lax.psum(sums, local), _map(partial(_reduce, local=local), axes, grads)
 
     compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
@@ -62,11 +62,12 @@ def _microbatches(
     batch: Batch,
     total_tokens: Float[Array, ""],
     prepare: Callable[[Config, Parameters], Parameters] | None = None,
+    summed: tuple[str, ...] = (),
 ) -> tuple[LossSums, Parameters]:
-    """Sums and gradient of the batch, divided by `total_tokens`; the loss is of `prepare(params)`."""
+    """Sums and gradient of the batch, divided by `total_tokens`; the loss is of `prepare(params)`. `summed`: as in `Forward`."""
 
     def part_loss(params: Parameters, part: Batch) -> tuple[Float[Array, ""], LossSums]:
-        total, sums = loss_sums(config, prepare(config, params) if prepare else params, part)
+        total, sums = loss_sums(config, prepare(config, params) if prepare else params, part, summed=summed)
         return total / total_tokens, sums
 
     gradient = jax.grad(part_loss, has_aux=True)
@@ -74,7 +75,7 @@ def _microbatches(
     # Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing moves between devices.
     parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
     if pipelined.stages() > 1:
-        return pipelined.gradients(config, params, parts, total_tokens)
+        return pipelined.gradients(config, params, parts, total_tokens, summed)
     if microbatches == 1:
         grads, sums = gradient(params, batch)
         return sums, grads
@@ -83,7 +84,8 @@ def _microbatches(
         grads, sums = gradient(params, part)
         return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (LossSums(*[total_tokens] * 3), params))
+    _, sums = jax.eval_shape(gradient, params, jax.tree.map(lambda a: a[0], parts))
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
     (sums, grads), _ = jax.lax.scan(body, zero, parts)
     return sums, grads
 
@@ -112,7 +114,7 @@ def _gather_layers(config: Config, params: Parameters) -> Parameters:
 
 
 def _gather(names: Axes, weight: jax.Array) -> jax.Array:
-    whole = tuple("embed_act" if name == "embed" else name for name in names)
+    whole = tuple("embed_act" if name is not None and "fsdp" in RULES[name] else name for name in names)
 
     @jax.custom_vjp
     def gather(weight: jax.Array) -> jax.Array:

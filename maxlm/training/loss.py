@@ -4,16 +4,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.kernels.linear_cross_entropy import Layout
-from maxlm.models import Decoder, bind, parameter_axes
+from maxlm.models import Decoder, Routings, bind, parameter_axes
+from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.parallel import mesh_axes
-from maxlm.parallel.context import context_size, zigzag
+from maxlm.parallel.context import in_sequence
 
 
 class LossSums(NamedTuple):
@@ -22,24 +23,46 @@ class LossSums(NamedTuple):
     nll: Float[Array, ""]
     z: Float[Array, ""]
     tokens: Float[Array, ""]
+    routings: Routings | None = None  # of layers with experts
 
 
-def loss_sums(config: Config, params: Parameters, batch: Batch) -> tuple[Float[Array, ""], LossSums]:
-    """(what is differentiated: nll + z_loss * z, summed; what is reported)."""
+def loss_sums(
+    config: Config, params: Parameters, batch: Batch, *, summed: tuple[str, ...] = (), training: bool = True
+) -> tuple[Float[Array, ""], LossSums]:
+    """(what is differentiated: nll + z_loss * z and the routers' losses, summed; what is reported). `summed`: as in `Forward`."""
     dtype = jnp.dtype(config.precision.compute)
+    noise_BS = noise(config, batch) if training else None
     batch = in_order(config, batch)
     model = bind(config.model, cast_matrices(params, parameter_axes(config.model), dtype))
     with jax.default_matmul_precision(config.precision.matmul):
-        hidden_BSD, _ = model(
-            batch.tokens_BS, batch.positions_BS, batch.segment_ids_BS, memory=config.memory, context=config.mesh.context_attention
-        )
-        return head_sums(config, model, hidden_BSD, batch)
+        through = model(*given(batch), noise_BS, forward=forward_of(config, summed))
+        total, sums = head_sums(config, model, through.x_BSD, batch)
+    return total + through.penalty, sums._replace(routings=through.routings)
+
+
+def forward_of(config: Config, summed: tuple[str, ...] = ()) -> Forward:
+    """How the forward pass of a batch is run."""
+    return Forward(memory=config.memory, context=config.mesh.context_attention, summed=summed)
+
+
+def given(batch: Batch) -> tuple[Array, Array, Array]:
+    """What of a batch the model reads."""
+    return batch.tokens_BS, batch.positions_BS, batch.segment_ids_BS
+
+
+def noise(config: Config, batch: Batch) -> UInt32[Array, "B S"] | None:
+    """What the jitter of routers grows from, in the order that attention wants: a function of seed, a row's tokens and the place in it."""
+    moe = config.model.moe
+    if moe is None or not moe.router.jitter:
+        return None
+    places_S = jnp.arange(batch.tokens_BS.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(config.train.seed)
+    rows_B1 = jnp.sum((batch.tokens_BS.astype(jnp.uint32) + 1) * (places_S | 1), axis=1, keepdims=True, dtype=jnp.uint32)
+    return in_sequence(rows_B1 * jnp.uint32(2246822519) ^ places_S, config.mesh.context_attention, back=True)
 
 
 def in_order(config: Config, batch: Batch) -> Batch:
     """The batch with its tokens where attention wants them; positions travel along, and a sum over tokens needs no order."""
-    size = context_size()
-    return batch if size == 1 or config.mesh.context_attention == "ulysses" else Batch(*(zigzag(x_BS, size) for x_BS in batch))
+    return Batch(*(in_sequence(x_BS, config.mesh.context_attention, back=True) for x_BS in batch))
 
 
 def head_sums(config: Config, model: Decoder, hidden_BSD: Float[Array, "B S D"], batch: Batch) -> tuple[Float[Array, ""], LossSums]:

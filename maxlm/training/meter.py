@@ -8,11 +8,14 @@ import jax
 
 from maxlm.hardware.chips import chip_of
 from maxlm.models import step_flops
+from maxlm.telemetry.alarms import RoutingAlarms, not_finite
+from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.program import Program
 from maxlm.training.step import Metrics
 
 SKIPS_IN_A_ROW = 10  # so many updates that are not finite, one after another, will not mend themselves
+DETAILED_RECORDS = 1000  # of a run: about so many records say what each expert did
 
 
 class _Pending(NamedTuple):
@@ -37,6 +40,9 @@ class Meter:
         self._since = time.monotonic()
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         self._skips_in_a_row = 0
+        self._alarms = RoutingAlarms()
+        self._first_layer = config.model.moe.n_dense if config.model.moe is not None else 0
+        self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
         self._start = start
         self.unhealthy = ""
 
@@ -59,12 +65,16 @@ class Meter:
         now = time.monotonic()
         self._steps, self._seconds, self._waited = self._steps + 1, self._seconds + now - self._since, self._waited + waited
         self._since = now
-        self._watch(step, metrics)
-        if step % self._log_every == 0 or step == self._total or step == self._start + 1:
-            self._observers.on_step(self._record(step, metrics))
+        balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
+        self._watch(step, metrics, balance)
+        if self._due(step, self._log_every):
+            self._observers.on_step(self._record(step, metrics, balance))
             self._steps, self._seconds, self._waited = 0, 0.0, 0.0
 
-    def _record(self, step: int, metrics: Metrics) -> StepRecord:
+    def _due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self._total or step == self._start + 1
+
+    def _record(self, step: int, metrics: Metrics, balance: Balance | None) -> StepRecord:
         step_time_s = self._seconds / self._steps
         flops_per_s = self._flops_per_device / step_time_s
         return StepRecord(
@@ -78,16 +88,26 @@ class Meter:
             tflops_per_device=flops_per_s / 1e12,
             mfu=flops_per_s / self._peak if self._peak else None,
             data_wait_s=self._waited / self._steps,
-            extra={"z": float(metrics.z), "skipped": int(metrics.skipped), "batch_digest": int(metrics.batch_digest)},
+            extra={
+                "z": float(metrics.z),
+                "skipped": int(metrics.skipped),
+                "batch_digest": int(metrics.batch_digest),
+                **(balance.figures() if balance is not None else {}),
+            },
+            balance=balance if self._due(step, self._detail_every) else None,
         )
 
-    def _watch(self, step: int, metrics: Metrics) -> None:
-        """Tell of a skipped update; a row of them is unhealthy."""
+    def _watch(self, step: int, metrics: Metrics, balance: Balance | None) -> None:
+        """Tell what routers do wrong, and of a skipped update; a row of them is unhealthy."""
+        for alarm in self._alarms.saw(step, balance) if balance is not None else ():
+            self._observers.on_event(alarm)
         skipped = int(metrics.skipped)
         finite = math.isfinite(float(metrics.loss)) and math.isfinite(float(metrics.grad_norm))
         self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
         if not finite:
             reason = f"loss {float(metrics.loss):g}, gradient norm {float(metrics.grad_norm):g}; {skipped} skipped so far"
+            router = not_finite(balance) if balance is not None else ""
+            reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
         if self._skips_in_a_row >= SKIPS_IN_A_ROW:
             self.unhealthy = f"{SKIPS_IN_A_ROW} updates in a row were not finite, the last at step {step}: {reason}"

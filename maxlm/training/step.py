@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
+from maxlm.models.router import Routing
 from maxlm.training import guards
+from maxlm.training.balance import in_depth_order, rebalance
 from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
 from maxlm.training.outer import meet, update_apart
@@ -29,6 +31,7 @@ class Metrics(NamedTuple):
     tokens: Float[Array, ""]  # that counted
     skipped: Int[Array, ""]  # updates skipped so far
     batch_digest: UInt32[Array, ""]  # equal for equal batches, on any mesh
+    routing: Routing | None = None  # of layers with experts, in order of depth
 
 
 def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -41,7 +44,8 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
         sums, grads = accumulate(config, params, batch)
         grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, sums, grad_norm
+        params = rebalance(config.model, optax.apply_updates(params, updates), sums.routings)
+        return params, opt_state, sums, grad_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
@@ -64,6 +68,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
             tokens=sums.tokens,
             skipped=state.skipped,
             batch_digest=digest(batch),
+            routing=in_depth_order(sums.routings),
         )
         return state, metrics
 
@@ -88,4 +93,4 @@ def digest(batch: Batch) -> UInt32[Array, ""]:
 
 def build_eval_step(config: Config) -> Callable[[Any, Batch], LossSums]:
     """Sums of a held-out batch under the given parameters."""
-    return lambda params, batch: loss_sums(config, params, batch)[1]
+    return lambda params, batch: loss_sums(config, params, batch, training=False)[1]

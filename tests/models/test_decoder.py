@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models import bind, init_parameters
+from maxlm.models import Given, bind, init_parameters
+from maxlm.models.forward import Forward
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
 VARIANTS = {
@@ -63,7 +64,7 @@ def inputs(B=2, S=16, vocab=61):
 
 
 def hidden(config, params, tokens, positions, segments, **options):
-    return bind(config, params)(tokens, positions, segments, **options)[0]
+    return bind(config, params)(tokens, positions, segments, forward=Forward(**options)).x_BSD
 
 
 def embedding_gradient(config, params, positions, segments, target):
@@ -126,8 +127,9 @@ def test_cached_generation_equals_one_pass(case):
     caches = model.empty_caches(2, 20)
     pieces = []
     for part in (slice(0, 7), slice(7, 8), slice(8, 9), slice(9, 16)):
-        piece, caches = model(tokens[:, part], positions[:, part], segments[:, part], caches=caches)
-        pieces.append(piece)
+        through = model(tokens[:, part], positions[:, part], segments[:, part], caches=caches)
+        caches = through.caches
+        pieces.append(through.x_BSD)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=2e-5)
 
 
@@ -171,14 +173,14 @@ def test_scan_by_period_equals_layer_after_layer():
     batch = inputs()
     model = bind(config, params)
     x = model.embed(batch[0], batch[1])
-    angles = model.angles(batch[1])
+    given = Given(model.angles(batch[1]), batch[2], None)
     for depth in range(8):
         period, place = divmod(depth, 3)
         runs = model.layers if period < 2 else model.tail
         index = ((period,) if period < 2 else ()) + ((place,) if place < 2 else ())
         block = jax.tree.map(lambda a, i=index: a[i], runs[place // 2])
         assert block.attention.local == (config.layer_pattern[place] == "local")
-        x, _ = block(x, angles[block.attention.local], batch[2], None)
+        x, _, _ = block(x, given, None, Forward())
     np.testing.assert_allclose(model.final_norm(x), hidden(config, params, *batch), atol=2e-5)
 
 

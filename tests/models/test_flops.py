@@ -39,7 +39,7 @@ def test_count_equals_xla_on_a_one_layer_model(model):
 
     def loss(params, tokens, positions, segments):
         model = bind(config, params)
-        return jnp.sum(logits(model(tokens, positions, segments)[0], model.unembedding_VD, None))
+        return jnp.sum(logits(model(tokens, positions, segments).x_BSD, model.unembedding_VD, None))
 
     compiled = jax.jit(jax.grad(loss)).lower(abstract_parameters(config), ids, ids, ids).compile()
     counted = token_flops(config, S, masked=False) * B * S

@@ -10,7 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import GLOBAL_BATCH, SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
-from maxlm.models import abstract_parameters, bind, init_parameters
+from maxlm.models import Given, abstract_parameters, bind, init_parameters
+from maxlm.models.forward import Forward
 from maxlm.models.stages import Deal
 from maxlm.parallel.pipeline import Work, run
 from maxlm.parallel.schedule import Schedule
@@ -128,7 +129,7 @@ def toy(schedule, layers_WW, ends, parts, layer):
     work = Work(
         first=lambda ends, part: part @ ends["first"],
         inputs=lambda part, place: part[0, 0],
-        layers=lambda layers, x, scale: jax.lax.scan(lambda x, w: (layer(x, w, scale), None), x, layers)[0],
+        layers=lambda layers, x, scale: ((jax.lax.scan(lambda x, w: (layer(x, w, scale), None), x, layers)[0], jnp.float32(0)), None),
         last=lambda ends, part, x: ((loss := jnp.sum(jnp.sin(x @ ends["last"]))), {"loss": loss}),
     )
     with jax.set_mesh(mesh):
@@ -223,7 +224,8 @@ def test_nan_in_padding_changes_nothing():
     def outcome(layers):
         def total(layers, x_BSD):
             model = bind(deal.part_config, {**abstract_parameters(deal.part_config), "layers": layers})
-            y_BSD, _ = model.run(x_BSD, model.angles(positions_BS), segment_ids_BS, memory=tiny_config().memory, alive=alive)
+            given = Given(model.angles(positions_BS), segment_ids_BS, None)
+            y_BSD = model.run(x_BSD, given, Forward(tiny_config().memory), alive=alive).x_BSD
             return jnp.sum(y_BSD**2), y_BSD
 
         (_, y_BSD), (grads, dx_BSD) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(layers, x_BSD)

@@ -31,8 +31,8 @@ def test_good_names_make_the_folder(tmp_path, name):
 
 def test_paths_lie_inside(tmp_path):
     run = RunDirectory.create(tmp_path, "r")
-    inside = [run.config, run.metrics, run.events, run.log, run.report, run.tensorboard, run.checkpoints]
-    names = ["config.yml", "metrics.jsonl", "events.jsonl", "log.txt", "report.html", "tensorboard", "checkpoints"]
+    inside = [run.config, run.metrics, run.routing, run.events, run.log, run.report, run.tensorboard, run.checkpoints]
+    names = ["config.yml", "metrics.jsonl", "routing.jsonl", "events.jsonl", "log.txt", "report.html", "tensorboard", "checkpoints"]
     assert inside == [tmp_path / "r" / name for name in names]
 
 

@@ -39,7 +39,7 @@ def test_figures_and_shares():
     assert [percent(v) for v in (0.4123, 0.0004, 0.0, 1.0, None, math.nan)] == ["41.2%", "<0.1%", "0.0%", "100.0%", "–", "–"]
 
 
-@pytest.mark.parametrize("kind", ["start", "restore", "save", "skip", "eval", "rollback", "preempt", "stop", "of a later version"])
+@pytest.mark.parametrize("kind", ["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop", "of a later version"])
 @pytest.mark.parametrize(
     "data", [{}, {"seconds": None, "reason": None, "eval_loss": "x", "from_step": "y", "total_steps": [1], "devices": 3}]
 )

@@ -24,6 +24,14 @@ class Series(NamedTuple):
     values_N: NDArray[np.float64]
 
 
+class Loads(NamedTuple):
+    """Choices that fell on each expert (E) of each layer that has any (L), of some of the steps."""
+
+    steps_N: NDArray[np.float64]  # they rise
+    load_NLE: NDArray[np.int64]
+    first_layer: int  # the number of the first of these layers, as the model counts
+
+
 EMPTY = Series(np.zeros(0), np.zeros(0))
 
 
@@ -39,6 +47,7 @@ class Run:
     config_text: str
     notes: list[str]  # what is missing or damaged, in sentences
     modified: float  # when something was last written, seconds since 1970
+    loads: Loads | None = None  # None: no experts
 
     def get(self, name: str) -> Series:
         return self.series.get(name, EMPTY)
@@ -65,10 +74,11 @@ def load_run(path: Path) -> Run:
         text, config = _read_config(run.config, notes)
         series = _read_metrics(run.metrics, notes)
         events = _read_events(run.events, notes)
+        loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
         modified = max(file.stat().st_mtime for file in found)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
-    return Run(path.resolve().name, path, series, events, config, text, notes, modified)
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads)
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
@@ -124,6 +134,35 @@ def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Seri
     steps_N, values_N = steps_N[finite][::-1], values_N[finite][::-1]
     unique_N, first_N = np.unique(steps_N, return_index=True)
     return Series(unique_N, values_N[first_N])
+
+
+def _read_routing(path: Path, config: dict[str, Any], notes: list[str]) -> Loads | None:
+    """None when no line can be used. Of several lines of one step the last counts, and all have the shape of the first."""
+    found: dict[int, NDArray[np.int64]] = {}
+    odd = 0
+    for item in _objects(path, notes):
+        load_LE = _counts(item.get("load"))
+        if load_LE is None or load_LE.shape != next(iter(found.values()), load_LE).shape:
+            odd += 1
+        else:
+            found[item["step"]] = load_LE
+    if odd:
+        notes.append(f"{path.name}: {odd} {'line' if odd == 1 else 'lines'} without usable loads {'is' if odd == 1 else 'are'} left out.")
+    if not found:
+        return None
+    steps = sorted(found)
+    dense = flatten(config).get("model.moe.n_dense", 0)
+    return Loads(np.array(steps, np.float64), np.stack([found[step] for step in steps]), dense if _is_step(dense) else 0)
+
+
+def _counts(load: Any) -> NDArray[np.int64] | None:
+    """A rectangle of counts, or None for anything else."""
+    try:
+        load_LE = np.array(load)
+    except ValueError:  # ragged
+        return None
+    usable = load_LE.dtype.kind == "i" and load_LE.ndim == 2 and load_LE.size > 0 and load_LE.min() >= 0 and load_LE.max() < 2**40
+    return load_LE if usable else None
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Event]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report import experts
 from maxlm.telemetry.report.charts import FULL, Line, chart
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
-from maxlm.telemetry.report.style import CSS, JS
+from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, goodput_of, in_words, status_of
 from maxlm.telemetry.words import count, duration, figure, percent, sentence
 
@@ -46,11 +47,13 @@ CHARTS = (
 def render(runs: Sequence[Run]) -> str:
     """The whole page about one run, or about several side by side."""
     title = " · ".join(run.name for run in runs)
-    sections = [_headline(runs), _charts(runs), _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
+    about_experts = experts.section(runs, _names(runs), COLORS)
+    css = CSS + EXPERTS_CSS if about_experts else CSS
+    sections = [_headline(runs), _charts(runs), about_experts, _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · training report</title><style>{CSS}</style></head>\n<body><main>\n"
+        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
     )

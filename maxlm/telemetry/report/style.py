@@ -73,6 +73,19 @@ white-space:pre;font-variant-numeric:tabular-nums;z-index:9}
 @media print{.scroll{max-height:none}details{display:none}}
 """
 
+# Only on pages about mixtures of experts. Both ends of the scale stand out from the ground, in light and in dark.
+EXPERTS_CSS = """
+:root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
+@media(prefers-color-scheme:dark){:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
+.h0{--c:var(--h0)}.h1{--c:var(--h1)}.h2{--c:var(--h2)}.h3{--c:var(--h3)}.h4{--c:var(--h4)}
+.h5{--c:var(--h5)}.h6{--c:var(--h6)}.h7{--c:var(--h7)}.h8{--c:var(--h8)}
+svg.heat{display:block;width:100%;height:auto;overflow:visible}
+.heat path{stroke:var(--c);fill:none;shape-rendering:crispEdges}.ground{fill:var(--c)}
+.scale .swatch{outline:1px solid var(--rule)}.wide{grid-column:1/-1}
+.grid3{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:22px 24px}.maps{margin:.4rem 0 1.8rem}
+.dot.alarm{background:var(--bad)}
+"""
+
 # The values under the pointer are read back from the drawn points, so the page carries no second copy of the data.
 JS = """
 const tip=document.getElementById('tip'),NS='http://www.w3.org/2000/svg';

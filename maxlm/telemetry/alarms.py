@@ -1,0 +1,77 @@
+"""What about experts an operator must know, said once: routers that collapse, experts nobody meets, logits that are not finite."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxlm.telemetry.balance import Balance, collapsed, times_even
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.words import percent
+
+COLLAPSED_STEPS = 20  # in a row
+IDLE_STEPS = 100  # in a row without a token
+HELP = "raise model.moe.router.balance_loss or bias_rate, or lower the learning rate"
+
+
+class RoutingAlarms:
+    """Call `saw` after every step. A cause is told once a layer, and again only after the layer was healthy in between.
+
+    Causes: `collapse` (see balance.collapsed), `idle` (experts without a token) and `unsound` (logits that are not finite; the first such
+    layer is named: those behind it read what it spoiled).
+    """
+
+    def __init__(self) -> None:
+        self._collapsed_L: NDArray[np.int64] | int = 0  # steps in a row
+        self._idle_LE: NDArray[np.int64] | int = 0
+        self._told: set[tuple[str, int]] = set()
+
+    def saw(self, step: int, balance: Balance) -> list[Event]:
+        """The alarms to tell after this step."""
+        now: dict[tuple[str, int], str] = {}
+        for cause, reasons in (("unsound", _unsound(balance)), ("collapse", self._collapse(balance)), ("idle", self._idle(balance))):
+            now |= {(cause, layer): reason for layer, reason in reasons.items()}
+        news = [Event("alarm", step, data={"cause": key[0], "layer": key[1], "reason": now[key]}) for key in now if key not in self._told]
+        self._told = set(now)
+        return news
+
+    def _collapse(self, balance: Balance) -> dict[int, str]:
+        """Layer -> what is wrong with it."""
+        self._collapsed_L = np.where(collapsed(balance.load_LE, balance.tokens_L), self._collapsed_L + 1, 0)
+        said = {}
+        for i in np.flatnonzero(self._collapsed_L >= COLLAPSED_STEPS):
+            load_E, tokens = balance.load_LE[i], int(balance.tokens_L[i])
+            busiest, layer = int(load_E.argmax()), balance.layers[i]
+            said[layer] = (
+                f"layer {layer}: the router collapses: expert {busiest} is chosen by {percent(load_E[busiest] / tokens)} of the tokens, "
+                f"{times_even(load_E)[busiest]:.1f} times its even share, for {COLLAPSED_STEPS} steps; {HELP}"
+            )
+        return said
+
+    def _idle(self, balance: Balance) -> dict[int, str]:
+        """Layer -> how many of its experts are idle. A step without tokens proves nothing."""
+        idle_LE = np.where(balance.load_LE == 0, self._idle_LE + (balance.tokens_L > 0)[:, None], 0)
+        self._idle_LE = idle_LE
+        said = {}
+        for i in np.flatnonzero(idle_LE.max(axis=1) >= IDLE_STEPS):
+            many, layer = int((idle_LE[i] >= IDLE_STEPS).sum()), balance.layers[i]
+            have = "has" if many == 1 else "have"
+            said[layer] = f"layer {layer}: {many} of {idle_LE.shape[1]} experts {have} met no token for {IDLE_STEPS} steps; {HELP}"
+        return said
+
+
+def not_finite(balance: Balance) -> str:
+    """The first layer whose router gave logits that are not finite, in words; "" when all were."""
+    return next(iter(_logits(balance).values()), "")
+
+
+def _logits(balance: Balance) -> dict[int, str]:
+    bad: Sequence[int] = np.flatnonzero(balance.unsound_L > 0).tolist()
+    if not bad:
+        return {}
+    layer, tokens = balance.layers[bad[0]], int(balance.unsound_L[bad[0]])
+    return {layer: f"the router of layer {layer} gave logits that are not finite for {tokens:,} {'token' if tokens == 1 else 'tokens'}"}
+
+
+def _unsound(balance: Balance) -> dict[int, str]:
+    return {layer: f"{reason}; lower the learning rate, or raise model.moe.router.z_loss" for layer, reason in _logits(balance).items()}

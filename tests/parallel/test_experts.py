@@ -1,0 +1,75 @@
+"""Experts on any mesh: the loss, every gradient and what routers report equal a plain loop over experts on one device."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_batch, tiny_program
+
+from maxlm.models import moe
+
+MOE = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_shared": 1, "router": {"balance_loss": 0.02, "z_loss": 1e-3}}
+SECTIONS = {"optimizer": {"clip_norm": 1e3, "eps": 0.1}, "train": {"microbatches": 2}}
+
+
+def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n_experts):
+    """What `through_experts` computes, as its definition: every expert computes every token, and few of them count."""
+    del compute, axes
+    y_BSD = jnp.zeros_like(x_BSD)
+    for expert in range(n_experts):
+        share_BS = jnp.sum(jnp.where(experts_BSK == expert, weights_BSK, 0), axis=-1)
+        gate_DF, up_DF, down_DF = (weights[f"{name}_DEF"][:, expert] for name in ("gate", "up", "down"))
+        hidden_BSF = jax.nn.silu(x_BSD @ gate_DF) * (x_BSD @ up_DF)
+        y_BSD += share_BS[..., None] * (hidden_BSF @ down_DF.T)
+    return y_BSD
+
+
+def steps(mesh, n=2, batches=tiny_batch, shift=None, **model):
+    """Of each step the metrics and Adam's first moment, which is every gradient so far."""
+    sections = {**SECTIONS, "model": {"n_layers": 4, "moe": MOE, **model}, "mesh": {"fsdp": 1, **mesh}}
+    program = tiny_program(math.prod(mesh.values()), **sections)
+    state, seen = program.init(), []
+    if shift is not None:
+        state = shift(state)
+    with jax.set_mesh(program.mesh):
+        for i in range(n):
+            state, metrics = program.step(state, jax.device_put(batches(i), program.batch_sharding))
+            seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
+    return seen, jax.device_get(state.params)
+
+
+def agree(found, wanted):
+    (seen, params), (wanted_seen, wanted_params) = found, wanted
+    for (metrics, moment), (wanted_metrics, wanted_moment) in zip(seen, wanted_seen, strict=True):
+        for name in ("loss", "z", "grad_norm"):
+            assert getattr(metrics, name) == pytest.approx(float(getattr(wanted_metrics, name)), rel=1e-5), name
+        for name, mine, other in zip(metrics.routing._fields, metrics.routing, wanted_metrics.routing, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5 if mine.dtype == np.float32 else 0, err_msg=name)
+        paths = jax.tree_util.tree_flatten_with_path(wanted_moment)[0]
+        for (path, other), mine in zip(paths, jax.tree.leaves(moment), strict=True):
+            assert np.abs(mine - other).max() <= 1e-5 * np.abs(other).max() + 1e-12, (jax.tree_util.keystr(path), "gradient")
+    for mine, other in zip(jax.tree.leaves(params), jax.tree.leaves(wanted_params), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(moe, "through_experts", experts_in_a_loop)
+        return steps({})
+
+
+LAYOUTS = (
+    {},
+    {"expert": 4},
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"expert": 2, "data": 2, "context": 2},
+    {"stage": 2, "expert": 2, "fsdp": 2},
+)
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device")
+def test_a_layout_equals_a_loop_over_experts(mesh, reference):
+    agree(steps(mesh), reference)
