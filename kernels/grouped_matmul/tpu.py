@@ -171,7 +171,7 @@ def product(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product_bytes(tiles, x_MC.dtype.itemsize)
         ),
         interpret=interpret,
-    )(*visits.scalars, x_MC, w_KG)
+    )(*visits.scalars, x_MC, w_KG[None])  # weights have three dims, rows two: so those who read the program tell them apart
 
 
 def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
@@ -212,10 +212,10 @@ def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Re
         group, start = plan.groups_ref[rank], (core * columns + n) * tiles.wide
         if transposed:
             at = pl.Slice(pl.multiple_of(start, LANES) if tiles.wide % LANES == 0 else 0, tiles.wide)
-            part = w_hbm.at[at, pl.Slice(pl.multiple_of(group * tiles.deep, LANES), tiles.deep)]
+            part = w_hbm.at[0, at, pl.Slice(pl.multiple_of(group * tiles.deep, LANES), tiles.deep)]
         else:
             width = pl.num_programs(0) * columns * tiles.wide
-            part = w_hbm.at[:, pl.Slice(pl.multiple_of(group * width + start, LANES), tiles.wide)]
+            part = w_hbm.at[0, :, pl.Slice(pl.multiple_of(group * width + start, LANES), tiles.wide)]
         return pltpu.make_async_copy(part, w_ref.at[slot], arrived.at[slot])
 
     @pl.when(visit.first & (visit.rank < weights))

@@ -124,9 +124,9 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         yield "mesh.expert", sizes["expert"], rule, f"use a fsdp x expert of {divisors(model.d_model)}"
     for field, rank in _ranks(model).items():
         if rank % (fsdp * sizes["expert"]):
-            times, of = (f"times mesh.expert = {sizes['expert']} ", "a fsdp x expert of ") if sizes["expert"] > 1 else ("", "")
-            rule = f"{times}does not divide {field} = {rank} (matrices that widen are split along it)"
-            yield "mesh.fsdp", fsdp, rule, f"use {of}{divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
+            by = "" if sizes["expert"] == 1 else f" times mesh.expert = {sizes['expert']}"
+            rule = f"{by} does not divide {field} = {rank} (matrices that widen are split along it)".strip()
+            yield "mesh.fsdp", fsdp, rule, f"use {divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
     yield from expert_rules.divides(config, sizes)
     yield from _stages(config, sizes)
 
@@ -157,9 +157,10 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
     divided = {
+        "model.d_model": (model.d_model // sizes["expert"], "fsdp", "matrices at rest are split along it over both"),
         **{
-            field: (width // sizes["expert"], "fsdp", "matrices at rest are split along it over both")
-            for field, width in {"model.d_model": model.d_model, **_ranks(model)}.items()
+            field: (rank // sizes["expert"], "fsdp", "matrices at rest that widen are split along it over both")
+            for field, rank in _ranks(model).items()
         },
         "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
         "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),

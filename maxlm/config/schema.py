@@ -160,8 +160,8 @@ class ModelConfig(Section):
         latent = values.get("latent")
         if latent is not None:
             parts = latent if isinstance(latent, dict) else latent.model_dump()
-            sizes = [size for name in ("nope_dim", "rope_dim") if isinstance(size := parts.get(name), int)]
-            derived["head_dim"] = sum(sizes) if len(sizes) == 2 else None
+            nope, rope = parts.get("nope_dim"), parts.get("rope_dim")
+            derived["head_dim"] = nope + rope if isinstance(nope, int) and isinstance(rope, int) else None
         elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
         return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}

@@ -193,9 +193,7 @@ CLAMP, SLOPE = 7.0, 1.702  # of gpt-oss's gate: bounds, and the sigmoid's steepn
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What a gated feed-forward layer has inside, of the products with its two matrices: act(gate) * up, or as gpt-oss bounds and shifts
-    it (openai/gpt-oss, torch/model.py).
-    """
+    """What a gated feed-forward layer has inside: act(gate) * up, or as gpt-oss bounds and shifts it (openai/gpt-oss, torch/model.py)."""
     if activation == "swiglu_clamped":
         gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
         return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)

@@ -1,0 +1,101 @@
+"""Whatever routers choose, tokens that travel to experts and back give what a loop over experts gives, gradients included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from maxlm.config.schema import AXES
+from maxlm.models.moe import _compute
+from maxlm.parallel import experts
+from maxlm.parallel.experts import through_experts
+
+B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
+AXES_OF = ("expert_embed", "expert", "mlp")
+NAMES = ("gate_DEF", "up_DEF", "down_DEF")
+MESHES = ({}, {"expert": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 8})
+
+
+def choices(kind):
+    """[B, S, K] experts of each token, E for none."""
+    rng = np.random.default_rng(0)
+    drawn = np.argsort(rng.random((B, S, E)))[..., :K]
+    return {
+        "drawn": drawn,
+        "empty experts": np.where(drawn % 3 == 0, 1, drawn),
+        "all tokens to one expert": np.broadcast_to([3, E], drawn.shape),
+        "all tokens to two experts of a device": np.broadcast_to([6, 7], drawn.shape),
+        "no token to any": np.full(drawn.shape, E),
+        "fewer tokens than experts": np.where(np.arange(B * S).reshape(B, S, 1) < 3, drawn, E),
+    }[kind].astype(np.int32)
+
+
+def operands():
+    keys = jax.random.split(jax.random.key(0), 6)
+    weights = {name: 0.2 * jax.random.normal(key, (D, E, F)) for name, key in zip(NAMES, keys, strict=False)}
+    return weights, jax.random.normal(keys[3], (B, S, D)), jax.random.uniform(keys[4], (B, S, K)), jax.random.normal(keys[5], (B, S, D))
+
+
+def in_a_loop(weights, x_BSD, weights_BSK, chosen_BSK):
+    y_BSD = jnp.zeros_like(x_BSD)
+    for expert in range(E):
+        gate_DF, up_DF, down_DF = (weights[name][:, expert] for name in NAMES)
+        made_BSD = (jax.nn.silu(x_BSD @ gate_DF) * (x_BSD @ up_DF)) @ down_DF.T
+        y_BSD += jnp.sum(jnp.where(chosen_BSK == expert, weights_BSK, 0), -1)[..., None] * made_BSD
+    return y_BSD
+
+
+def by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK):
+    def compute(*given):
+        return _compute("swiglu", *given)
+
+    weights_BSK = jnp.where(chosen_BSK < E, weights_BSK, 0)
+    return through_experts(compute, weights, dict.fromkeys(NAMES, AXES_OF), x_BSD, chosen_BSK, weights_BSK, E)
+
+
+def outcome(run, chosen_BSK):
+    weights, x_BSD, weights_BSK, dy_BSD = operands()
+    y_BSD, pull = jax.vjp(lambda *given: run(*given, chosen_BSK), weights, x_BSD, weights_BSK)
+    return y_BSD, pull(dy_BSD)
+
+
+@pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device")
+def on_mesh(request):
+    """`outcome` on a mesh, compiled once for whatever is chosen."""
+    sizes = [request.param.get(axis, 1) for axis in AXES]
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    with jax.set_mesh(mesh):
+        yield jax.jit(lambda chosen_BSK: outcome(by_the_mesh, chosen_BSK))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    (
+        "drawn",
+        "empty experts",
+        "all tokens to one expert",
+        "all tokens to two experts of a device",
+        "no token to any",
+        "fewer tokens than experts",
+    ),
+)
+def test_any_choice_equals_a_loop(on_mesh, kind):
+    found, wanted = on_mesh(choices(kind)), outcome(in_a_loop, jnp.asarray(choices(kind)))
+    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(other).max()))
+
+
+def test_rounds_are_as_many_as_the_load_needs(monkeypatch):
+    """All tokens to two experts of one device are four rounds of what an even load needs, and memory is that of one."""
+    rounds = []
+    whole = experts._round
+    monkeypatch.setattr(experts, "_round", lambda *given: rounds.append(given[1]) or whole(*given))
+    mesh = jax.make_mesh((1, 1, 1, 1, 1, 4), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices()[:4])
+    weights, x_BSD, weights_BSK, _ = operands()
+    with jax.set_mesh(mesh):
+        jax.jit(lambda chosen_BSK: by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK)).lower(choices("drawn"))
+    even = B * S * K // 4
+    assert set(rounds) == {384}, "rows of a round"
+    assert even < 384 < 2 * even
