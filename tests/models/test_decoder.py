@@ -42,6 +42,14 @@ VARIANTS = {
         "n_kv_heads": 4,
         "latent": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
         "rope": {"scaling": {"kind": "yarn", "factor": 40, "original_seq_len": 8, "mscale_all_dim": 0.707}},
+        "moe": {
+            "n_experts": 4,
+            "top_k": 2,
+            "d_ff": 24,
+            "n_shared": 1,
+            "n_dense": 1,
+            "router": {"scores": "sigmoid", "scale": 2.5, "groups": 2, "bias_rate": 0.001},
+        },
     },
     "gpt_oss": {
         "layer_pattern": ("local", "global"),
@@ -50,6 +58,7 @@ VARIANTS = {
         "bias": "all",
         "rope": {"theta": 150000.0, "scaling": {"kind": "yarn", "factor": 32, "original_seq_len": 8, "truncate": False}},
         "sinks": True,
+        "moe": {"n_experts": 4, "top_k": 2, "d_ff": 24},
     },
 }
 

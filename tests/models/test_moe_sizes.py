@@ -37,7 +37,8 @@ def numbers(config):
     for leaf, names in zip(leaves, axes, strict=True):
         size = math.prod(leaf.shape)
         total += size
-        met += size * config.moe.top_k // config.moe.n_experts if "expert" in names else size
+        of_expert = "expert" in names or {"choices", "embed_act"} <= set(names)  # the last: biases, of which each device has all
+        met += size * config.moe.top_k // config.moe.n_experts if of_expert else size
     return total, met
 
 
