@@ -1,34 +1,74 @@
-"""Grouped matmul in plain XLA operations: the portable form."""
+"""Grouped matmul in plain XLA operations: the portable form. A loop over tiles of rows, each of which meets the weights of its groups alone,
+where `jax.lax.ragged_dot` on CPUs and GPUs multiplies every row with the weights of all.
+"""
 
 import jax
 import jax.numpy as jnp
-from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.grouped_matmul.gradients import apart, differentiable, side_by_side
+from maxlm.kernels.grouped_matmul.gradients import differentiable
+from maxlm.kernels.grouped_matmul.visits import Visits, of_groups, of_rows
 
-# M rows, E experts, K and N what weights map from and to, G = E N
+# M rows, E experts, K and N what weights map from and to, G = E N, T rows of a tile
 
-_FROM_K = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
-_FROM_N = RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
-_OVER_ROWS = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+_TILE = 128
 
 
 def _product(
     x: Array, w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool, device_kind: str, interpret: bool
 ) -> Array:
-    """See `maxlm.kernels.grouped_matmul`. A gradient of its own, since that of `ragged_dot` sums in the operands' dtype."""
-    w_EKN, dims = apart(w_KG, len(group_sizes_E)), _FROM_N if transposed else _FROM_K
-    out = jax.lax.ragged_dot_general(x, w_EKN, group_sizes_E, dims, preferred_element_type=jnp.float32)
-    inside_M = jnp.arange(len(x)) < jnp.sum(group_sizes_E)  # XLA does not say what it writes beyond
-    return jnp.where(inside_M[:, None], out, 0).astype(x.dtype)
+    """See `maxlm.kernels.grouped_matmul`."""
+    rows, wide = len(x), w_KG.shape[1] // len(group_sizes_E)
+    tile = min(_TILE, rows)
+    x = _padded(x, tile)
+    visits = of_rows(group_sizes_E, rows, tile)
+
+    def visit(v: Array, out: Array) -> Array:
+        rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
+        weights_KN = jax.lax.dynamic_slice_in_dim(w_KG, visits.groups_R[rank] * wide, wide, axis=1)
+        contracted = ((1,), (1 if transposed else 0,)), ((), ())
+        new = jax.lax.dot_general(_tile(x, start, tile), weights_KN, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+        kept = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new, _tile(out, start, tile))
+        return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
+
+    empty = jnp.zeros((len(x), len(w_KG) if transposed else wide), x.dtype)
+    return jax.lax.fori_loop(0, visits.total, visit, empty)[:rows]
 
 
 def _weights_gradient(
     x_MK: Array, dout_MN: Array, group_sizes_E: Int[Array, " E"], *, device_kind: str, interpret: bool
 ) -> Float[Array, "K G"]:
-    dw_EKN = jax.lax.ragged_dot_general(x_MK, dout_MN, group_sizes_E, _OVER_ROWS, preferred_element_type=jnp.float32)
-    return side_by_side(dw_EKN.astype(x_MK.dtype))
+    """x^T dout of every group, summed in float32."""
+    rows, wide = dout_MN.shape
+    tile = min(_TILE, rows)
+    x_MK, dout_MN = _padded(x_MK, tile), _padded(dout_MN, tile)
+    visits = of_groups(group_sizes_E, rows, tile)
+
+    def visit(v: Array, total_KG: Array) -> Array:
+        rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
+        mine_T1 = _mine(visits, rank, start, tile)
+        x_TK, dout_TN = (jnp.where(mine_T1, _tile(a, start, tile), 0) for a in (x_MK, dout_MN))
+        new_KN = jax.lax.dot_general(x_TK, dout_TN, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        column = visits.groups_R[rank] * wide
+        sum_KN = new_KN + jax.lax.dynamic_slice_in_dim(total_KG, column, wide, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(total_KG, sum_KN, column, axis=1)
+
+    empty = jnp.zeros((x_MK.shape[1], len(group_sizes_E) * wide), jnp.float32)
+    return jax.lax.fori_loop(0, visits.total, visit, empty).astype(x_MK.dtype)
+
+
+def _padded(x: Array, tile: int) -> Array:
+    return jnp.pad(x, ((0, -len(x) % tile), (0, 0)))
+
+
+def _tile(x: Array, start: Array, tile: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, tile, axis=0)
+
+
+def _mine(visits: Visits, rank: Array, start: Array, tile: int) -> Array:
+    """Which rows of the tile are of the rank, [T, 1]."""
+    row_T = start + jnp.arange(tile)
+    return ((row_T >= visits.starts_R[rank]) & (row_T < visits.starts_R[rank + 1]))[:, None]
 
 
 grouped_matmul_xla = differentiable(_product, _weights_gradient)
