@@ -1,4 +1,4 @@
-"""Grouped matmul in plain XLA operations: the portable form. A loop over tiles of rows, each of which meets the weights of its groups alone,
+"""Grouped matmul in plain XLA operations: the portable form. A loop over tiles of rows, each of which meets the weights of its groups only,
 where `jax.lax.ragged_dot` on CPUs and GPUs multiplies every row with the weights of all.
 """
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.config.schema import MoeConfig
+from maxlm.kernels.platform import logged
 from maxlm.models.forward import Forward
 from maxlm.parallel.context import in_sequence
 
@@ -50,6 +51,12 @@ def route(
     gradient (arXiv 2408.15664).
     """
     router, experts = config.router, config.n_experts
+    if router.choice == "expert":
+        logged("routing", "experts choose", f"each takes its {router.capacity or 1:g} shares of a sequence, and no token is sure of one")
+    elif router.capacity is None:
+        logged("routing", "dropless", f"each token meets its {config.top_k} of {experts} experts (model.moe.router.capacity is null)")
+    else:
+        logged("routing", f"capacity {router.capacity:g}", "choices beyond it are dropped, and counted (`dropped`)")
     scores_BSE = jax.nn.softmax(logits_BSE) if router.scores == "softmax" else jax.nn.sigmoid(logits_BSE)
     shares_BSE = scores_BSE if router.scores == "softmax" else scores_BSE / (jnp.sum(scores_BSE, -1, keepdims=True) + 1e-20)
     compared_BSE = jax.lax.stop_gradient(scores_BSE if bias_E is None else scores_BSE + bias_E)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import gather, scatter_sum
-from maxlm.kernels.platform import LANES, device
+from maxlm.kernels.platform import LANES, device, logged
 from maxlm.parallel.sharding import mesh_axes
 
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, R rows: choices, sorted by expert
@@ -52,6 +52,10 @@ def through_experts(
     inside = tuple(axis for axis in between if axis not in seq)
     split = {name: tuple(mesh_axes(logical, mesh) for logical in of) for name, of in axes.items()}
     exchanged = mesh_axes("expert", mesh)
+    if exchanged:
+        logged("experts", "tokens are gathered", f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts")
+    else:
+        logged("experts", "tokens stay", f"every device computes all {n_experts} experts")
 
     def local(weights: Weights, x_BSD: Array, experts_BSK: Array, weights_BSK: Array) -> Array:
         whole = {name: _whole(weight, axes[name], split[name]) for name, weight in weights.items()}
