@@ -88,7 +88,7 @@ def test_any_choice_equals_a_loop(on_mesh, kind):
 
 
 def test_rounds_are_as_many_as_the_load_needs(monkeypatch):
-    """All tokens to two experts of one device are four rounds of what an even load needs, and memory is that of one."""
+    """Room is for one round, little more than an even load; all tokens at one device (above) take several."""
     rounds = []
     whole = experts._round
     monkeypatch.setattr(experts, "_round", lambda *given: rounds.append(given[1]) or whole(*given))
@@ -97,5 +97,4 @@ def test_rounds_are_as_many_as_the_load_needs(monkeypatch):
     with jax.set_mesh(mesh):
         jax.jit(lambda chosen_BSK: by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK)).lower(choices("drawn"))
     even = B * S * K // 4
-    assert set(rounds) == {384}, "rows of a round"
-    assert even < 384 < 2 * even
+    assert len(set(rounds)) == 1 and even < rounds[0] < 2 * even, "rows of a round"
