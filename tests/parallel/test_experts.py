@@ -26,16 +26,14 @@ def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n
     return y_BSD
 
 
-def steps(mesh, n=2, batches=tiny_batch, shift=None, **model):
+def steps(mesh, n=2, **model):
     """Of each step the metrics and Adam's first moment, which is every gradient so far."""
     sections = {**SECTIONS, "model": {"n_layers": 4, "moe": MOE, **model}, "mesh": {"fsdp": 1, **mesh}}
     program = tiny_program(math.prod(mesh.values()), **sections)
     state, seen = program.init(), []
-    if shift is not None:
-        state = shift(state)
     with jax.set_mesh(program.mesh):
         for i in range(n):
-            state, metrics = program.step(state, jax.device_put(batches(i), program.batch_sharding))
+            state, metrics = program.step(state, jax.device_put(tiny_batch(i), program.batch_sharding))
             seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
     return seen, jax.device_get(state.params)
 
@@ -61,15 +59,45 @@ def reference():
         return steps({})
 
 
+def name_of(mesh):
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
+
+
+SHORT = ({"expert": 2, "fsdp": 2, "tensor": 2}, {"stage": 2, "expert": 2, "data": 2})
 LAYOUTS = (
     {},
-    {"expert": 4},
-    {"expert": 2, "fsdp": 2, "tensor": 2},
+    *({axis: size} for axis, size in {"data": 4, "fsdp": 4, "context": 4, "tensor": 4, "stage": 4, "expert": 8}.items()),
+    *({"expert": 4, axis: 2} for axis in ("data", "fsdp", "context", "tensor", "stage")),
     {"expert": 2, "data": 2, "context": 2},
-    {"stage": 2, "expert": 2, "fsdp": 2},
+    {"expert": 2, "fsdp": 2, "context": 2},
 )
 
 
-@pytest.mark.parametrize("mesh", LAYOUTS, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device")
+@pytest.mark.parametrize("mesh", SHORT, ids=name_of)
 def test_a_layout_equals_a_loop_over_experts(mesh, reference):
     agree(steps(mesh), reference)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=name_of)
+def test_every_layout_equals_a_loop_over_experts(mesh, reference):
+    agree(steps(mesh), reference)
+
+
+ROUTERS = {
+    "capacity and jitter": {"capacity": 1.0, "jitter": 0.1, "balance_loss": 0.02, "balance_over": "sequence"},
+    "groups and biases": {"scores": "sigmoid", "groups": 4, "top_groups": 2, "bias_rate": 0.003},
+    "experts choose": {"choice": "expert", "z_loss": 1e-3},
+}
+
+
+@pytest.mark.parametrize("router", [pytest.param(name, marks=[pytest.mark.soak][: name != "capacity and jitter"]) for name in ROUTERS])
+def test_any_router_is_the_same_on_a_mesh(router):
+    """In zigzag order, too: room is by the place in the sequence."""
+    model = {"moe": {**MOE, "n_dense": 1, "router": ROUTERS[router]}}
+    wanted = steps({}, **model)
+    agree(steps({"expert": 2, "context": 2, "data": 2}, **model), wanted)
+    if router == "capacity and jitter":
+        assert all(metrics.routing.dropped.sum() > 0 for metrics, _ in wanted[0])
+    if router == "groups and biases":
+        assert np.any(wanted[1]["layers"]["0"]["mlp"]["balancing_E"] != 0)

@@ -14,7 +14,7 @@ from maxlm.parallel.experts import through_experts
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
 AXES_OF = ("expert_embed", "expert", "mlp")
 NAMES = ("gate_DEF", "up_DEF", "down_DEF")
-MESHES = ({}, {"expert": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 8})
+MESHES = ({}, {"expert": 4}, {"expert": 2, "fsdp": 2, "tensor": 2})
 
 
 def choices(kind):
