@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.grouped_matmul.tpu import grouped_matmul_tpu, why_not
+from maxlm.kernels.grouped_matmul.tpu import grouped_matmul_tpu, unaligned, why_not
 from maxlm.kernels.grouped_matmul.xla import grouped_matmul_xla
 from maxlm.kernels.platform import GPUS, device, logged
 
@@ -26,7 +26,7 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """Row m of group e times w[e], or, `transposed`, rows of N times the transpose of w[e], on one device.
 
-    Weights of groups lie side by side, w[e] in columns e N to (e + 1) N: so what a mesh splits along K is gathered without being moved again.
+    Weights of groups lie side by side, w[e] in columns e N to (e + 1) N: what a mesh splits along K is gathered without being moved again.
     Group e has `group_sizes_E[e]` rows (any number, 0 included), after those of the groups before it. Rows beyond all groups give 0 and get
     no gradient; an empty group's weights get a gradient of 0. Sums are float32, rounded once to the dtype of x. What is in one group's
     rows, NaN included, changes no bit of another's. `implementation`: "tpu", "hopper" (H100 and H200), "xla", or None for the best that
@@ -59,8 +59,7 @@ def _problems(rows: int, deep: int, wide: int, dtype: jnp.dtype, platform: str, 
         from maxlm.kernels.grouped_matmul import gpu  # what compiles for GPUs is loaded where there is one
 
         hopper = gpu.why_not(rows, deep, wide, dtype, kind)
-    interpreted = f"the {wide} columns of a group's weights are no multiple of 128" if wide % 128 else ""
-    return {"tpu": why_not(rows, deep, wide, dtype.itemsize, kind) if platform == "tpu" else interpreted, "hopper": hopper}
+    return {"tpu": why_not(rows, deep, wide, dtype.itemsize, kind) if platform == "tpu" else unaligned(wide), "hopper": hopper}
 
 
 def _choose(platform: str, problems: Mapping[str, str]) -> str:

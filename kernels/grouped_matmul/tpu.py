@@ -29,7 +29,7 @@ FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
-SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of a tile of the weights' gradient, rows and columns
+SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, beside whole lanes that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _SPARE = 8 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 7 MiB on v5p
 
@@ -72,8 +72,8 @@ def _widths(columns: int, cores: int) -> Iterator[int]:
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:
     """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
-    widths = [size for size in range(LANES, min(wide, SIZES[-1]) + 1, LANES) if wide % size == 0 and size >= min(wide, SIZES[0])]
-    pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in widths]
+    depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
+    pairs = [(d, w) for d in sorted(depths) for w in widths]
     fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
 
     def time(tiles: Tiles) -> float:
@@ -85,6 +85,11 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
     return iter(sorted(fitting, key=time))
 
 
+def _parts(size: int) -> list[int]:
+    """Whole lanes that divide it, no more than the greatest of `SIZES`."""
+    return [part for part in range(LANES, min(size, SIZES[-1]) + 1, LANES) if size % part == 0]
+
+
 def product_bytes(tiles: Tiles, itemsize: int) -> int:
     """VMEM of a product: everything twice, since the next travels meanwhile, and the float32 result of a dot."""
     rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
@@ -93,7 +98,7 @@ def product_bytes(tiles: Tiles, itemsize: int) -> int:
 
 def weights_bytes(tiles: Tiles, itemsize: int) -> int:
     """VMEM of the weights' gradient: everything twice, the sum in float32, and the result of a dot."""
-    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
+    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), tiles.wide
     return 2 * itemsize * (rows * deep + rows * wide + deep * wide) + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
 
 
@@ -114,14 +119,19 @@ def _up(number: int, multiple: int) -> int:
 
 def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
     """Why the kernels cannot run this on a device; empty when they can."""
-    if wide % LANES:
-        return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side"
+    if problem := unaligned(wide):
+        return problem
     if kind not in VMEM_BYTES:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
     if None in (next(tiles, None) for tiles in (*products, weights_tiles(rows, deep, wide, itemsize, kind))):
         return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
     return ""
+
+
+def unaligned(wide: int) -> str:
+    """Why the kernels cannot run this anywhere, interpreted or not; empty when they can."""
+    return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side" if wide % LANES else ""
 
 
 def product(
