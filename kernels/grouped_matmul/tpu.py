@@ -61,12 +61,11 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
 
 
 def _widths(columns: int, cores: int) -> Iterator[int]:
-    """Tiles that divide the columns, the widest first, as many for each core."""
-    if columns % LANES or (columns <= MOST_COLUMNS and columns % (cores * LANES)):
+    """Tiles that divide the columns, the widest first: those that are as many for each core, and then those of one core."""
+    if columns % LANES:  # of a product by transposes: rows of the weights
         yield columns
-    for wide in range(MOST_COLUMNS, 0, -LANES):
-        if columns % (cores * wide) == 0:
-            yield wide
+    for shared in dict.fromkeys((cores, 1)):
+        yield from (wide for wide in range(MOST_COLUMNS, 0, -LANES) if columns % (shared * wide) == 0)
 
 
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:

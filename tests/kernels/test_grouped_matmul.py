@@ -238,7 +238,8 @@ def test_real_shapes_compile(shape, chip, monkeypatch):
 
 @pytest.mark.parametrize("kind", VMEM_BYTES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_real_shapes_fit(shape, kind):
+def test_real_shapes_fit(shape, kind, monkeypatch):
+    monkeypatch.undo()
     assert tpu.why_not(shape.rows, shape.d_in, shape.d_out, 2, kind) == ""
     assert shape.group_sizes().sum() == shape.rows
 
@@ -252,6 +253,7 @@ def test_tiles_of_the_weights_gradient_leave_nothing_over(shape, kind, monkeypat
     assert shape.d_in % tiles.deep == shape.d_out % tiles.wide == 0
     assert tiles.deep * tiles.wide >= 1024 * min(1024, shape.d_out), "rows are not read often"
     assert next(tpu.weights_tiles(shape.rows, 4096, 128 * 37, 2, kind)).wide == 128
+    assert tpu.why_not(shape.rows, 4096, 128 * 37, 2, kind) == ""
 
 
 def test_what_does_not_fit_into_vmem_is_refused():
