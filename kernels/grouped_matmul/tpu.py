@@ -31,6 +31,7 @@ PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, beside whole lanes that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
+_MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 8 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 7 MiB on v5p
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
@@ -55,7 +56,7 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
     heights = dict.fromkeys(min(most, _up(rows, PIECES[-1])) for most in (MOST_ROWS, MOST_ROWS // 2))
     for wide in _widths(columns, CORES.get(kind, 1)):
         for height in heights:
-            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind))
+            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind, MOST_CYCLES))
             if product_bytes(tiles, itemsize) <= _vmem(kind):
                 yield tiles
 
@@ -72,8 +73,9 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
     """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
     depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
-    pairs = [(d, w) for d in sorted(depths) for w in widths]
-    fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
+    most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
+    tried = (Tiles(height, d, w, _chunk(d, height * w, kind, most)) for d in sorted(depths) for w in widths)
+    fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize) <= _vmem(kind)]
 
     def time(tiles: Tiles) -> float:
         """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
@@ -81,7 +83,11 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
-    return iter(sorted(fitting, key=time))
+    def uneven(tiles: Tiles) -> bool:
+        """Whether a part of a dot is left over, where that takes as long as a whole one."""
+        return kind in _MOST_CYCLES_OF_WEIGHTS and tiles.deep % tiles.chunk > 0
+
+    return iter(sorted(fitting, key=lambda tiles: (uneven(tiles), time(tiles))))
 
 
 def _parts(size: int) -> list[int]:
@@ -105,10 +111,10 @@ def _vmem(kind: str) -> int:
     return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
 
 
-def _chunk(size: int, products: int, kind: str) -> int:
-    """What one dot computes of `size`, each of which takes so many multiplications."""
+def _chunk(size: int, products: int, kind: str, most: int) -> int:
+    """What one dot of at most so many cycles computes of `size`, each of which takes so many multiplications."""
     side = 2 * LANES if kind in WIDE else LANES
-    parts = -(-size * products // (MOST_CYCLES * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
+    parts = -(-size * products // (most * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
     return size if parts == 1 else min(_up(-(-size // parts), side), size)
 
 

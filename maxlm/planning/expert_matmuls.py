@@ -15,7 +15,8 @@ from maxlm.planning.work import matrix_unit
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
 # Rows that a boundary between groups adds, of a product and of the weights' gradient, whose smallest pieces are 128 and 256.
 # `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
-EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 600)}
+EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 100)}
+WHOLE = {"tpu7x": (1.0, 0.65)}  # of the peak, that tiles of one group reach; of other chips all of it
 SHOWN = 0.08  # of the shorter of work and copies, what is not hidden by the longer
 
 
@@ -32,9 +33,10 @@ class GroupedMatmul:
     def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
         """On one device, groups being of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
         unit = matrix_unit(chip)
-        edge = EDGES.get(chip.name, EDGES["v5p"])[self.part == "transposed_dw"]
-        rows = self.rows + edge * (self.groups - 1)
-        work = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / chip.peak_bf16_flops_per_device
+        gradient = self.part == "transposed_dw"
+        rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
+        peak = WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
+        work = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
         idle = self._idle(chip)
         return max(idle * work, moved / hbm) + SHOWN * min(idle * work, moved / hbm)
 

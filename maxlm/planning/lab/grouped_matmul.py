@@ -26,8 +26,8 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     if implementation != "tpu":
-        weights = (shape.experts, deep, wide)
-        return [_case(shape, weights, _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind), device_kind)]
+        found = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
+        return [_case(shape, (shape.experts, deep, wide), found, device_kind)]
     choices = (
         tpu.product_tiles(rows, deep, wide, 2, device_kind),
         tpu.product_tiles(rows, wide, deep, 2, device_kind),
