@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.grouped_matmul.tpu import grouped_matmul_tpu, why_not
+from maxlm.kernels.grouped_matmul.tpu import grouped_matmul_tpu, unaligned, why_not
 from maxlm.kernels.grouped_matmul.xla import grouped_matmul_xla
 from maxlm.kernels.platform import GPUS, device, logged
 
@@ -59,8 +59,7 @@ def _problems(rows: int, deep: int, wide: int, dtype: jnp.dtype, platform: str, 
         from maxlm.kernels.grouped_matmul import gpu  # what compiles for GPUs is loaded where there is one
 
         hopper = gpu.why_not(rows, deep, wide, dtype, kind)
-    interpreted = f"the {wide} columns of a group's weights are no multiple of 128" if wide % 128 else ""
-    return {"tpu": why_not(rows, deep, wide, dtype.itemsize, kind) if platform == "tpu" else interpreted, "hopper": hopper}
+    return {"tpu": why_not(rows, deep, wide, dtype.itemsize, kind) if platform == "tpu" else unaligned(wide), "hopper": hopper}
 
 
 def _choose(platform: str, problems: Mapping[str, str]) -> str:

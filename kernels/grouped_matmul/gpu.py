@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from maxlm.kernels.grouped_matmul.gpu_product import COLUMNS, product
 from maxlm.kernels.grouped_matmul.gpu_weights import weights_gradient
-from maxlm.kernels.grouped_matmul.gradients import apart, differentiable, side_by_side
+from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.hopper import DEVICES
-
-# M rows, E experts, K and N what weights map from and to
 
 
 def why_not(rows: int, deep: int, wide: int, dtype: Any, kind: str) -> str:
@@ -25,12 +22,4 @@ def why_not(rows: int, deep: int, wide: int, dtype: Any, kind: str) -> str:
     return ""
 
 
-def _product(x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, **options: Any) -> jax.Array:
-    return product(x, apart(w_KG, len(group_sizes_E)), group_sizes_E, **options)
-
-
-def _weights_gradient(x_MK: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array, **options: Any) -> jax.Array:
-    return side_by_side(weights_gradient(x_MK, dout_MN, group_sizes_E, **options))
-
-
-grouped_matmul_hopper = differentiable(_product, _weights_gradient)
+grouped_matmul_hopper = differentiable(product, weights_gradient)

@@ -30,7 +30,8 @@ from maxlm.kernels.hopper import (
     swizzled,
 )
 
-# M rows, E experts, K and N what weights map from and to. A product contracts C of its rows to D: K to N, or transposed N to K.
+# M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
+# K to N, or transposed N to K.
 
 FORWARD, BY_ROWS = "grouped_matmul_hopper_forward", "grouped_matmul_hopper_dx"  # what the kernels are called in the compiled program
 COLUMNS = (256, 192, 128)  # of a tile of the results, the first that divides them
@@ -39,7 +40,7 @@ BAND = 8  # tiles of columns that are worked on at a time: with 16 visits they f
 
 def product(
     x_MC: Float[Array, "M C"],
-    w_EKN: Float[Array, "E K N"],
+    w_KG: Float[Array, "K G"],
     group_sizes_E: Int[Array, " E"],
     *,
     transposed: bool = False,
@@ -50,7 +51,8 @@ def product(
 
     `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
     """
-    (rows, contracted), wide, dtype = x_MC.shape, w_EKN.shape[1 if transposed else 2], x_MC.dtype
+    (rows, contracted), dtype = x_MC.shape, x_MC.dtype
+    wide = w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
     columns = next(size for size in COLUMNS if wide % size == 0)
     visits, across = of_rows(group_sizes_E, rows, ROWS), wide // columns
     most = len(visits.ranks_V) * across
@@ -76,10 +78,10 @@ def product(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * contracted * wide,
             transcendentals=0,
-            bytes_accessed=dtype.itemsize * (x_MC.size + w_EKN.size + rows * wide),
+            bytes_accessed=dtype.itemsize * (x_MC.size + w_KG.size + rows * wide),
         ),
         name=name,
-    )(visits.total[None], *visits.scalars, x_MC, w_EKN)
+    )(visits.total[None], *visits.scalars, x_MC, w_KG)
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,15 @@ class _Block(Block):
     def _has_weights(self, v: Index) -> Index:
         return self.refs.ranks[v] < self.refs.weights[0]
 
-    def _columns(self, j: Index) -> Any:
-        return pl.ds(j * self.shape.columns, self.shape.columns)
+    def _weights(self, group: Index, j: Index, k: Index) -> Ref:
+        """What step k of the contraction needs of a group's columns of weights for tile j of columns."""
+        shape = self.shape
+        if shape.transposed:
+            return self.refs.w.at[pl.ds(j * shape.columns, shape.columns), pl.ds((group * shape.deep + k) * DEPTH, DEPTH)]
+        return self.refs.w.at[pl.ds(k * DEPTH, DEPTH), pl.ds((group * shape.across + j) * shape.columns, shape.columns)]
 
     def fetch(self, v: Index, j: Index, first: Index) -> None:
-        refs, columns = self.refs, self._columns(j)
+        refs = self.refs
 
         @pl.when(self._has_weights(v))
         def _() -> None:
@@ -145,10 +151,9 @@ class _Block(Block):
 
             @pl.loop(0, self.shape.deep)
             def _(k: Index) -> None:
-                slot, along = self.take(first + k), pl.ds(k * DEPTH, DEPTH)
-                weights_ref = refs.w.at[group, columns, along] if self.shape.transposed else refs.w.at[group, along, columns]
-                plgpu.copy_gmem_to_smem(refs.x.at[rows, along], refs.x_tile.at[slot], refs.full.at[slot])
-                plgpu.copy_gmem_to_smem(weights_ref, refs.w_tile.at[slot], refs.full.at[slot])
+                slot = self.take(first + k)
+                plgpu.copy_gmem_to_smem(refs.x.at[rows, pl.ds(k * DEPTH, DEPTH)], refs.x_tile.at[slot], refs.full.at[slot])
+                plgpu.copy_gmem_to_smem(self._weights(group, j, k), refs.w_tile.at[slot], refs.full.at[slot])
 
     def compute(self, mine: Index, v: Index, j: Index, first: Index) -> None:
         refs, shape, dtype = self.refs, self.shape, self.refs.x.dtype

@@ -30,7 +30,7 @@ from maxlm.kernels.hopper import (
     swizzled,
 )
 
-# M rows, E experts, K and N what weights map from and to
+# M rows, E experts, K and N what weights map from and to, G = E N
 
 COLUMNS = (256, 128)  # of a tile of the results, the first that divides them; half of them are pieces
 WEIGHTS = "grouped_matmul_hopper_dw"  # what the kernel is called in the compiled program
@@ -43,7 +43,7 @@ def weights_gradient(
     *,
     device_kind: str,
     interpret: bool = False,
-) -> Float[Array, "E K N"]:
+) -> Float[Array, "K G"]:
     """x^T dout of every group, summed in float32; 0 of an empty one. What `gpu.why_not` allows.
 
     `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
@@ -67,7 +67,7 @@ def weights_gradient(
 
     return pl.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((experts, deep, wide), dtype),
+        out_type=jax.ShapeDtypeStruct((deep, experts * wide), dtype),
         mesh=plgpu.Mesh(grid=(shape.blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup", kernel_name=WEIGHTS),
         compiler_params=COMPILER_PARAMS,
         cost_estimate=pl.CostEstimate(
@@ -171,8 +171,8 @@ class _Block(Block):
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the last but one has left
                 leaving_ref[...] = value[:, at : at + PIECE].astype(refs.dw.dtype)
                 plgpu.commit_smem()
-                here = refs.dw.at[group, pl.ds(column + mine * SHARE, SHARE), pl.ds(j * shape.columns + at, PIECE)]
-                plgpu.copy_smem_to_gmem(leaving_ref, here)
+                across = (group * shape.tiles[1] + j) * shape.columns + at
+                plgpu.copy_smem_to_gmem(leaving_ref, refs.dw.at[pl.ds(column + mine * SHARE, SHARE), pl.ds(across, PIECE)])
 
         pl.when(deep > 0)(lambda: store(self.sums(first, products, deep, prepare)[0]))
 

@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# M rows, E experts, K and N what weights map from and to
+# M rows, E experts, K and N what weights map from and to, G = E N
 
 
 def grouped_matmul_reference(
-    x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], group_sizes_E: Int[Array, " E"]
+    x: Float[Array, "M K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
 ) -> Float[Array, "M N"]:
-    """Row m of group e times w[e], summed in float32; 0 beyond all groups."""
-    row_M, out_MN, start = jnp.arange(len(x_MK)), jnp.zeros((len(x_MK), w_EKN.shape[2]), x_MK.dtype), jnp.int32(0)
-    for w_KN, size in zip(w_EKN, group_sizes_E, strict=True):
-        mine_M1 = ((start <= row_M) & (row_M < start + size))[:, None]
+    """Row m of group e times w[e], the columns of `w_KG` from e N on, or times its transpose, summed in float32; 0 beyond all groups."""
+    row_M, out, start = jnp.arange(len(x)), jnp.zeros((), x.dtype), jnp.int32(0)
+    for w_KN, size in zip(jnp.split(w_KG, len(group_sizes_E), axis=1), group_sizes_E, strict=True):
+        mine_M1, w = ((start <= row_M) & (row_M < start + size))[:, None], w_KN.T if transposed else w_KN
         # A row that is not the group's is 0 before the matmul as well: its NaN would reach the gradient of the weights.
-        product_MN = jnp.matmul(jnp.where(mine_M1, x_MK, 0), w_KN, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        out_MN = jnp.where(mine_M1, product_MN.astype(out_MN.dtype), out_MN)
+        product = jnp.matmul(jnp.where(mine_M1, x, 0), w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        out = jnp.where(mine_M1, product.astype(x.dtype), out)
         start += size
-    return out_MN
+    return out

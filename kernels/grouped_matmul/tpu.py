@@ -29,8 +29,9 @@ FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
-SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # of a tile of the weights' gradient, rows and columns
+SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, beside whole lanes that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
+_MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 8 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 7 MiB on v5p
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
@@ -55,26 +56,26 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
     heights = dict.fromkeys(min(most, _up(rows, PIECES[-1])) for most in (MOST_ROWS, MOST_ROWS // 2))
     for wide in _widths(columns, CORES.get(kind, 1)):
         for height in heights:
-            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind))
+            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind, MOST_CYCLES))
             if product_bytes(tiles, itemsize) <= _vmem(kind):
                 yield tiles
 
 
 def _widths(columns: int, cores: int) -> Iterator[int]:
-    """Tiles that divide the columns, the widest first, as many for each core."""
-    if columns % LANES or (columns <= MOST_COLUMNS and columns % (cores * LANES)):
+    """Tiles that divide the columns, the widest first: those that are as many for each core, and then those of one core."""
+    if columns % LANES:  # of a product by transposes: rows of the weights
         yield columns
-    for wide in range(MOST_COLUMNS, 0, -LANES):
-        if columns % (cores * wide) == 0:
-            yield wide
+    for shared in dict.fromkeys((cores, 1)):
+        yield from (wide for wide in range(MOST_COLUMNS, 0, -LANES) if columns % (shared * wide) == 0)
 
 
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:
     """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
-    widths = [size for size in range(LANES, min(wide, SIZES[-1]) + 1, LANES) if wide % size == 0 and size >= min(wide, SIZES[0])]
-    pairs = [(d, w) for d in sorted({min(deep, size) for size in SIZES}) for w in widths]
-    fitting = [tiles for d, w in pairs if weights_bytes(tiles := Tiles(height, d, w, _chunk(d, height * w, kind)), itemsize) <= _vmem(kind)]
+    depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
+    most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
+    tried = (Tiles(height, d, w, _chunk(d, height * w, kind, most)) for d in sorted(depths) for w in widths)
+    fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize) <= _vmem(kind)]
 
     def time(tiles: Tiles) -> float:
         """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
@@ -82,7 +83,16 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
-    return iter(sorted(fitting, key=time))
+    def uneven(tiles: Tiles) -> bool:
+        """Whether a part of a dot is left over, where that takes as long as a whole one."""
+        return kind in _MOST_CYCLES_OF_WEIGHTS and tiles.deep % tiles.chunk > 0
+
+    return iter(sorted(fitting, key=lambda tiles: (uneven(tiles), time(tiles))))
+
+
+def _parts(size: int) -> list[int]:
+    """Whole lanes that divide it, no more than the greatest of `SIZES`."""
+    return [part for part in range(LANES, min(size, SIZES[-1]) + 1, LANES) if size % part == 0]
 
 
 def product_bytes(tiles: Tiles, itemsize: int) -> int:
@@ -93,7 +103,7 @@ def product_bytes(tiles: Tiles, itemsize: int) -> int:
 
 def weights_bytes(tiles: Tiles, itemsize: int) -> int:
     """VMEM of the weights' gradient: everything twice, the sum in float32, and the result of a dot."""
-    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
+    rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), tiles.wide
     return 2 * itemsize * (rows * deep + rows * wide + deep * wide) + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
 
 
@@ -101,10 +111,10 @@ def _vmem(kind: str) -> int:
     return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
 
 
-def _chunk(size: int, products: int, kind: str) -> int:
-    """What one dot computes of `size`, each of which takes so many multiplications."""
+def _chunk(size: int, products: int, kind: str, most: int) -> int:
+    """What one dot of at most so many cycles computes of `size`, each of which takes so many multiplications."""
     side = 2 * LANES if kind in WIDE else LANES
-    parts = -(-size * products // (MOST_CYCLES * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
+    parts = -(-size * products // (most * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
     return size if parts == 1 else min(_up(-(-size // parts), side), size)
 
 
@@ -114,14 +124,19 @@ def _up(number: int, multiple: int) -> int:
 
 def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
     """Why the kernels cannot run this on a device; empty when they can."""
-    if wide % LANES:
-        return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side"
+    if problem := unaligned(wide):
+        return problem
     if kind not in VMEM_BYTES:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
     if None in (next(tiles, None) for tiles in (*products, weights_tiles(rows, deep, wide, itemsize, kind))):
         return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
     return ""
+
+
+def unaligned(wide: int) -> str:
+    """Why the kernels cannot run this anywhere, interpreted or not; empty when they can."""
+    return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side" if wide % LANES else ""
 
 
 def product(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import is_tpu
+from maxlm.planning import expert_matmuls
 from maxlm.planning.collectives import AxisLinks, Network
 from maxlm.planning.hlo import Computation, Module, Op
 from maxlm.planning.moved import MOVES, moved_bytes
@@ -36,7 +37,7 @@ OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.47
 # Our matmuls of a gated feed-forward layer: `maxlm kernels report --operation gated_mlp` finds 0.98 and 0.87 on v6e with its waits for HBM.
 # It finds 0.94 of XLA's own, which XLA says reach 0.86, so ours are charged a tenth more.
 GATED_SHARES = (0.89, 0.79)
-GROUPED_SHARE = 0.70  # grouped matmuls reload weights where groups meet within a tile
+GROUPED_SHARE = 0.70  # of grouped matmuls that are not ours: they reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # what XLA's own large matmuls reach
 OTHER_SHARE = 0.45
 HBM_SHARE = 0.9  # of the stated bandwidth, that long copies reach
@@ -147,7 +148,7 @@ class _Pricing:
     """Seconds of an operation that computes, on a TPU."""
 
     def __init__(self, module: Module, chip: Chip) -> None:
-        self.module = module
+        self.module, self.chip = module, chip
         self.clock_hz = CLOCK_HZ[chip.name]
         self.peak, self.tile = chip.peak_bf16_flops_per_device, matrix_unit(chip)
         self.attention_shares, self.our_shares = ATTENTION_SHARES[chip.name], OUR_ATTENTION_SHARES.get(chip.name)
@@ -186,7 +187,9 @@ class _Pricing:
 
     def _kernel(self, op: Op, computation: Computation) -> float:
         name = op.name.split(".")[0]
-        flops = self.flops(op, computation)
+        flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
+        if grouped := expert_matmuls.read(op, computation):
+            return grouped.seconds(self.chip, moved, self.hbm)
         if op.stated is None:
             (self.assumed if flops else self.uncharged).add(name)
         share = OTHER_SHARE
@@ -199,7 +202,7 @@ class _Pricing:
             share = GROUPED_SHARE
         elif _MATMUL.search(name):
             share = MATMUL_SHARE
-        return max(flops / (share * self.peak), (op.stated.bytes_accessed if op.stated else 0) / self.hbm)
+        return max(flops / (share * self.peak), moved / self.hbm)
 
 
 def _is_attention(op: Op) -> bool:

@@ -19,29 +19,32 @@ pytestmark = pytest.mark.skipif(
 ROWS = 4096
 
 
-def operands(deep, wide, experts):
-    keys, shapes = jax.random.split(jax.random.key(0), 3), ((ROWS, deep), (experts, deep, wide), (ROWS, wide))
+def operands(deep, wide, experts, *, transposed=False):
+    """x, w side by side, and the gradient of the result."""
+    into, out = (wide, deep) if transposed else (deep, wide)
+    keys, shapes = jax.random.split(jax.random.key(0), 3), ((ROWS, into), (deep, experts * wide), (ROWS, out))
     return [jax.random.normal(key, shape).astype(jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def everything(run, x, w, dout, sizes):
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def everything(run, x, w, dout, sizes, transposed):
     """(out, dx, dw); sizes are not known when it is compiled."""
-    out, transposed = jax.vjp(lambda x, w: run(x, w, sizes), x, w)
-    return out, *transposed(dout)
+    out, pullback = jax.vjp(lambda x, w: run(x, w, sizes, transposed=transposed), x, w)
+    return out, *pullback(dout)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (384, 768), (1024, 512)])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("seed", range(8))
-def test_equals_the_definition(shape, seed):
+def test_equals_the_definition(shape, seed, transposed):
     """Groups of any size, rows beyond all of them that hold NaN. Off by no more than the rounding of the result."""
     experts = 16
     shares = np.random.default_rng(seed).dirichlet(np.full(experts + 1, 0.3))
     sizes = np.random.default_rng(seed).multinomial(ROWS, shares)[:experts].astype(np.int32)
     used = sizes.sum()
-    x, w, dout = operands(*shape, experts)
-    ours = everything(grouped_matmul, x.at[used:].set(jnp.nan), w, dout.at[used:].set(jnp.nan), sizes)
-    exact = everything(grouped_matmul_reference, *(a.astype(jnp.float32) for a in (x, w, dout)), sizes)
+    x, w, dout = operands(*shape, experts, transposed=transposed)
+    ours = everything(grouped_matmul, x.at[used:].set(jnp.nan), w, dout.at[used:].set(jnp.nan), sizes, transposed)
+    exact = everything(grouped_matmul_reference, *(a.astype(jnp.float32) for a in (x, w, dout)), sizes, transposed)
     for mine, truth in zip(ours, exact, strict=True):
         mine, truth = np.asarray(mine, np.float32), np.asarray(truth, np.float32)
         np.testing.assert_allclose(mine, truth, rtol=2**-7, atol=1e-3 * np.abs(truth).max())

@@ -147,8 +147,8 @@ def test_the_matmul_that_xla_is_compared_with_is_one(turned, most, monkeypatch, 
 
 def test_the_grouped_matmul_reads_every_weight_once(tmp_path):
     """Rows and result too, where a tile holds all columns; its matrix unit multiplies no more than it must where groups fill tiles."""
-    kernels = of_the_lab("qwen3-down", tmp_path, "grouped_matmul", "tpu", "v6e:1x1")
-    rows, weights = 65536 * (768 + 2048) * 2, 128 * 768 * 2048 * 2
+    kernels = of_the_lab("qwen3-up", tmp_path, "grouped_matmul", "tpu", "v6e:1x1")
+    rows, weights = 65536 * (2048 + 768) * 2, 128 * 2048 * 768 * 2
     for kernel in kernels.values():
         assert kernel["moved"] == rows + weights
         assert kernel["matrix"] < 1.01 * kernel["flops"] / (4 * 256**2 * 2)

@@ -24,9 +24,10 @@ _MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gm
 
 def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, tried: bool) -> Sequence[Case]:
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
-    if implementation != "tpu":
-        return [_case(shape, _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind), device_kind)]
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    if implementation != "tpu":
+        found = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
+        return [_case(shape, (shape.experts, deep, wide), found, device_kind)]
     choices = (
         tpu.product_tiles(rows, deep, wide, 2, device_kind),
         tpu.product_tiles(rows, wide, deep, 2, device_kind),
@@ -36,14 +37,15 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
     rounds = range(max(map(len, best)))  # of the shorter lists the last again
     sizes_E = jnp.asarray(shape.group_sizes())
     tried_at = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
-    return [_case(shape, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tried_at]
+    weights = (deep, shape.experts * wide)  # side by side
+    return [_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tried_at]
 
 
-def _case(shape: GroupedShape, implementation: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
+def _case(shape: GroupedShape, weights: tuple[int, ...], implementation: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     (run, parts), sizes_E = implementation, shape.group_sizes()
     kernels = [Kernel(part, name, own, 2.0 * rows * deep * wide, blocks) for part, (name, own, blocks) in parts.items()]
-    operands = [((rows, deep), "bfloat16"), ((shape.experts, deep, wide), "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
+    operands = [((rows, deep), "bfloat16"), (weights, "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
     # Megablox asks for no VMEM of its own: it takes what the compiler gives a kernel, by default too little for wide tiles.
     options = {"xla_tpu_scoped_vmem_limit_kib": str(VMEM_BYTES[device_kind] >> 10)}
 
@@ -56,10 +58,10 @@ def _case(shape: GroupedShape, implementation: tuple[Callable[..., Any], Parts],
 def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[tpu.Tiles], kind: str) -> tuple[Callable[..., Any], Parts]:
     rows = shape.rows
 
-    def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> tuple[jax.Array, ...]:
+    def run(x_MK: jax.Array, w_KG: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> tuple[jax.Array, ...]:
         return (
-            tpu.product(x_MK, w_EKN, group_sizes_E, device_kind=kind, tiles=tiles[0]),
-            tpu.product(dout_MN, w_EKN, group_sizes_E, transposed=True, device_kind=kind, tiles=tiles[1]),
+            tpu.product(x_MK, w_KG, group_sizes_E, device_kind=kind, tiles=tiles[0]),
+            tpu.product(dout_MN, w_KG, group_sizes_E, transposed=True, device_kind=kind, tiles=tiles[1]),
             tpu.weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=kind, tiles=tiles[2]),
         )
 
@@ -129,9 +131,9 @@ def _share(wide: int, kind: str) -> int:
 def gpu_grouped_matmul_case(shape: GroupedShape) -> tuple[Callable[..., Any], list[Any]]:
     """The product and its gradients on a GPU, and their arguments' shapes."""
 
-    def everything(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, dout_MN: jax.Array) -> tuple[jax.Array, ...]:
-        out_MN, transposed = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E), x_MK, w_EKN)
-        return out_MN, *transposed(dout_MN)
+    def everything(x_MK: jax.Array, w_KG: jax.Array, sizes_E: jax.Array, dout_MN: jax.Array) -> tuple[jax.Array, ...]:
+        out_MN, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E), x_MK, w_KG)
+        return out_MN, *pullback(dout_MN)
 
-    sizes = [((shape.rows, shape.d_in), "bfloat16"), ((shape.experts, shape.d_in, shape.d_out), "bfloat16"), ((shape.experts,), "int32")]
+    sizes = [((shape.rows, shape.d_in), "bfloat16"), ((shape.d_in, shape.experts * shape.d_out), "bfloat16"), ((shape.experts,), "int32")]
     return everything, [jax.ShapeDtypeStruct(*size) for size in [*sizes, ((shape.rows, shape.d_out), "bfloat16")]]

@@ -100,13 +100,13 @@ def grouped_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
         if tiny:
             shape = replace(shape, experts=4, d_in=128, d_out=128, rows=256)
         sizes_E = jnp.asarray(shape.group_sizes())
-        x_MK, w_EKN = normal((shape.rows, shape.d_in), (shape.experts, shape.d_in, shape.d_out))
+        x_MK, w_KG = normal((shape.rows, shape.d_in), (shape.d_in, shape.experts * shape.d_out))
         candidates: dict[str, Callable[..., jax.Array]] = {
             "ours": lambda x, w, sizes_E=sizes_E: grouped_matmul(x, w, sizes_E),
             "xla": lambda x, w, sizes_E=sizes_E: grouped_matmul(x, w, sizes_E, implementation="xla"),
-            "dense": lambda x, w: x @ w[0],
+            "dense": lambda x, w, wide=shape.d_out: x @ w[:, :wide],
         }
-        yield Race("grouped_matmul", shape.name, candidates, (x_MK, w_EKN), 6.0 * shape.rows * shape.d_in * shape.d_out, 2)
+        yield Race("grouped_matmul", shape.name, candidates, (x_MK, w_KG), 6.0 * shape.rows * shape.d_in * shape.d_out, 2)
 
 
 def cross_entropy_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
