@@ -57,7 +57,7 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     if found[1] == "transposed_dw":
         return GroupedMatmul(rows, left, right[1], result[1] // right[1], found[1])
     deep, wide = (left, result[1]) if found[1] == "forward" else (result[1], left)
-    return GroupedMatmul(rows, deep, wide, right[1] // wide, found[1])
+    return GroupedMatmul(rows, deep, wide, right[-1] // wide, found[1])
 
 
 def _up(number: int, multiple: int) -> int:
