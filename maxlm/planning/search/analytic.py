@@ -87,7 +87,7 @@ class Analytic:
         looped = [attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
         self.attention_flops = attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
-        self.rows = {expert: rows_of(config.model, expert) for expert in divisors(experts)}
+        self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
         self.attention_work = attention_work(config.model, config.data.seq_len, chip)
 
     @cached_property

@@ -13,7 +13,7 @@ from maxlm.models import parameter_axes
 from maxlm.models.flops import attended_pairs
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.parallel import RULES
-from maxlm.parallel.experts import SLACK
+from maxlm.parallel.experts import rows_of_round
 
 ROUTER, JOIN = "router", "join"  # matmuls whose result no remat policy knows: of routers, and of what predicts further ahead
 
@@ -141,13 +141,13 @@ def widths(model: ModelConfig, *, experts: bool = False) -> Mapping[str, int]:
     return {**between, "query": heads, "key": groups, "value": values, "attention": attention, "gate": gate, "up": hidden}
 
 
-def rows_of(model: ModelConfig, expert: int) -> float:
-    """Rows that the experts of a device are given, for every token that it has, in a round (see `parallel.experts`); 0 without experts."""
+def rows_of(model: ModelConfig, expert: int, tokens: int) -> int:
+    """Rows that the experts of a device are given in a round, where `expert` devices have so many tokens each; 0 without experts."""
     moe = model.moe
     if moe is None:
         return 0
     choices = moe.n_experts if moe.router.choice == "expert" else moe.top_k
-    return choices if expert == 1 else min(expert * min(choices, moe.n_experts // expert), SLACK * choices)
+    return rows_of_round(tokens, choices, moe.n_experts, expert)
 
 
 def attention_flops(model: ModelConfig, seq_len: int, depths: range | None = None) -> float:
