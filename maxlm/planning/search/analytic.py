@@ -76,6 +76,9 @@ class Analytic:
         self.config, self.topology = config, topology
         self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
         self._speech = lru_cache(maxsize=None)(self._speech_s)
+        self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
+        self._inside = lru_cache(maxsize=None)(self._inside_bytes)
         self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
         chip = topology.chip
         passes = PASSES[config.precision.matmul] if self.number == 4 else 1
@@ -100,7 +103,7 @@ class Analytic:
         sizes = layout.sizes
         tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
         compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
-        state = self._state_bytes(layout.mesh) + 20 * tokens // sizes["context"]
+        state = self._shares(layout.mesh)[0] + 20 * tokens // sizes["context"]
         least_bytes = self._least_bytes(layout, tokens)
         return Estimate(
             *compute,
@@ -144,14 +147,17 @@ class Analytic:
         return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
 
     def _matmul_s(self, layout: Layout, tokens: int) -> float:
-        model, sizes = self.config.model, layout.sizes
+        model, tensor = self.config.model, layout.sizes["tensor"]
         rows, parts = tokens // layout.microbatches, layout.microbatches
-        blocks = 0.0
-        for kind in self.layers:
-            for matmul in kind.matmuls:
-                blocks += len(kind.depths) * (3 + self.again(layout, matmul)) * self._in_layer_s(rows, matmul, sizes)
-        vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // sizes["tensor"])
+        blocks = sum((3 + self.again(layout, matmul)) * seconds for matmul, seconds in self._layers_s(layout.mesh, rows))
+        vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
         return parts * (blocks + self.heads * vocab)
+
+    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float], ...]:
+        """Every matmul of a layer, and its seconds in all layers that are alike."""
+        sizes = dict(mesh)
+        kinds = ((kind, matmul) for kind in self.layers for matmul in kind.matmuls)
+        return tuple((matmul, len(kind.depths) * self._in_layer_s(rows, matmul, sizes)) for kind, matmul in kinds)
 
     def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int]) -> float:
         tensor = sizes["tensor"]
@@ -192,7 +198,7 @@ class Analytic:
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
         moved += self.heads * tokens * model.vocab_size / tensor * LOGIT_BYTES
         moved += layout.microbatches / tensor * model.vocab_size * model.d_model * TABLE_BYTES
-        moved += STATE_BYTES * self._numbers(layout.mesh)
+        moved += STATE_BYTES * self._shares(layout.mesh)[1]
         return moved / self.hbm
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
@@ -241,14 +247,11 @@ class Analytic:
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
         return self._held_bytes(layout.offload, layout, tokens)
 
-    def _state_bytes(self, mesh: tuple[tuple[str, int], ...]) -> int:
-        sizes = dict(mesh)
-        return 4 * sum((1 + leaf.moments) * leaf.on_device(sizes) for leaf in self.held)
-
-    def _numbers(self, mesh: tuple[tuple[str, int], ...]) -> int:
-        """Parameters of one device."""
-        sizes = dict(mesh)
-        return sum(leaf.on_device(sizes) for leaf in self.held)
+    def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
+        """Of one device: bytes of parameters and optimizer, parameters, and those of them in matrices."""
+        shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.held]
+        state = 4 * sum((1 + leaf.moments) * numbers for leaf, numbers in shares)
+        return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[Layers] | None = None) -> int:
         """Of the tensors with these names, in layers of these kinds, by default all of them."""
@@ -270,25 +273,27 @@ class Analytic:
     def _temporaries(self, layout: Layout, tokens: int) -> int:
         model, sizes, number = self.config.model, layout.sizes, self.number
         rows = tokens // layout.microbatches
-        numbers = self._numbers(layout.mesh)
+        numbers = self._shares(layout.mesh)[1]
         stack = self._stack_bytes(layout, rows)
         vocab = model.vocab_size // sizes["tensor"]
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
-        backward = max(self._inside_bytes(kind, sizes, rows) for kind in self.layers) + 4 * numbers
+        backward = self._inside(layout.mesh, rows) + 4 * numbers
         gradients = 4 * numbers if layout.microbatches > 1 else 0
         return int(stack + max(loss, backward) + gradients + number * numbers)
 
-    def _inside_bytes(self, kind: Layers, sizes: Mapping[str, int], rows: int) -> int:
+    def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
         """What a layer needs while its backward pass runs: weights are there for two layers, those of experts one matrix at a time."""
-        number, model = self.number, self.config.model
-        inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
-        inside += 2 * number * sum(matmul.gathered(sizes) for matmul in kind.matmuls if not matmul.experts)
-        if not kind.experts:
-            return inside
-        routed = int(rows * self.rows[sizes["expert"]])
-        inside += number * routed * (3 * kind.inside // sizes["tensor"] + 3 * model.d_model)
-        inside += number * sum(matmul.gathered(sizes) for matmul in kind.matmuls if matmul.experts)
-        return inside + (4 * number * rows * sizes["expert"] * model.d_model if sizes["expert"] > 1 else 0)  # tokens of all, and sums
+        sizes, number, model = dict(mesh), self.number, self.config.model
+        routed, most = int(rows * self.rows[sizes["expert"]]), 0
+        for kind in self.layers:
+            inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
+            inside += number * sum((1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+            if kind.experts:
+                inside += 3 * number * routed * (kind.inside // sizes["tensor"] + model.d_model)
+            if kind.experts and sizes["expert"] > 1:  # tokens of all, and sums
+                inside += 4 * number * rows * sizes["expert"] * model.d_model
+            most = max(most, inside)
+        return most
 
     # Bounds
 
@@ -302,9 +307,9 @@ class Analytic:
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
         stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
-        numbers = sum(leaf.on_device(layout.sizes) for leaf in self.held if leaf.matrix)
+        state, _, numbers = self._shares(layout.mesh)
         beside = 4 * numbers + stack if layout.microbatches > 1 else max(self.number * numbers, stack)
-        return self._state_bytes(layout.mesh) + max(0, beside - MOST_VMEM)
+        return state + max(0, beside - MOST_VMEM)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""
