@@ -1,6 +1,7 @@
 """The fast model behind `maxlm plan`: which layouts there are, what is exact about them, and which way its predictions go."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -247,7 +248,7 @@ def test_the_state_of_experts_is_exact(mesh):
 def test_bounds_are_below_predictions_with_experts(router):
     config = tiny_config(model={**MIXTURE, "moe": {**EXPERTS, "router": router}}, precision={"compute": "bfloat16"})
     model = analytic(config)
-    for one in layouts(config, 8):
+    for one in itertools.islice(layouts(config, 8), 0, None, 7):
         said = model.estimate(one)
         assert said.least_s < sum(said.parts)
         assert said.least_bytes <= said.state + said.temporaries

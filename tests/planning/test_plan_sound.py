@@ -82,6 +82,7 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     assert len(everything) == search.counted == len(search.open) + len(search.found) + len(search.too_slow) + len(search.too_large)
 
 
+@pytest.mark.soak
 @few_and_all
 def test_the_bounds_of_experts_are_true(few, tmp_path):
     config = read(EXPERTS, tmp_path)
