@@ -95,19 +95,21 @@ def _at_home(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array,
 def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
     """Tokens of all devices along the axis come here, to those experts that are."""
     size = jax.lax.axis_size(AXIS)
-    own = n_experts // size
-    even = x_TD.shape[0] * experts_TK.shape[1]
+    tokens, choices = experts_TK.shape
+    own, rows = n_experts // size, rows_of_round(tokens, choices, n_experts, size)
     x_TD, experts_TK, weights_TK = (gather(x, AXIS, 0) for x in (x_TD, experts_TK, weights_TK))
     mine_TK = experts_TK - jax.lax.axis_index(AXIS) * own
     mine_TK = jnp.where((mine_TK >= 0) & (mine_TK < own), mine_TK, own)
-    most = x_TD.shape[0] * min(experts_TK.shape[1], own)
-    rows = min(most, _up(math.ceil(SLACK * even), 128))
     y_TD = _in_rounds(compute, rows, weights, x_TD, weights_TK, mine_TK, own)
     return scatter_sum(y_TD, AXIS, 0)
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def rows_of_round(tokens: int, choices: int, n_experts: int, size: int) -> int:
+    """Rows that a device computes at a time, where the axis has `size` of them and each has so many tokens."""
+    if size == 1:
+        return tokens * choices
+    most = tokens * size * min(choices, n_experts // size)
+    return min(most, -(-math.ceil(SLACK * tokens * choices) // 128) * 128)
 
 
 # One device: rows in order of their expert.

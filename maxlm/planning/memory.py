@@ -13,7 +13,7 @@ from maxlm.planning.liveness import Buffer, at_peak
 if TYPE_CHECKING:
     from maxlm.training.program import Program
 
-KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD = (
+KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING = (
     "kept for backward: ",
     "gradients",
     "weights as matmuls read them",
@@ -21,8 +21,10 @@ KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD = (
     "logits and loss",
     "attention",
     "feed-forward",
+    "routing",
 )
-_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD)  # the surest first
+LANES = 128  # of a TPU
+_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the surest first
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,34 @@ class _Names:
         import jax
 
         from maxlm.models.parameters import STACKED, parameter_axes
+        from maxlm.planning.search.shapes import rows_of
 
         config, mesh = program.config, program.mesh.shape
-        leaves = jax.tree.leaves(program.abstract_state.params)
         axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
-        stacked = [sum(name in STACKED for name in names) for names in axes]
-        self.shards = {_core(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
+        self.shards: set[tuple[int, ...]] = set()
+        self.gathered: set[tuple[int, ...]] = set()
+        for leaf, names in zip(jax.tree.leaves(program.abstract_state.params), axes, strict=True):
+            if math.prod(leaf.shape) <= 2**16:
+                continue
+            stacked = sum(name in STACKED for name in names)
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            self.shards |= _forms(shard, names)
+            if "expert" in names:  # gathered, the shards not yet put together
+                self.gathered |= {_core((mesh["fsdp"], *form)) for form in _forms(shard[stacked:], names)}
+            whole = _without(leaf, {"fsdp"} if "expert" in names else {"fsdp", "expert"})
+            for n in range(stacked + 1):
+                if n == 0 or len(leaf.shape) > n + 1:
+                    self.gathered |= _forms(whole[n:], names)
         self.stacks = _stacks(config.model)
-        tensor = mesh["tensor"]
+        tensor, expert = mesh["tensor"], mesh["expert"]
         self.vocab = config.model.vocab_size // tensor
-        self.d_ff = config.model.d_ff // tensor
-        self.rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
-        self.kept = kept_sizes(config, self.rows * (config.data.seq_len // mesh["context"]), tensor)
-        unsharded = {"fsdp"}
-        self.gathered = {_core(_without(leaf, unsharded)) for leaf in leaves if math.prod(leaf.shape) > 2**16}
-        each = ((leaf, n) for leaf, dims in zip(leaves, stacked, strict=True) for n in range(1, dims + 1) if len(leaf.shape) > n + 1)
-        self.gathered |= {_core(_without(leaf, unsharded)[n:]) for leaf, n in each}
+        self.hidden = _hidden(config.model, tensor)
+        rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
+        tokens = rows * (config.data.seq_len // mesh["context"])
+        self.kept = kept_sizes(config, tokens, tensor, expert)
+        routed = rows_of(config.model, expert, tokens)
+        self.rows = {count * config.model.d_model for count in (routed, tokens * expert if expert > 1 else 0) if count}
+        self.routed = {routed, tokens * config.model.moe.n_experts} if config.model.moe is not None else set()
 
     def of(self, buffer: Buffer) -> str:
         """The name of the part that `buffer` belongs to; empty when nothing is known."""
@@ -119,7 +133,9 @@ class _Names:
             return GRADIENTS if backward else GATHERED
         if any(mark in where for mark in ("attention_forward", "attention_backward", "splash", "BGRST", "BSGRK")):
             return ATTENTION
-        return FEED_FORWARD if self.d_ff in dims else ""
+        if not self.hidden.isdisjoint(dims) or math.prod(dims) in self.rows:
+            return FEED_FORWARD
+        return ROUTING if math.prod(dims) in self.routed else ""
 
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
@@ -127,32 +143,48 @@ def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     from maxlm.models.parameters import abstract_decoder
 
     decoder = abstract_decoder(model)
-    stacks = {block.stacked[i:] for block in (*decoder.layers, *decoder.tail) for i in (0, 1)}
+    stacks = {block.stacked[i:] for block in (*decoder.head, *decoder.layers, *decoder.tail) for i in (0, 1)}
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 
-def kept_sizes(config: Config, tokens: int, tensor: int) -> dict[int, tuple[str, ...]]:
+def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
     """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
-    model, remat = config.model, config.memory.remat
-    heads, groups = model.n_heads * model.head_dim // tensor, model.n_kv_heads * model.head_dim // tensor
-    between = model.d_model // tensor  # the sequence is split over `tensor` there
-    widths = {
-        "layer_input": between,
-        "query": heads,
-        "key": groups,
-        "value": groups,
-        "attention": heads,
-        "attention_out": between,
-        "gate": model.d_ff // tensor,
-        "up": model.d_ff // tensor,
-        "mlp_out": between,
-    }
-    names = list(widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
+    from maxlm.planning.search.shapes import layers, rows_of
+
+    remat, rows = config.memory.remat, rows_of(config.model, expert, tokens)
     sizes: dict[int, tuple[str, ...]] = {}
-    for name in dict.fromkeys(names):
-        size = tokens * widths[name]
-        sizes[size] = (*sizes.get(size, ()), name)
+    for kind in layers(config.model):
+        names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
+        for name in dict.fromkeys(names):
+            found = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
+            if name in ("gate", "up") and remat != "dots":
+                found += [rows * inside for inside in _padded(kind.inside // tensor)]
+            for size in found:
+                if size and name not in sizes.get(size, ()):
+                    sizes[size] = (*sizes.get(size, ()), name)
     return sizes
+
+
+def _hidden(model: ModelConfig, tensor: int) -> set[int]:
+    """Widths inside feed-forward layers and experts, on one device."""
+    from maxlm.planning.search.shapes import layers
+
+    found = {kind.widths["up"] // tensor for kind in layers(model)}
+    return (found | {size for kind in layers(model) for size in _padded(kind.inside // tensor)}) - {0}
+
+
+def _padded(inside: int) -> tuple[int, int]:
+    """What is inside an expert, and padded to whole lanes as TPUs have it."""
+    return inside, -(-inside // LANES) * LANES
+
+
+def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]:
+    """Of parameters with these logical axes: as they are, and of experts side by side, too, where what is inside them may be padded."""
+    if tuple(names[-3:]) != ("expert_embed", "expert", "mlp"):
+        return {_core(shape)}
+    *before, experts, inside = shape
+    sizes = _padded(inside)
+    return {_core((*before, *after)) for size in sizes for after in ((experts, size), (experts * size,))}
 
 
 def _core(dims: Sequence[int]) -> tuple[int, ...]:

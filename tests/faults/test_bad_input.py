@@ -82,6 +82,7 @@ def test_a_file_that_is_no_config(workspace, capsys, monkeypatch, text):
 
 
 LATENT = "{kv_rank: 16, nope_dim: 8, rope_dim: 4, value_dim: 8}"
+EXPERTS = "{n_experts: 6, top_k: 2, d_ff: 16}"
 SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "train.stepz=5": ["train.stepz = 5", "no such setting", "nearest is train.steps"],
     "optimizer.learning_rate=1": ["optimizer.learning_rate", "it has name, peak_lr"],
@@ -149,7 +150,20 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     ],
     "mesh.context=2 ; mesh.tensor=2 ; mesh.context_attention=ulysses": ["mesh.context = 2", "n_kv_heads = 2", "context_attention=ring"],
     "mesh.context_attention=rings": ["mesh.context_attention = rings", "ring, gather"],
-    "mesh.expert=2": ["mesh.expert = 2", "no parallelism yet"],
+    "mesh.expert=2": ["mesh.expert = 2", "the model has no experts to split", "set model.moe"],
+    f"model.moe={EXPERTS} ; mesh.expert=4": ["mesh.expert = 4", "model.moe.n_experts = 6", "use 1, 2, 3 or 6"],
+    f"model.moe={EXPERTS} ; mesh.tensor=2 ; model.moe.d_ff=15": ["mesh.tensor = 2", "model.moe.d_ff = 15"],
+    f"model.moe={EXPERTS} ; model.moe.top_k=7": ["model.moe.top_k = 7", "n_experts = 6", "use 6 at most"],
+    f"model.moe={EXPERTS} ; model.moe.n_dense=2": ["model.moe.n_dense = 2", "model.n_layers = 2", "lower it"],
+    f"model.moe={EXPERTS} ; model.activation=gelu": ["model.activation = gelu", "experts are gated", "swiglu"],
+    f"model.moe={EXPERTS} ; model.moe.router.capacity=0.5": ["router.capacity = 0.5", "below 1", "dropless"],
+    f"model.moe={EXPERTS} ; model.moe.router.groups=4": ["router.groups = 4", "n_experts = 6", "use 1, 2, 3 or 6"],
+    f"model.moe={EXPERTS} ; model.moe.router={{groups: 3, top_groups: 4}}": ["router.top_groups = 4", "router.groups = 3", "use 3 at most"],
+    f"model.moe={EXPERTS} ; model.moe.router.groups=6": ["model.moe.top_k = 2", "top_groups = 1", "raise top_groups"],
+    f"model.moe={EXPERTS} ; model.moe.router={{choice: expert, balance_loss: 0.1}}": ["router.balance_loss = 0.1", "choice = expert"],
+    f"model.moe={EXPERTS} ; model.moe.router={{choice: expert, bias_rate: 0.1}}": ["router.bias_rate = 0.1", "choice = expert"],
+    f"model.moe={EXPERTS} ; model.moe.router.balance_over=sequence": ["router.balance_over = sequence", "balance_loss = 0"],
+    "model.moe={n_experts: 6, top_k: 2}": ["model.moe.d_ff is missing"],
     "mesh.stage=4": ["mesh.stage = 4", "more than the 2 layers", "use 2 at most"],
     "mesh.stage=2 ; train.stage_chunks=2": ["train.stage_chunks = 2", "4 parts", "2 layers", "use 1 at most"],
     "mesh.stage=2 ; model.n_layers=4 ; train.stage_chunks=2": ["train.microbatches = 1", "mesh.stage = 2", "use 2"],

@@ -1,6 +1,7 @@
 """What fills memory: to the byte where it can be known, by a replay of the schedule where it cannot."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -8,9 +9,9 @@ from tiny import tiny_config
 
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
-from maxlm.planning.hlo import read
+from maxlm.planning.hlo import Shape, read
 from maxlm.planning.liveness import at_peak
-from maxlm.planning.memory import kept_sizes, state_parts
+from maxlm.planning.memory import _Names, kept_sizes, state_parts
 from maxlm.training.program import build_program
 
 KIB = 1024
@@ -126,3 +127,47 @@ def test_kept_tensors_are_told_apart_by_their_size():
     config = tiny_config(memory={"remat": ("query", "key", "gate")})  # width 64, 8 heads and 4 key/value heads of 8, 128 hidden units
     assert kept_sizes(config, tokens=10, tensor=1) == {640: ("layer_input", "query"), 320: ("key",), 1280: ("gate",)}
     assert kept_sizes(tiny_config(), tokens=10, tensor=2) == {320: ("layer_input",)}
+
+
+MIXTURE = {"n_experts": 8, "top_k": 2, "d_ff": 48, "n_shared": 1, "n_dense": 1}
+
+
+def test_kept_tensors_of_experts_are_rows():
+    """Width 64, 128 hidden units of the dense layer, 48 of an expert, padded to 128 on a TPU; 2 rows a token."""
+    config = tiny_config(model={"moe": MIXTURE}, memory={"remat": ("up",)})
+    assert kept_sizes(config, tokens=100, tensor=1) == {
+        6400: ("layer_input",),
+        12800: ("up",),
+        4800: ("up",),  # of the shared expert
+        9600: ("up",),
+        25600: ("up",),
+    }
+    assert set(kept_sizes(config, tokens=100, tensor=1, expert=4)) == {6400, 12800, 4800, 256 * 48, 256 * 128}  # 1.25 x 200, whole lanes
+    latent = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    config = tiny_config(model={"latent": latent, "n_kv_heads": 8}, memory={"remat": ("key", "value")})
+    assert kept_sizes(config, tokens=10, tensor=1) == {640: ("layer_input", "value"), 960: ("key",)}
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"fsdp": 2, "tensor": 2, "expert": 2}], ids=str)
+def test_buffers_of_experts_have_names(mesh):
+    """Experts of 48 hidden units, split along their width by `fsdp`, among devices by `expert` and inside by `tensor`."""
+    sizes = {"fsdp": 1, "tensor": 1, "expert": 1} | mesh
+    model = {"vocab_size": 1056, "d_model": 128, "moe": {**MIXTURE, "n_experts": 32}, "mtp_depth": 1, "n_layers": 4}
+    config = tiny_config(model=model, mesh=mesh, memory={"remat": ("gate", "up")}, train={"global_batch": 64})
+    names = _Names(build_program(config, build_mesh(config, jax.devices())))
+    tokens = config.train.global_batch * config.data.seq_len // (sizes["fsdp"] * sizes["expert"])
+    experts, inside = 32 // sizes["expert"], 48 // sizes["tensor"]
+    rows = 2 * tokens if sizes["expert"] == 1 else -(-5 * 2 * tokens // (4 * 128)) * 128
+    forward, backward = "step/jvp()/while/body/put", "step/transpose(jvp())/while/body/add"
+
+    def name(dims, where, dtype="bf16"):
+        return names.of(SimpleNamespace(shape=Shape(dtype, dims), where=where, writers=[SimpleNamespace(where=where)]))
+
+    assert name((3, rows, inside), forward) == "kept for backward: gate, up"
+    for side_by_side in (experts * inside, experts * 128):
+        assert name((128, side_by_side), forward) == "gathered weights"
+        assert name((sizes["fsdp"], 128 // sizes["fsdp"], side_by_side), forward) == "gathered weights"
+        assert name((128, side_by_side), backward) == "gradients"
+    assert name((3, 128 // sizes["fsdp"], experts, inside), "step/convert") == "weights as matmuls read them"
+    assert name((rows, inside), backward) == name((rows, 128), backward) == "feed-forward"
+    assert name((tokens, 32), backward, "f32") == "routing"

@@ -1,6 +1,7 @@
 """The fast model behind `maxlm plan`: which layouts there are, what is exact about them, and which way its predictions go."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -10,20 +11,26 @@ from tiny import tiny_config
 
 from maxlm.config import rules
 from maxlm.config.loader import load
+from maxlm.config.schema import AXES
 from maxlm.hardware.topologies import parse
+from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.flops import token_flops
+from maxlm.models.parameters import is_matrix
 from maxlm.parallel import build_mesh
 from maxlm.planning.collectives import AxisLinks
 from maxlm.planning.cost import OUR_ATTENTION_SHARES
 from maxlm.planning.memory import state_parts
 from maxlm.planning.search.analytic import Analytic, Estimate
 from maxlm.planning.search.layouts import Layout, layout_of, layouts, meshes
-from maxlm.planning.search.shapes import attention_flops, held, matmuls
+from maxlm.planning.search.shapes import attention_flops, held, layers, matmuls
 from maxlm.training.program import build_program
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = [f"models/{path.stem}" for path in sorted((CONFIGS / "models").glob("*.yml"))]
 MESHES = [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+EXPERTS = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_shared": 1, "n_dense": 1}
+LATENT = {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+MIXTURE = {"n_layers": 4, "n_kv_heads": 8, "moe": EXPERTS, "latent": LATENT, "mtp_depth": 1}  # all that DeepSeek-V3 has
 LARGE = ("train.steps=10", "train.global_batch=256", "data.store=unused", "data.seq_len=8192", "model.rope.scaling=null")
 
 
@@ -79,9 +86,19 @@ def test_slices_are_joined_along_an_axis_that_they_divide():
 def test_flops_and_parameters_are_those_of_the_model(name):
     config = load(name, [*LARGE[:3], "data.seq_len=1024"]).config
     model = config.model
-    layer = sum(6 * matmul.wide_in * matmul.wide_out for matmul in matmuls(model))
-    ours = model.n_layers * layer + 6 * model.vocab_size * model.d_model + 3 * attention_flops(model, 1024)
+    blocks = [(len(kind.depths), matmul) for kind in layers(model) for matmul in kind.matmuls]
+    vocab, heads = model.vocab_size * model.d_model, 1 + model.mtp_depth
+    ours = 6 * (sum(count * matmul.work for count, matmul in blocks) + heads * vocab) + 3 * attention_flops(model, 1024)
     assert ours == pytest.approx(token_flops(model, 1024), rel=1e-12)
+    shapes = jax.tree.leaves(abstract_parameters(model))
+    axes = jax.tree.leaves(parameter_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    inside = [leaf.size for leaf, names in zip(shapes, axes, strict=True) if _in_a_matmul(names)]
+    assert sum(count * matmul.gathered(dict.fromkeys(AXES, 1)) for count, matmul in blocks) == sum(inside)
+
+
+def _in_a_matmul(names: tuple[str, ...]) -> bool:
+    """Whether parameters with these axes are multiplied with in a layer."""
+    return (is_matrix(names) or "router" in names) and {"vocab", "position"}.isdisjoint(names)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -184,3 +201,100 @@ def test_the_8b_step_on_v5p_is_near_what_the_compiler_said(settings, parts, need
 def test_a_layout_that_differs_is_another_layout():
     one = layout()
     assert len({one, *(dataclasses.replace(one, **change) for change in ({"microbatches": 2}, {"remat": "dots"}, {"loss_chunks": 4}))}) == 4
+
+
+# Mixtures of experts, latent attention, tokens predicted further ahead
+
+
+def mixtral(*settings: str):
+    return load("runs/mixtral-8x7b-v5p-256", settings).config
+
+
+def of_mixtral(config=None, topology="v5p:4x4x8", **changes) -> Estimate:
+    config = config or mixtral()
+    mesh = {"fsdp": 128} | changes.pop("mesh", {})
+    return analytic(config, topology).estimate(layout(mesh=mesh, **changes))
+
+
+def test_experts_are_split_in_every_way_that_the_rules_allow():
+    config = tiny_config(model={"moe": EXPERTS})
+    found = {(sizes["data"], sizes["fsdp"], sizes["tensor"], sizes["expert"]) for sizes, _ in meshes(config, 8)}
+    assert {(1, 1, 1, 8), (1, 4, 1, 2), (2, 1, 1, 4), (1, 2, 2, 2), (1, 8, 1, 1)} <= found
+    assert {expert for *_, expert in found} == {1, 2, 4, 8}
+    for sizes, _ in meshes(tiny_config(), 8):
+        assert sizes["expert"] == 1
+
+
+def test_an_axis_that_a_plan_gives_up_is_said():
+    """Else the user's own size of it would stay."""
+    config = tiny_config(model={"moe": EXPERTS}, mesh={"expert": 4, "fsdp": 2})
+    one = next(one for one in layouts(config, 8) if one.sizes["expert"] == 1)
+    assert one.settings(config)["mesh.expert"] == 1
+    assert layout_of(one.apply(config), 8) == one
+    assert "mesh.expert" not in one.settings(tiny_config())
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"data": 2, "tensor": 2, "expert": 2}], ids=str)
+def test_the_state_of_experts_is_exact(mesh):
+    config = tiny_config(model=MIXTURE, mesh=mesh)
+    program = build_program(config, build_mesh(config, jax.devices()))
+    said = analytic(config).estimate(layout_of(config, 8)).state
+    parts = state_parts(program)
+    assert 0 <= sum(part.bytes for part in parts) - said < 100
+    assert sum(leaf.numbers for leaf in held(config)) == sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
+
+
+@pytest.mark.parametrize("router", [{}, {"choice": "expert"}, {"capacity": 1.5}], ids=str)
+def test_bounds_are_below_predictions_with_experts(router):
+    config = tiny_config(model={**MIXTURE, "moe": {**EXPERTS, "router": router}}, precision={"compute": "bfloat16"})
+    model = analytic(config)
+    for one in itertools.islice(layouts(config, 8), 0, None, 7):
+        said = model.estimate(one)
+        assert said.least_s < sum(said.parts)
+        assert said.least_bytes <= said.state + said.temporaries
+        assert min(said.parts) >= 0
+
+
+NAMED = ("layer_input", "query", "key", "value", "attention", "attention_out")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "faster", "smaller"),
+    [
+        ({}, {"remat": (*NAMED, "gate", "up")}, "matmul_s", ""),
+        ({"remat": "dots"}, {"remat": (*NAMED, "gate", "up")}, "matmul_s", ""),  # that policy knows no kernel, but keeps no rows either
+        ({"remat": (*NAMED, "gate", "up")}, {"remat": "dots"}, "", "temporaries least_bytes"),
+        ({"mesh": {"fsdp": 16, "expert": 8}}, {}, "matmul_s", ""),  # a round has room for more rows than are there
+        ({"mesh": {"fsdp": 16, "tensor": 8}}, {"mesh": {"fsdp": 16, "expert": 8}}, "exposed_s", ""),
+    ],
+)
+def test_what_helps_experts_is_predicted_to_help(before, after, faster, smaller):
+    old, new = of_mixtral(**before), of_mixtral(**after)
+    for name in f"{faster} {smaller}".split():
+        assert getattr(new, name) < getattr(old, name), name
+
+
+def test_splitting_experts_gathers_less_and_exchanges_tokens():
+    """Few tokens a device: weights of experts weigh more than tokens. Many: it is the other way round."""
+    for seq_len, better in ((512, 8), (8192, 1)):
+        config = mixtral(f"data.seq_len={seq_len}", "train.global_batch=128")
+        waits = {expert: of_mixtral(config, mesh={"fsdp": 128 // expert, "expert": expert}).exposed_s for expert in (1, 8)}
+        assert min(waits, key=waits.get) == better
+
+
+def test_latent_attention_pays_for_whole_lanes():
+    """DeepSeek-V3: queries and keys of 192 numbers, of which the kernel makes 256, and values of 128."""
+    config = load("models/deepseek-v3", [*LARGE[:3], "data.seq_len=4096"]).config
+    forward, backward = analytic(config).attention_work
+    assert backward / forward == pytest.approx((3 * 256 + 2 * 128) / (256 + 128), rel=0.1)  # blocks of the two passes differ
+    assert forward == pytest.approx(attention_flops(config.model, 4096) * (256 + 128) / (192 + 128))
+
+
+def test_the_mixtral_step_on_v5p_is_near_what_the_compiler_said():
+    """Seconds and GiB as `maxlm compile` gave them (libtpu 0.0.42)."""
+    config = mixtral()
+    said = of_mixtral(remat=config.memory.remat, loss_chunks=4)
+    assert sum(said.parts) == pytest.approx(4.32, rel=0.03)
+    assert said.parts[:3] == pytest.approx((3.81, 0.168, 0.312), rel=0.03)
+    assert said.parts[3] == pytest.approx(0.037, abs=0.04)
+    assert (said.state + said.temporaries) / 2**30 == pytest.approx(85.9, rel=0.05)

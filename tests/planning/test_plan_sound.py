@@ -27,6 +27,7 @@ cluster: {topology: "v5e:2x2"}
 """
 # 327,680 tokens a chip of 16 GiB: all that may be kept takes 18.8 GB.
 LARGE = TINY.replace("d_model: 256", "d_model: 512").replace("d_ff: 512", "d_ff: 2048").replace("global_batch: 32", "global_batch: 2560")
+EXPERTS = TINY.replace("d_ff: 512", "d_ff: 512, moe: {n_experts: 8, top_k: 2, d_ff: 128, n_shared: 1, n_dense: 1}")
 TOPOLOGY = parse("v5e:2x2")
 ATTENTION = ("layer_input", "attention")
 ALL = ("layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up")
@@ -79,3 +80,17 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)
     assert len(everything) == search.counted == len(search.open) + len(search.found) + len(search.too_slow) + len(search.too_large)
+
+
+@pytest.mark.soak
+@few_and_all
+def test_the_bounds_of_experts_are_true(few, tmp_path):
+    config = read(EXPERTS, tmp_path)
+    model, offered = analytic(config, TOPOLOGY), [one for one in space(config) if one.microbatches == 1]
+    if few:
+        (one,) = [one for one in offered if (one.sizes["expert"], one.remat) == (4, ALL)]
+        offered = [one]
+    for one in offered:
+        said, verdict = model.estimate(one), verify(one.apply(config), TOPOLOGY)
+        assert verdict.step_s >= said.least_s, one
+        assert verdict.needed >= said.least_bytes, one

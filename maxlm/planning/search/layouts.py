@@ -16,7 +16,9 @@ SPLITS: Mapping[str, Callable[[Config], int]] = {
     "data": lambda config: config.train.global_batch,
     "fsdp": lambda config: math.gcd(config.model.d_model, config.train.global_batch),
     "tensor": lambda config: math.gcd(config.model.n_kv_heads, config.model.d_ff, config.model.vocab_size, config.data.seq_len),
+    "expert": lambda config: math.gcd(config.model.moe.n_experts, config.train.global_batch) if config.model.moe is not None else 1,
 }
+SAID = ("data", "fsdp", "tensor")  # axes that a plan names whatever their size
 LOSS_CHUNKS = (2, 4, 8, 16)
 # Tensors that are kept or recomputed together: one without the other leaves the same matmul or the same input to be made again.
 GROUPS = (("attention",), ("attention_out",), ("query", "key", "value"), ("gate",), ("up",))
@@ -57,9 +59,9 @@ class Layout:
             return self.remat
         return () if self.remat == "full" else ("layer_input", "query", "key", "value", "attention_out", "gate", "up")
 
-    def settings(self) -> dict[str, Any]:
-        """As dotted settings of a config. Axes that nothing is split over stay unsaid."""
-        said = {f"mesh.{axis}": size for axis, size in self.mesh if axis in SPLITS or size > 1}
+    def settings(self, config: Config) -> dict[str, Any]:
+        """As dotted settings over those of `config`. Axes that nothing is split over, there neither, stay unsaid."""
+        said = {f"mesh.{axis}": size for axis, size in self.mesh if axis in SAID or size > 1 or getattr(config.mesh, axis) != 1}
         return {
             **said,
             "mesh.across_slices": self.across_slices,
@@ -71,7 +73,7 @@ class Layout:
 
     def apply(self, config: Config) -> Config:
         """`config` with this layout. It must come from `layouts` or `layout_of` for the same config."""
-        result = changed(config, self.settings())
+        result = changed(config, self.settings(config))
         assert result is not None, f"{self} breaks a rule"
         return result
 

@@ -186,6 +186,6 @@ def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machi
         topology = machine.topology
         where = {"topology": topology.name, "slices": topology.slices, "chips": topology.chips}
         assert machine.point is not None
-        rows.append({**where, "available_bytes": machine.search.available, **point_json(machine.point, machine.scale)})
+        rows.append({**where, "available_bytes": machine.search.available, **point_json(machine.point, machine.scale, machine.config)})
     without = [machine.topology.name for machine in others if machine.point is None]
     return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without}

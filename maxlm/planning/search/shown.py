@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from maxlm.config.schema import Config
 from maxlm.planning.compile import screen
 from maxlm.planning.search.frontier import Point, rows
 from maxlm.planning.search.plan import Plan, machine_name
@@ -52,6 +53,10 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
     found = rows(plan.points)
     by_layout = {point.layout: point for point in found if point.compiled}
     own = next((by_layout[one.layout] for one in search.found if one.layout == plan.own), None)
+
+    def as_json(point: Point) -> dict[str, Any]:
+        return point_json(point, plan.scale, plan.loaded.config)
+
     return {
         "run": plan.loaded.config.run.name,
         "topology": topology.name,
@@ -67,20 +72,20 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
             "compiled": len(search.found),
         },
         "end": search.end,
-        "chosen": point_json(by_layout[plan.chosen.layout], plan.scale) if plan.chosen else None,
-        "own": point_json(own, plan.scale) if own is not None else None,
-        "frontier": [point_json(point, plan.scale) for point in found],
+        "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
+        "own": as_json(own) if own is not None else None,
+        "frontier": [as_json(point) for point in found],
         "config": str(written[0]) if written else None,
         "chart": str(written[1]) if written else None,
     }
 
 
-def point_json(point: Point, scale: Scale) -> dict[str, Any]:
-    """A row of the frontier; None for the times of what does not fit."""
+def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
+    """A row of the frontier for `config`; None for the times of what does not fit."""
     figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s
         rates = (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, scale.seconds(step_s), scale.chip_hours(step_s))
         figures = dict(zip(figures, rates, strict=True))
     marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
-    return {"settings": point.layout.settings(), "needed_bytes": point.needed, **marks, **figures}
+    return {"settings": point.layout.settings(config), "needed_bytes": point.needed, **marks, **figures}
