@@ -24,6 +24,7 @@ from maxlm.parallel.sharding import mesh_axes
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, R rows: choices, sorted by expert
 
 AXIS = "expert"
+FURTHER = "further_rounds_of_experts"  # what loops that an even load does not enter are called in a program
 SLACK = 1.125  # rows of a round, of those that an even load would be
 
 Axes = tuple[str, ...]
@@ -217,11 +218,12 @@ _in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
 
 
 def _further(rows: int, order: Sorted, another: Callable[[Array, Any], Any], first: Any) -> Any:
-    """`another(start, total)` for every round after the first, whose result is `first`."""
+    """`another(start, total)` for every round after the first, whose result is `first`. An even load needs none: plans know the name."""
     due = jnp.sum(order[2])
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         start, total = carry
         return start + rows, another(start, total)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < due, body, (jnp.int32(rows), first))[1]
+    with jax.named_scope(FURTHER):
+        return jax.lax.while_loop(lambda carry: carry[0] < due, body, (jnp.int32(rows), first))[1]

@@ -102,6 +102,11 @@ class Op:
         """Bytes of all results."""
         return sum(shape.bytes for shape in self.shapes)
 
+    @property
+    def turns(self) -> int:
+        """How often what it calls runs; loops whose turns data decides count once."""
+        return self.trips if self.opcode == "while" and self.trips is not None else 1
+
 
 @dataclass(frozen=True)
 class Computation:
@@ -181,7 +186,7 @@ class Module:
     def _walk(self, name: str, times: int, asynchronous: str) -> Iterator[Executed]:
         for position, op in enumerate(self.computations[name].ops):
             yield Executed(op, times, name, position, asynchronous)
-            turns = (op.trips or 1) if op.opcode == "while" else 1
+            turns = op.turns
             background = op.name if op.opcode.endswith("-start") else asynchronous
             for callee in self.called(op):
                 yield from self._walk(callee, times * turns, background)

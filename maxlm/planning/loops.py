@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from maxlm.parallel.experts import FURTHER
+
 if TYPE_CHECKING:
     from maxlm.planning.hlo import Computation, Op
 
@@ -12,7 +14,7 @@ def counted(computation: "Computation", computations: Mapping[str, "Computation"
     """`computation` with `trips` of its loops: as XLA states, else from where the counter starts to the constant that ends it.
 
     XLA may take the first turn out of a loop, which then starts at 1, and unrolls rings of matmuls (windowed einsum), which then step by 2.
-    None stays where data decides.
+    Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
     """
     if not any(op.opcode == "while" and op.trips is None for op in computation.ops):
         return computation
@@ -23,6 +25,8 @@ def counted(computation: "Computation", computations: Mapping[str, "Computation"
 def _trips(op: "Op", computation: "Computation", computations: Mapping[str, "Computation"]) -> int | None:
     if op.trips is not None:
         return op.trips
+    if FURTHER in op.where:
+        return 0
     body, condition = (computations[name] for name in op.calls[:2])
     limits = [limit for one in condition.ops if (limit := _number(one)) is not None]
     if not limits:

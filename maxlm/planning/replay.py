@@ -173,7 +173,7 @@ class _Turn:
         self._land(self.flying.pop(collective.name))
 
     def _enter(self, op: Op) -> None:
-        turns = (op.trips or 1) if op.opcode == "while" else 1
+        turns = op.turns
         for callee in self.replay.module.called(op):
             inner = self.replay.run(callee)
             self.segment.inner.append((inner, turns))

@@ -64,7 +64,7 @@ def _waits(computation: Computation, module: Module, topology: Topology) -> Iter
                 now = max(now, through)
                 yield send, seconds, exposed
         else:
-            inside = sum((op.trips or 1 if op.opcode == "while" else 1) * module.cycles(callee) for callee in module.called(op))
+            inside = sum(op.turns * module.cycles(callee) for callee in module.called(op))
             now += ((op.cycles or 0) + inside) / CLOCK_HZ[topology.chip.name]
     for send, seconds, _ in sent.values():  # read in another computation, or never
         yield send, seconds, seconds

@@ -10,6 +10,7 @@ from maxlm.config.schema import AXES
 from maxlm.models.moe import _compute
 from maxlm.parallel import experts
 from maxlm.parallel.experts import through_experts
+from maxlm.planning.hlo import read
 
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
 AXES_OF = ("expert_embed", "expert", "mlp")
@@ -95,6 +96,8 @@ def test_rounds_are_as_many_as_the_load_needs(monkeypatch):
     mesh = jax.make_mesh((1, 1, 1, 1, 1, 4), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices()[:4])
     weights, x_BSD, weights_BSK, _ = operands()
     with jax.set_mesh(mesh):
-        jax.jit(lambda chosen_BSK: by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK)).lower(choices("drawn"))
+        program = jax.jit(lambda chosen_BSK: by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK)).lower(choices("drawn")).compile()
     even = B * S * K // 4
     assert len(set(rounds)) == 1 and even < rounds[0] < 2 * even, "rows of a round"
+    turns = [run.op.turns for run in read(program.as_text()).executed() if run.op.opcode == "while" and experts.FURTHER in run.op.where]
+    assert 0 in turns, "a plan charges none but the first"
