@@ -32,7 +32,7 @@ MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, beside whole lanes that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
-_SPARE = 8 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 7 MiB on v5p
+_SPARE = 12 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 11 MiB on v6e
 
 Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
 Index = Any
