@@ -15,7 +15,8 @@ from maxlm.models.layers import BETWEEN, constant, enter, gated, matrix_size, we
 from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
 from maxlm.parallel import constrain
-from maxlm.parallel.experts import Weights, through_experts
+from maxlm.parallel.expert_rows import Weights
+from maxlm.parallel.experts import through_experts
 
 # B batch, S sequence, D width, E experts, F an expert's width, K choices of a token, R rows: choices, sorted by expert
 

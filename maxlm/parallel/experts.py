@@ -1,16 +1,14 @@
 """Tokens travel to their experts and back.
 
 On a device, the choices of its tokens are sorted by expert, and each expert computes rows that lie side by side: none is dropped and none
-is padded. Over the mesh axis `expert` each device holds its share of the experts: it gathers the tokens of all devices along the axis,
-computes what falls to its experts, and what they make of a token is summed while it is scattered back. How many rows fall to a device is
-known only when it runs: it computes them in rounds of a fixed number of rows, of which one is enough while load is about even. So nothing
-is ever dropped, and memory does not depend on the load.
+is padded (`expert_rows`). Over the mesh axis `expert` each device holds its share of the experts. Either it gathers the tokens of all
+devices along the axis, computes what falls to its experts, and what they make of a token is summed while it is scattered back. Or every
+choice is sent to where its expert is, and what that made of it is sent back.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +17,15 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import gather, scatter_sum
 from maxlm.kernels.platform import LANES, device, logged
+from maxlm.parallel.expert_rows import Compute, Sorted, Weights, collect, compute_rows, in_rounds, sort, spread
 from maxlm.parallel.sharding import mesh_axes
 
-# B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, R rows: choices, sorted by expert
+# B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, P devices of the axis, R rows
 
 AXIS = "expert"
-FURTHER = "further_rounds_of_experts"  # what loops that an even load does not enter are called in a program
 SLACK = 1.125  # rows of a round, of those that an even load would be
 
 Axes = tuple[str, ...]
-Weights = Mapping[str, jax.Array]
-Compute = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]  # (weights, x_RD, weight_R, rows of each expert) -> out_RD
 
 
 def through_experts(
@@ -53,17 +49,26 @@ def through_experts(
     inside = tuple(axis for axis in between if axis not in seq)
     split = {name: tuple(mesh_axes(logical, mesh) for logical in of) for name, of in axes.items()}
     exchanged = mesh_axes("expert", mesh)
-    if exchanged:
-        logged("experts", "tokens are gathered", f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts")
-    else:
+    choices = experts_BSK.shape[-1]
+    if not exchanged:
+        run = _at_home
         logged("experts", "tokens stay", f"every device computes all {n_experts} experts")
+    elif sends(mesh.shape[AXIS], choices, device()[0]):
+        run = _sent
+        logged(
+            "experts",
+            "choices are sent",
+            f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts, of which a token meets {choices}",
+        )
+    else:
+        run = _gathered
+        logged("experts", "tokens are gathered", f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts")
 
     def local(weights: Weights, x_BSD: Array, experts_BSK: Array, weights_BSK: Array) -> Array:
         whole = {name: _whole(weight, axes[name], split[name]) for name, weight in weights.items()}
         if inside:
             x_BSD, experts_BSK, weights_BSK = (gather(x, inside, 1) for x in (x_BSD, experts_BSK, weights_BSK))
         x_TD, experts_TK, weights_TK = (x.reshape(-1, x.shape[-1]) for x in (x_BSD, experts_BSK, weights_BSK))
-        run = _gathered if exchanged else _at_home
         y_BSD = run(compute, whole, x_TD, experts_TK, weights_TK, n_experts).reshape(x_BSD.shape)
         return scatter_sum(y_BSD, inside, 1) if inside else y_BSD
 
@@ -90,7 +95,7 @@ def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:
 
 def _at_home(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
     """Every expert is here."""
-    return _round(compute, x_TD.shape[0] * experts_TK.shape[1], weights, x_TD, weights_TK, _sort(experts_TK, n_experts), 0)
+    return compute_rows(compute, experts_TK.size, weights, x_TD, weights_TK, sort(experts_TK, n_experts), 0)
 
 
 def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
@@ -100,130 +105,62 @@ def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array
     own, rows = n_experts // size, rows_of_round(tokens, choices, n_experts, size)
     x_TD, experts_TK, weights_TK = (gather(x, AXIS, 0) for x in (x_TD, experts_TK, weights_TK))
     mine_TK = experts_TK - jax.lax.axis_index(AXIS) * own
-    mine_TK = jnp.where((mine_TK >= 0) & (mine_TK < own), mine_TK, own)
-    y_TD = _in_rounds(compute, rows, weights, x_TD, weights_TK, mine_TK, own)
+    order = sort(jnp.where((mine_TK >= 0) & (mine_TK < own), mine_TK, own), own)
+    y_TD = in_rounds(partial(compute_rows, compute, rows), rows, weights, x_TD, weights_TK, order, jnp.sum(order[2]))
     return scatter_sum(y_TD, AXIS, 0)
 
 
+def _sent(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
+    """Every choice goes to the device that has its expert, and what that makes of it comes back."""
+    size = jax.lax.axis_size(AXIS)
+    tokens, choices = experts_TK.shape
+    rows = rows_of_round(tokens, choices, n_experts, size) // size
+    order = sort(experts_TK, n_experts)
+    mesh = jax.sharding.get_abstract_mesh()
+    most = jnp.max(jnp.sum(order[2].reshape(size, -1), axis=1))
+    due = jax.lax.pmax(most, tuple(axis for axis, devices in mesh.shape.items() if devices > 1))  # all meet in every round
+    return in_rounds(partial(_exchange, compute, rows), rows, weights, x_TD, weights_TK, order, due)
+
+
+def _exchange(
+    compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, order: Sorted, start: Int[Array, ""] | int
+) -> Float[Array, "T D"]:
+    """Of the choices for each device `rows`, from `start` on, there and back. They arrive by sender, and are sorted by expert again."""
+    size = jax.lax.axis_size(AXIS)
+    choices_N, places_TK, sizes_E = order
+    ends_PE = jnp.cumsum(sizes_E.reshape(size, -1), axis=1)
+    first_P = jnp.cumsum(ends_PE[:, -1]) - ends_PE[:, -1] + start
+    there_TK = jnp.sum(places_TK[..., None] >= (jnp.cumsum(ends_PE[:, -1])), axis=-1)  # the device of each choice; `size`: none
+    at_TK = places_TK - first_P[jnp.minimum(there_TK, size - 1)]
+    at_TK = jnp.where((at_TK >= 0) & (at_TK < rows) & (there_TK < size), there_TK * rows + at_TK, -1)
+    choices_R = choices_N[jnp.minimum(first_P[:, None] + jnp.arange(rows), choices_N.size - 1).reshape(-1)]
+
+    def over(rows_RX: Array) -> Array:
+        return jax.lax.all_to_all(rows_RX.reshape(size, -1, *rows_RX.shape[1:]), AXIS, 0, 0).reshape(rows_RX.shape)
+
+    x_RD, weight_R = (over(sent) for sent in spread(x_TD, weights_TK, choices_R, at_TK))
+    ends_PE = over(jnp.clip(ends_PE - start, 0, rows))
+    expert_PR = jnp.sum(jnp.arange(rows)[:, None] >= ends_PE[:, None], axis=-1)  # beyond a sender's rows: none
+    arrived = sort(expert_PR.reshape(-1, 1), ends_PE.shape[1])
+    return collect(over(compute_rows(compute, len(x_RD), weights, x_RD, weight_R[:, None], arrived, 0)), choices_R, at_TK)
+
+
+def sends(size: int, choices: int, platform: str) -> bool:
+    """Whether to send `choices` of every token to experts split over so many devices, rather than every token to all of them.
+
+    By the busiest link. To a device, size - 1 tokens arrive for each of its own if all are gathered, and about `choices` if they are sent.
+    A switch takes either straight there. On a torus a gathered token is handed on from neighbour to neighbour, while what is sent to one
+    device passes those between: with a square of devices, a link carries (size - 1) / 4 gathered tokens, and choices sqrt(size) / 8 sent.
+    """
+    if platform == "tpu":
+        return size - 1 > choices * max(1.0, math.sqrt(size) / 2)
+    return size - 1 > choices
+
+
 def rows_of_round(tokens: int, choices: int, n_experts: int, size: int) -> int:
-    """Rows that a device computes at a time, where the axis has `size` of them and each has so many tokens."""
+    """Rows that a device computes at a time, where the axis has `size` of them and each has so many tokens: a multiple of `size`."""
     if size == 1:
         return tokens * choices
     most = tokens * size * min(choices, n_experts // size)
-    return min(most, -(-math.ceil(SLACK * tokens * choices) // 128) * 128)
-
-
-# One device: rows in order of their expert.
-
-# The choice at each place, the place of each choice, rows of each expert
-Sorted = tuple[Int[Array, " N"], Int[Array, "T K"], Int[Array, " E"]]
-
-
-def _sort(experts_TK: Int[Array, "T K"], n_experts: int) -> Sorted:
-    flat_N = experts_TK.reshape(-1)
-    choices_N = jnp.arange(flat_N.size, dtype=jnp.int32)
-    _, order_N = jax.lax.sort_key_val(flat_N, choices_N)
-    _, places_N = jax.lax.sort_key_val(order_N, choices_N)
-    sizes_E = jnp.sum(flat_N[:, None] == jnp.arange(n_experts), axis=0, dtype=jnp.int32)
-    return order_N, places_N.reshape(experts_TK.shape), sizes_E
-
-
-def _round(
-    compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, order: Sorted, start: Int[Array, ""] | int
-) -> Float[Array, "T D"]:
-    """What the experts make of the `rows` sorted choices from `start` on, added up for every token."""
-    order_N, places_TK, sizes_E = order
-    choices_R = jax.lax.dynamic_slice_in_dim(jnp.pad(order_N, (0, -order_N.size % rows)), start, rows)
-    ends_E = jnp.clip(jnp.cumsum(sizes_E) - start, 0, rows)
-    at_TK = places_TK - start
-    x_RD, weight_R = _spread(x_TD, weights_TK, choices_R, at_TK)
-    out_RD = compute(weights, x_RD, weight_R, jnp.diff(ends_E, prepend=0))
-    return _collect(out_RD, choices_R, at_TK)
-
-
-@jax.custom_vjp
-def _spread(
-    x_TD: Array, weights_TK: Array, choices_R: Int[Array, " R"], at_TK: Int[Array, "T K"]
-) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
-    """The token and the weight of every row. Its gradient is read from the rows, too: adding to places that repeat is slow everywhere."""
-    return x_TD[choices_R // weights_TK.shape[1]], weights_TK.reshape(-1)[choices_R]
-
-
-def _spread_forward(x_TD: Array, weights_TK: Array, choices_R: Array, at_TK: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return _spread(x_TD, weights_TK, choices_R, at_TK), (choices_R, at_TK)
-
-
-def _spread_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
-    (choices_R, at_TK), (dx_RD, dweight_R) = saved, gradients
-    there_TK = (at_TK >= 0) & (at_TK < dweight_R.size)
-    dweights_TK = jnp.where(there_TK, dweight_R[jnp.where(there_TK, at_TK, 0)], 0)
-    return _collect(dx_RD, choices_R, at_TK), dweights_TK, None, None
-
-
-_spread.defvjp(_spread_forward, _spread_backward)
-
-
-@jax.custom_vjp
-def _collect(out_RD: Array, choices_R: Int[Array, " R"], at_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
-    """The sum of each token's rows, in float32. Choices lead: a TPU adds whole tiles of tokens, and few of two rows."""
-    at_KT = at_TK.T
-    there_KT = (at_KT >= 0) & (at_KT < out_RD.shape[0])
-    rows_KTD = out_RD[jnp.where(there_KT, at_KT, 0).reshape(-1)].reshape(*at_KT.shape, -1)
-    return jnp.sum(jnp.where(there_KT[..., None], rows_KTD.astype(jnp.float32), 0), axis=0).astype(out_RD.dtype)
-
-
-def _collect_backward(saved: tuple[Array, Array], dy_TD: Array) -> tuple[Array, None, None]:
-    choices_R, at_TK = saved
-    return dy_TD[choices_R // at_TK.shape[1]], None, None
-
-
-_collect.defvjp(lambda out_RD, choices_R, at_TK: (_collect(out_RD, choices_R, at_TK), (choices_R, at_TK)), _collect_backward)
-
-
-# Rounds: as many as the rows that fell to this device need.
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 6))
-def _in_rounds(
-    compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, experts_TK: Int[Array, "T K"], n_experts: int
-) -> Float[Array, "T D"]:
-    """`_round` for all choices that are not none."""
-    return _in_rounds_forward(compute, rows, weights, x_TD, weights_TK, experts_TK, n_experts)[0]
-
-
-def _in_rounds_forward(
-    compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, experts_TK: Array, n_experts: int
-) -> tuple[Array, Any]:
-    order = _sort(experts_TK, n_experts)
-    y_TD, pull = jax.vjp(lambda *given: _round(compute, rows, *given, order, 0), weights, x_TD, weights_TK)  # type: ignore[call-arg]
-
-    def another(start: Array, y_TD: Array) -> Array:
-        return y_TD + _round(compute, rows, weights, x_TD, weights_TK, order, start)
-
-    y_TD = _further(rows, order, another, y_TD)
-    return y_TD, (pull, order, weights, x_TD, weights_TK)
-
-
-def _in_rounds_backward(compute: Compute, rows: int, n_experts: int, saved: Any, dy_TD: Array) -> tuple[Any, ...]:
-    pull, order, *given = saved
-
-    def another(start: Array, gradients: Any) -> Any:
-        _, pull = jax.vjp(lambda *given: _round(compute, rows, *given, order, start), *given)  # type: ignore[call-arg]
-        return jax.tree.map(jnp.add, gradients, pull(dy_TD))
-
-    return *_further(rows, order, another, pull(dy_TD)), None
-
-
-_in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
-
-
-def _further(rows: int, order: Sorted, another: Callable[[Array, Any], Any], first: Any) -> Any:
-    """`another(start, total)` for every round after the first, whose result is `first`. An even load needs none: plans know the name."""
-    due = jnp.sum(order[2])
-
-    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        start, total = carry
-        return start + rows, another(start, total)
-
-    with jax.named_scope(FURTHER):
-        return jax.lax.while_loop(lambda carry: carry[0] < due, body, (jnp.int32(rows), first))[1]
+    multiple = math.lcm(128, size)
+    return min(most, -(-math.ceil(SLACK * tokens * choices) // multiple) * multiple)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from maxlm.parallel.experts import FURTHER
+from maxlm.parallel.expert_rows import FURTHER
 
 if TYPE_CHECKING:
     from maxlm.planning.hlo import Computation, Op

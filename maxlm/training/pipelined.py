@@ -29,33 +29,39 @@ def gradients(
     """Sums over the microbatches `parts` (leading dim), and the gradient of their loss over `total_tokens`. `summed`: as in `Forward`."""
     deal = Deal(config.model, stages(), config.train.stage_chunks)
     schedule = Schedule(config.train.pipeline, deal.stages, parts.tokens_BS.shape[0], deal.chunks)
-    given = jax.vmap(partial(part_of, config))(parts)
+    given = jax.vmap(partial(part_of, config))(parts), jnp.broadcast_to(total_tokens, parts.tokens_BS.shape[:1])
     cast = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
     ends = {name: tree for name, tree in cast.items() if name not in ("layers", "tail")}
-    work = _work(config, deal, total_tokens, forward_of(config, summed))
+    work = _work(config, deal, forward_of(config, summed))
     with jax.default_matmul_precision(config.precision.matmul):
         (sums, reports), (layers, end_grads) = pipeline.run(schedule, work, deal_out(deal, cast), ends, given)
     routings = None if reports is None else {**in_periods(deal, reports), **(sums.routings or {})}
     return sums._replace(routings=routings), {**end_grads, **bring_back(deal, layers)}
 
 
-def _work(config: Config, deal: Deal, total_tokens: Float[Array, ""], forward: Forward) -> pipeline.Work:
+def _work(config: Config, deal: Deal, forward: Forward) -> pipeline.Work:
+    """Of microbatches as (part, tokens of the whole update): on a stage only what the pipeline hands in can be read."""
     nothing = abstract_parameters(deal.part_config)  # stands for what the layers, or the ends, do not read
 
     def model(**own: Parameters) -> Decoder:
         return bind(deal.part_config, {**nothing, **own})
 
-    def first(ends: Parameters, part: Part) -> Array:
-        decoder = model(**ends)
+    def first(ends: Parameters, given: tuple[Part, Array]) -> Array:
+        decoder, (part, _) = model(**ends), given
         return decoder.begin(decoder.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(decoder, part), forward)[0]
 
-    def layers(chunk: Parameters, x_BSD: Array, inputs: tuple[Given, Any]) -> tuple[tuple[Array, Array], Routings | None]:
-        given, alive = inputs
+    def inputs(given: tuple[Part, Array], place: Array) -> tuple[Given, Any, Array]:
+        part, total_tokens = given
+        return read_by(model(), part), deal.alive(place), total_tokens
+
+    def layers(chunk: Parameters, x_BSD: Array, inputs: tuple[Given, Any, Array]) -> tuple[tuple[Array, Array], Routings | None]:
+        given, alive, total_tokens = inputs
         through = model(layers=chunk).run(x_BSD, given, forward, alive=alive)
         return (through.x_BSD, through.penalty / total_tokens), through.routings
 
-    def last(ends: Parameters, part: Part, x_BSD: Array) -> tuple[Array, LossSums]:
+    def last(ends: Parameters, given: tuple[Part, Array], x_BSD: Array) -> tuple[Array, LossSums]:
+        part, total_tokens = given
         total, sums = head_sums(config, model(**ends), x_BSD, part, forward)
         return total / total_tokens, sums
 
-    return pipeline.Work(first, lambda part, place: (read_by(model(), part), deal.alive(place)), layers, last)
+    return pipeline.Work(first, inputs, layers, last)

@@ -1,12 +1,10 @@
 """Experts on any mesh: the loss, every gradient and what routers report equal a plain loop over experts on one device."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import steps_on
 
 from maxlm.models import moe
 
@@ -26,16 +24,8 @@ def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n
     return y_BSD
 
 
-def steps(mesh, n=2, **model):
-    """Of each step the metrics and Adam's first moment, which is every gradient so far."""
-    sections = {**SECTIONS, "model": {"n_layers": 4, "moe": MOE, **model}, "mesh": {"fsdp": 1, **mesh}}
-    program = tiny_program(math.prod(mesh.values()), **sections)
-    state, seen = program.init(), []
-    with jax.set_mesh(program.mesh):
-        for i in range(n):
-            state, metrics = program.step(state, jax.device_put(tiny_batch(i), program.batch_sharding))
-            seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
-    return seen, jax.device_get(state.params)
+def steps(mesh, **model):
+    return steps_on(mesh, 2, **SECTIONS, model={"n_layers": 4, "moe": MOE, **model})
 
 
 def agree(found, wanted):

@@ -1,12 +1,11 @@
 """Every axis of the mesh alone, every pair and the triples people use: the same three steps as on one device."""
 
 import itertools
-import math
 
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import steps_on
 
 SIZES = {"data": 8, "fsdp": 8, "tensor": 4, "context": 8, "stage": 4}  # alone; a pair has 4 of its first axis and 2 of its second
 TRIPLES = (("data", "fsdp", "tensor"), ("fsdp", "tensor", "stage"), ("fsdp", "context", "tensor"), ("data", "context", "stage"))
@@ -26,15 +25,8 @@ METRICS = ("loss", "z", "grad_norm", "lr")
 
 
 def three_steps(mesh):
-    """Of each step the metrics and Adam's first moment, which is every gradient so far; of the last the parameters, too."""
     settings = {"model": {"n_layers": 4}, "train": {"microbatches": 2}, "optimizer": {"clip_norm": 1e3, "eps": 0.1}}  # nothing is blown up
-    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **settings)
-    state, seen = program.init(), []
-    with jax.set_mesh(program.mesh):
-        for n in range(STEPS):
-            state, metrics = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
-            seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
-    return seen, jax.device_get(state.params)
+    return steps_on(mesh, STEPS, **settings)
 
 
 @pytest.fixture(scope="module")

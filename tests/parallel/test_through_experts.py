@@ -8,14 +8,14 @@ from jax.sharding import AxisType
 
 from maxlm.config.schema import AXES
 from maxlm.models.moe import _compute
-from maxlm.parallel import experts
+from maxlm.parallel import expert_rows, experts
 from maxlm.parallel.experts import through_experts
 from maxlm.planning.hlo import read
 
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
 AXES_OF = ("expert_embed", "expert", "mlp")
 NAMES = ("gate_DEF", "up_DEF", "down_DEF")
-MESHES = ({}, {"expert": 4}, {"expert": 2, "fsdp": 2, "tensor": 2})
+MESHES = ({}, {"expert": 2}, {"expert": 4}, {"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2})  # of 4, choices are sent
 
 
 def choices(kind):
@@ -88,16 +88,37 @@ def test_any_choice_equals_a_loop(on_mesh, kind):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(other).max()))
 
 
+def of_axis(size):
+    """The forward pass of drawn choices where `expert` is the only axis, compiled."""
+    mesh = jax.make_mesh((1, 1, 1, 1, 1, size), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices()[:size])
+    weights, x_BSD, weights_BSK, _ = jax.eval_shape(operands)
+    with jax.set_mesh(mesh):
+        return jax.jit(by_the_mesh).lower(weights, x_BSD, weights_BSK, choices("drawn")).compile()
+
+
 def test_rounds_are_as_many_as_the_load_needs(monkeypatch):
     """Room is for one round, little more than an even load; all tokens at one device (above) take several."""
     rounds = []
-    whole = experts._round
-    monkeypatch.setattr(experts, "_round", lambda *given: rounds.append(given[1]) or whole(*given))
-    mesh = jax.make_mesh((1, 1, 1, 1, 1, 4), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices()[:4])
-    weights, x_BSD, weights_BSK, _ = operands()
-    with jax.set_mesh(mesh):
-        program = jax.jit(lambda chosen_BSK: by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK)).lower(choices("drawn")).compile()
-    even = B * S * K // 4
+    whole = experts.compute_rows
+    monkeypatch.setattr(experts, "compute_rows", lambda *given: rounds.append(given[1]) or whole(*given))
+    program = of_axis(2)
+    even = B * S * K // 2
     assert len(set(rounds)) == 1 and even < rounds[0] < 2 * even, "rows of a round"
-    turns = [run.op.turns for run in read(program.as_text()).executed() if run.op.opcode == "while" and experts.FURTHER in run.op.where]
+    turns = [run.op.turns for run in read(program.as_text()).executed() if run.op.opcode == "while" and expert_rows.FURTHER in run.op.where]
     assert 0 in turns, "a plan charges none but the first"
+
+
+@pytest.mark.parametrize(("size", "opcode", "tokens"), ((2, "all-gather", 2), (4, "all-to-all", 2 * 2 * 1.5)))
+def test_what_moves_is_what_the_choice_of_exchange_counts_on(size, opcode, tokens):
+    """Gathered: the tokens of all devices. Sent: each of two choices there and back, and room for half as many again."""
+    assert experts.sends(size, K, "cpu") == (opcode == "all-to-all")
+    ran = [run.op for run in read(of_axis(size).as_text()).executed() if run.op.opcode.startswith(("all-", "reduce-")) and run.times]
+    moved = sum(op.bytes for op in ran if op.opcode == opcode and op.shapes[0].dims[-1] == D)
+    assert moved == tokens * 4 * D * B * S // size
+
+
+def test_choices_are_sent_where_that_is_less():
+    """Two of a token: from 4 devices on. Eight: a switch sends from 10 on, a torus, which hands on what is gathered, from 18."""
+    assert [size for size in range(2, 65) if not experts.sends(size, 2, "tpu")] == [2, 3]
+    assert [size for size in range(2, 65) if not experts.sends(size, 8, "cuda")] == list(range(2, 10))
+    assert [size for size in range(2, 65) if not experts.sends(size, 8, "tpu")] == list(range(2, 18))

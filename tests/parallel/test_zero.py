@@ -50,7 +50,8 @@ def test_sums_and_gradients_equal_one_device(case, reference):
     _, program, run = case
     sums, grads = gradients(program, run)
     wanted_sums, wanted = reference
-    np.testing.assert_allclose(sums, wanted_sums, rtol=1e-5)
+    for mine, other in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted_sums), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
     for (path, mine), other in zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5 * np.abs(other).max(), err_msg=jax.tree_util.keystr(path))
 

@@ -1,12 +1,10 @@
 """Tokens further ahead: the loss is of the right token, nothing later is read, and every layout agrees."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GLOBAL_BATCH, SEQ_LEN, tiny_batch, tiny_config, tiny_program
+from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_parameters
 from maxlm.models.forward import Forward
@@ -66,13 +64,7 @@ def test_nothing_later_is_read():
 
 
 def steps(mesh):
-    program = tiny_program(math.prod(mesh.values()), **SECTIONS, mesh={"fsdp": 1, **mesh})
-    state, seen = program.init(), []
-    with jax.set_mesh(program.mesh):
-        for n in range(3):  # an odd number of equal moves never cancels
-            state, metrics = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
-            seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
-    return seen, jax.device_get(state.params)
+    return steps_on(mesh, 3, **SECTIONS)  # an odd number of equal moves never cancels
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,23 @@ from maxlm.config.schema import Config, RematName
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
+from maxlm.parallel.experts import sends
 from maxlm.planning.collectives import HOST_BYTES_PER_S, AxisLinks, Network
 from maxlm.planning.cost import ATTENTION_SHARES, GROUPED_SHARE, HBM_SHARE, OUR_ATTENTION_SHARES
 from maxlm.planning.search.layouts import Layout, divisors
-from maxlm.planning.search.shapes import JOIN, ROUTER, Held, Layers, Matmul, attention_flops, attention_work, held, layers, rows_of
+from maxlm.planning.search.shapes import (
+    JOIN,
+    ROUTER,
+    Held,
+    Layers,
+    Matmul,
+    attention_flops,
+    attention_work,
+    choices_of,
+    held,
+    layers,
+    rows_of,
+)
 from maxlm.planning.work import matrix_unit
 
 MATMUL_SHARE = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
@@ -238,9 +251,15 @@ class Analytic:
         one = self.number * MESSAGE * self.config.model.d_model
         regions = 10 * sum(len(kind.depths) for kind in self.layers) * network.seconds("all-gather", one, ("tensor",), sizes["tensor"])
         exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
-        among = (one * sizes["expert"], ("expert",), sizes["expert"])
-        met = exchanges * (3 * network.seconds("all-gather", *among) + 2 * network.seconds("reduce-scatter", *among))
+        devices, sent = sizes["expert"], self._sends(sizes["expert"])
+        there, back = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
+        size = int(one * (self.rows[devices] if sent else devices))
+        met = exchanges * sum(times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in ((3, there), (2, back)))
         return (regions + met) / MESSAGE
+
+    def _sends(self, devices: int) -> bool:
+        """Whether choices go to experts, rather than tokens to all."""
+        return sends(devices, choices_of(self.config.model), "tpu" if self.topology.is_tpu else "gpu")
 
     # Memory
 
@@ -290,8 +309,8 @@ class Analytic:
             inside += number * sum((1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
             if kind.experts:
                 inside += 3 * number * routed * (kind.inside // sizes["tensor"] + model.d_model)
-            if kind.experts and sizes["expert"] > 1:  # tokens of all, and sums
-                inside += 4 * number * rows * sizes["expert"] * model.d_model
+            if kind.experts and sizes["expert"] > 1:  # tokens of all, or choices, and sums
+                inside += 4 * number * (routed if self._sends(sizes["expert"]) else rows * sizes["expert"]) * model.d_model
             most = max(most, inside)
         return most
 

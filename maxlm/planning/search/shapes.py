@@ -143,11 +143,14 @@ def widths(model: ModelConfig, *, experts: bool = False) -> Mapping[str, int]:
 
 def rows_of(model: ModelConfig, expert: int, tokens: int) -> int:
     """Rows that the experts of a device are given in a round, where `expert` devices have so many tokens each; 0 without experts."""
-    moe = model.moe
-    if moe is None:
+    return 0 if model.moe is None else rows_of_round(tokens, choices_of(model), model.moe.n_experts, expert)
+
+
+def choices_of(model: ModelConfig) -> int:
+    """Of a token, some of which may be none; 0 without experts."""
+    if model.moe is None:
         return 0
-    choices = moe.n_experts if moe.router.choice == "expert" else moe.top_k
-    return rows_of_round(tokens, choices, moe.n_experts, expert)
+    return model.moe.n_experts if model.moe.router.choice == "expert" else model.moe.top_k
 
 
 def attention_flops(model: ModelConfig, seq_len: int, depths: range | None = None) -> float:
