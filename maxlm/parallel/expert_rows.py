@@ -5,7 +5,9 @@ enough while load is about even. So nothing is ever dropped, and memory does not
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ from jaxtyping import Array, Float, Int
 
 # T tokens, D width, K choices of a token, N all choices, E experts, R rows: choices, sorted by expert
 
-FURTHER = "further_rounds_of_experts"  # what loops that an even load does not enter are called in a program
+# What a program calls loops that an even load does not enter, and rounds of which it fills so many rows: plans are made for an even load.
+FURTHER = "further_rounds_of_experts"
+EVEN = re.compile(r"experts_of_(\d+)_rows")
 
 Weights = Mapping[str, jax.Array]
 Compute = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]  # (weights, x_RD, weight_R, rows of each expert) -> out_RD
@@ -31,6 +35,11 @@ def sort(experts_TK: Int[Array, "T K"], n_experts: int) -> Sorted:
     _, places_N = jax.lax.sort_key_val(order_N, choices_N)
     sizes_E = jnp.sum(flat_N[:, None] == jnp.arange(n_experts), axis=0, dtype=jnp.int32)
     return order_N, places_N.reshape(experts_TK.shape), sizes_E
+
+
+def even_load(rows: int) -> AbstractContextManager[None]:
+    """Around rounds that have room for more than the `rows` of an even load."""
+    return jax.named_scope(f"experts_of_{rows}_rows")
 
 
 def compute_rows(

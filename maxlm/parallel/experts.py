@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import gather, scatter_sum
 from maxlm.kernels.platform import LANES, device, logged
-from maxlm.parallel.expert_rows import Compute, Sorted, Weights, collect, compute_rows, in_rounds, sort, spread
+from maxlm.parallel.expert_rows import Compute, Sorted, Weights, collect, compute_rows, even_load, in_rounds, sort, spread
 from maxlm.parallel.sharding import mesh_axes
 
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, P devices of the axis, R rows
@@ -106,7 +106,8 @@ def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array
     x_TD, experts_TK, weights_TK = (gather(x, AXIS, 0) for x in (x_TD, experts_TK, weights_TK))
     mine_TK = experts_TK - jax.lax.axis_index(AXIS) * own
     order = sort(jnp.where((mine_TK >= 0) & (mine_TK < own), mine_TK, own), own)
-    y_TD = in_rounds(partial(compute_rows, compute, rows), rows, weights, x_TD, weights_TK, order, jnp.sum(order[2]))
+    with even_load(tokens * choices):
+        y_TD = in_rounds(partial(compute_rows, compute, rows), rows, weights, x_TD, weights_TK, order, jnp.sum(order[2]))
     return scatter_sum(y_TD, AXIS, 0)
 
 
@@ -119,7 +120,8 @@ def _sent(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, we
     mesh = jax.sharding.get_abstract_mesh()
     most = jnp.max(jnp.sum(order[2].reshape(size, -1), axis=1))
     due = jax.lax.pmax(most, tuple(axis for axis, devices in mesh.shape.items() if devices > 1))  # all meet in every round
-    return in_rounds(partial(_exchange, compute, rows), rows, weights, x_TD, weights_TK, order, due)
+    with even_load(tokens * choices):
+        return in_rounds(partial(_exchange, compute, rows), rows, weights, x_TD, weights_TK, order, due)
 
 
 def _exchange(

@@ -180,6 +180,8 @@ class _Pricing:
     def flops(self, op: Op, computation: Computation) -> int:
         if op.target != _PALLAS:
             return matmul_flops(self.module, op, computation)
+        if grouped := expert_matmuls.read(op, computation):
+            return grouped.flops
         causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
         if op.stated is None:
             return causal

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from maxlm.hardware.chips import Chip
 from maxlm.kernels.platform import CORES, LANES
+from maxlm.parallel.expert_rows import EVEN
 from maxlm.planning.hlo import Computation, Op
 from maxlm.planning.work import matrix_unit
 
@@ -24,11 +25,16 @@ SHOWN = 0.08  # of the shorter of work and copies, what is not hidden by the lon
 class GroupedMatmul:
     """One product of `rows` by weights of `groups`, each `deep` by `wide`, or by their transposes, or the gradient of the weights."""
 
-    rows: int
+    rows: int  # of an even load, where the program has room for more
     deep: int
     wide: int
     groups: int
     part: str  # "forward", "by_transpose" or "transposed_dw"
+
+    @property
+    def flops(self) -> int:
+        """Useful ones: rows beyond all groups are not computed."""
+        return 2 * self.rows * self.deep * self.wide
 
     def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
         """On one device, groups being of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
@@ -53,6 +59,8 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     if found is None:
         return None
     (rows, left), right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
+    if even := EVEN.search(op.where):
+        rows = min(rows, int(even[1]))
     result = op.shapes[0].dims
     if found[1] == "transposed_dw":
         return GroupedMatmul(rows, left, right[1], result[1] // right[1], found[1])

@@ -96,20 +96,26 @@ ENTRY %main () -> bf16[512,1024] {
   %x = bf16[1024,512]{1,0} parameter(1)
   %w = bf16[512,1024]{1,0} parameter(2)
   %f = bf16[1024,256]{1,0} parameter(3)
-  %jvp_grouped_matmul_forward_.1 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), custom_call_target="tpu_custom_call", COST
-  %grouped_matmul_by_transpose.2 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), custom_call_target="tpu_custom_call", COST
-  %megablox_gmm.3 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), custom_call_target="tpu_custom_call", COST
-  ROOT %grouped_matmul_transposed_dw.4 = bf16[512,1024]{1,0} custom-call(%n, %x, %f), custom_call_target="tpu_custom_call", COST
+  %jvp_grouped_matmul_forward_.1 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), COST
+  %grouped_matmul_by_transpose.2 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), COST
+  %megablox_gmm.3 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), COST
+  %grouped_matmul_forward.5 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), EVEN, COST
+  ROOT %grouped_matmul_transposed_dw.4 = bf16[512,1024]{1,0} custom-call(%n, %x, %f), COST
 }
-""".replace("COST", 'backend_config={"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"2621440"}}')
+""".replace(
+    "COST",
+    'custom_call_target="tpu_custom_call", '
+    'backend_config={"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"2621440"}}',
+).replace("EVEN", 'metadata={op_name="jit(step)/transpose(jvp(experts_of_900_rows))/pallas_call"}')
 
 
 def test_kernels_of_a_program_are_known_by_name_and_arrays():
     module = hlo.read(CALLS)
     entry = module.computations[module.entry]
     found = [read(op, entry) for op in entry.ops if op.opcode == "custom-call"]
-    parts = ("forward", "by_transpose", None, "transposed_dw")
-    assert found == [part and GroupedMatmul(1024, 512, 256, 4, part) for part in parts]
+    parts = ("forward", "by_transpose", None, "forward", "transposed_dw")
+    rows = (1024, 1024, 1024, 900, 1024)  # of 1,024 that there is room for, an even load fills 900
+    assert found == [part and GroupedMatmul(filled, 512, 256, 4, part) for part, filled in zip(parts, rows, strict=True)]
 
 
 def test_ours_are_charged_by_the_formula_and_others_a_share():

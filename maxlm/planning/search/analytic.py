@@ -175,7 +175,7 @@ class Analytic:
     def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int]) -> float:
         tensor = sizes["tensor"]
         if matmul.experts:
-            return self._grouped_s(rows * self.rows[sizes["expert"]], matmul, sizes)
+            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes)
         passes = PASSES["highest"] if matmul.name == ROUTER and self.number == 2 else 1
         return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor))
 
