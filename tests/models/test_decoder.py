@@ -73,7 +73,11 @@ def inputs(B=2, S=16, vocab=61):
 
 
 def hidden(config, params, tokens, positions, segments, **options):
-    return bind(config, params)(tokens, positions, segments, forward=Forward(**options)).x_BSD
+    run = jax.jit(lambda params, *batch: bind(config, params)(*batch, forward=Forward(**options)).x_BSD)
+    return run(params, tokens, positions, segments)
+
+
+initial = jax.jit(init_parameters, static_argnums=(0, 1))
 
 
 def embedding_gradient(config, params, positions, segments, target):
@@ -84,13 +88,13 @@ def embedding_gradient(config, params, positions, segments, target):
     def at_target(table):
         return jnp.sum(hidden(config, {**params, "embedding_VD": table}, tokens, positions, segments)[0, target] ** 2)
 
-    return jnp.linalg.norm(jax.grad(at_target)(params["embedding_VD"])[:S], axis=1)
+    return jnp.linalg.norm(jax.jit(jax.grad(at_target))(params["embedding_VD"])[:S], axis=1)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request):
     config = model_config(request.param)
-    return config, init_parameters(config, 0)
+    return config, initial(config, 0)
 
 
 def test_future_tokens_get_no_gradient(case):
@@ -121,7 +125,7 @@ def test_packed_documents_do_not_see_each_other(case):
 
 def test_window_limits_what_one_layer_sees():
     config = model_config("mistral", n_layers=1)
-    params = init_parameters(config, 0)
+    params = initial(config, 0)
     _, positions, segments = inputs(1)
     norms = embedding_gradient(config, params, positions, segments, target=12)
     assert not np.any(norms[:7])
@@ -132,37 +136,40 @@ def test_cached_generation_equals_one_pass(case):
     config, params = case
     tokens, positions, segments = inputs()
     whole = hidden(config, params, tokens, positions, segments)
-    model = bind(config, params)
-    caches = model.empty_caches(2, 20)
+    caches = bind(config, params).empty_caches(2, 20)
+    run = jax.jit(lambda params, caches, *batch: bind(config, params)(*batch, caches=caches))
     pieces = []
     for part in (slice(0, 7), slice(7, 8), slice(8, 9), slice(9, 16)):
-        through = model(tokens[:, part], positions[:, part], segments[:, part], caches=caches)
+        through = run(params, caches, tokens[:, part], positions[:, part], segments[:, part])
         caches = through.caches
         pieces.append(through.x_BSD)
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=2e-5)
 
 
+def gradient_with(remat):
+    config = model_config("gemma3")
+    direction, batch = jax.random.normal(jax.random.key(2), (2, 16, config.d_model)), inputs()
+    memory = MemoryConfig(remat=remat)
+    return jax.jit(jax.grad(lambda p: jnp.sum(direction * hidden(config, p, *batch, memory=memory))))(initial(config, 0))
+
+
+@pytest.fixture(scope="module")
+def kept_gradient():
+    return gradient_with("none")
+
+
 @pytest.mark.parametrize(
     "remat", ["full", "dots", ("query", "attention"), ("layer_input", "gate", "up", "mlp_out", "key", "value", "attention_out")]
 )
-def test_remat_changes_no_gradient(remat):
-    config = model_config("gemma3")
-    params = init_parameters(config, 0)
-    batch = inputs()
-    direction = jax.random.normal(jax.random.key(2), (2, 16, config.d_model))
-
-    def gradient(memory):
-        return jax.grad(lambda p: jnp.sum(direction * hidden(config, p, *batch, memory=memory)))(params)
-
-    kept, recomputed = gradient(MemoryConfig(remat="none")), gradient(MemoryConfig(remat=remat))
-    for mine, other in zip(jax.tree.leaves(recomputed), jax.tree.leaves(kept), strict=True):
+def test_remat_changes_no_gradient(remat, kept_gradient):
+    for mine, other in zip(jax.tree.leaves(gradient_with(remat)), jax.tree.leaves(kept_gradient), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(other))))
 
 
 def test_remat_by_name_keeps_just_those_tensors():
     """Bytes that the backward pass needs grow from `full` over one named tensor to `none`."""
     config = model_config("llama", n_layers=8)
-    params = init_parameters(config, 0)
+    params = initial(config, 0)
     batch = inputs(4, 32)
 
     def temporaries(remat):
@@ -178,7 +185,7 @@ def test_remat_by_name_keeps_just_those_tensors():
 def test_scan_by_period_equals_layer_after_layer():
     """Two local layers, then a global one: moving a layer's weights elsewhere must change the output."""
     config = model_config("gemma3", n_layers=8)
-    params = init_parameters(config, 1)
+    params = initial(config, 1)
     batch = inputs()
     model = bind(config, params)
     x = model.embed(batch[0], batch[1])
@@ -195,7 +202,7 @@ def test_scan_by_period_equals_layer_after_layer():
 
 def test_rope_sees_only_distances():
     config = model_config("llama")
-    params = init_parameters(config, 0)
+    params = initial(config, 0)
     tokens, positions, segments = inputs()
     np.testing.assert_allclose(
         hidden(config, params, tokens, positions + 100, segments), hidden(config, params, tokens, positions, segments), atol=2e-4

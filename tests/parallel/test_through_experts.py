@@ -15,7 +15,7 @@ from maxlm.planning.hlo import read
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
 AXES_OF = ("expert_embed", "expert", "mlp")
 NAMES = ("gate_DEF", "up_DEF", "down_DEF")
-MESHES = ({}, {"expert": 2}, {"expert": 4}, {"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2})  # of 4, choices are sent
+MESHES = ({}, {"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2})  # among 4, choices are sent
 
 
 def choices(kind):
