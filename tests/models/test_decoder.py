@@ -159,7 +159,13 @@ def kept_gradient():
 
 
 @pytest.mark.parametrize(
-    "remat", ["full", "dots", ("query", "attention"), ("layer_input", "gate", "up", "mlp_out", "key", "value", "attention_out")]
+    "remat",
+    [
+        "full",
+        pytest.param("dots", marks=pytest.mark.soak),
+        pytest.param(("query", "attention"), marks=pytest.mark.soak),
+        ("layer_input", "gate", "up", "mlp_out", "key", "value", "attention_out"),
+    ],
 )
 def test_remat_changes_no_gradient(remat, kept_gradient):
     for mine, other in zip(jax.tree.leaves(gradient_with(remat)), jax.tree.leaves(kept_gradient), strict=True):

@@ -105,7 +105,10 @@ def alone():
     return of
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = {"context 8", "context 4, data 2"}  # others have as much and more
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
 def test_losses_and_every_gradient_equal_one_device(name, alone):
     sections = LAYOUTS[name]
     sums, gradients = sums_and_gradients(tiny_program(8, **sections))

@@ -21,7 +21,9 @@ LAYOUTS = {
     ),
     "gpt_oss": ({"context": 2, "tensor": 2, "context_attention": "ring"}, {"context": 4, "context_attention": "ulysses"}),
 }
-CASES = [(name, mesh) for name, meshes in LAYOUTS.items() for mesh in meshes]
+CASES = [  # the suite has the first of each
+    pytest.param(name, mesh, marks=[pytest.mark.soak] if n else []) for name, meshes in LAYOUTS.items() for n, mesh in enumerate(meshes)
+]
 
 
 def loss_and_gradients(name, mesh):
