@@ -80,7 +80,7 @@ def test_a_finished_run_has_nothing_left_to_do(straight):
     "mesh",
     [
         pytest.param(("mesh.data=8", "mesh.fsdp=1"), id="8x1"),
-        pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2"),
+        pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2", marks=pytest.mark.soak),
         pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2"),
     ],
 )
@@ -100,7 +100,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(("first", "then"), [("one", "tensor"), ("stage", "context")])
+@pytest.mark.parametrize(("first", "then"), [pytest.param("one", "tensor", marks=pytest.mark.soak), ("stage", "context")])
 def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
     process = start(workspace, *settings, *SPLITS[first], devices=8 if SPLITS[first] else 1)

@@ -24,9 +24,9 @@ from maxlm.planning.search.written import as_yaml
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
 data: {store: unused, seq_len: 512}
-train: {steps: 10, global_batch: 32}
+train: {steps: 10, global_batch: 8}
 """
-SAID = ("tiny", "--topology", "v5e:2x2", "train.global_batch=64", "model.rope.theta=5e5")
+SAID = ("tiny", "--topology", "v5e:2x2", "train.global_batch=16", "model.rope.theta=5e5")
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'"
@@ -73,7 +73,7 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 3
     assert plan["own"]["step_s"] >= chosen["step_s"]
     loaded = load(plan["config"])
-    assert (loaded.config.train.global_batch, loaded.config.model.rope.theta) == (64, 5e5)
+    assert (loaded.config.train.global_batch, loaded.config.model.rope.theta) == (16, 5e5)
     assert loaded.config.cluster.topology == "v5e:2x2"
     assert json.loads(json.dumps(settings(loaded.config, chosen["settings"]))) == chosen["settings"]
     assert set(loaded.sources) - {"run.name"} <= set(load("tiny").sources) | set(chosen["settings"]) | {
@@ -157,14 +157,14 @@ def test_topologies_are_compared(capfd, monkeypatch):
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
 
     monkeypatch.setattr("maxlm.planning.search.verify.Compiler.__call__", stand_in)
-    arguments = ("tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=64", "--json")
+    arguments = ("tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=16", "--json")
     code, out, _ = run(capfd, *arguments, "--topology", "v5e:2x2")
     rows = json.loads(out)["machines"]
     assert code == 0
     assert {row["topology"] for row in rows} == {"v5e:1x1", "v5e:2x2", "v5e:2x4"}
     assert [row["run_s"] for row in rows] == sorted(row["run_s"] for row in rows)
     assert all(row["chip_hours"] == pytest.approx(row["run_s"] / 3600 * row["chips"]) for row in rows)
-    assert all(row["run_s"] == pytest.approx(1e12 / (64 * 512) * row["step_s"]) for row in rows)
+    assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["step_s"]) for row in rows)
     assert {row["topology"] for row in rows if row["compiled"]} == set(answers)
     everything = json.loads(run(capfd, *arguments)[1])["machines"]
     assert {row["topology"].partition(":")[0] for row in everything} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}

@@ -22,11 +22,11 @@ NOISE = 0.005
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
 data: {store: unused, seq_len: 512}
-train: {steps: 10, global_batch: 32}
+train: {steps: 10, global_batch: 8}
 cluster: {topology: "v5e:2x2"}
 """
 # 327,680 tokens a chip of 16 GiB: all that may be kept takes 18.8 GB.
-LARGE = TINY.replace("d_model: 256", "d_model: 512").replace("d_ff: 512", "d_ff: 2048").replace("global_batch: 32", "global_batch: 2560")
+LARGE = TINY.replace("d_model: 256", "d_model: 512").replace("d_ff: 512", "d_ff: 2048").replace("global_batch: 8", "global_batch: 2560")
 EXPERTS = TINY.replace("d_ff: 512", "d_ff: 512, moe: {n_experts: 8, top_k: 2, d_ff: 128, n_shared: 1, n_dense: 1}")
 TOPOLOGY = parse("v5e:2x2")
 ATTENTION = ("layer_input", "attention")

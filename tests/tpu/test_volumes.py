@@ -160,7 +160,18 @@ def excess(case, config):
 
 
 # Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis.
-NARROW = {"ddp", "zero 1", "zero 2", "tensor", "ring"}
+NARROW = {
+    "ddp",
+    "ddp accumulating",
+    "zero 1",
+    "zero 2",
+    "hybrid accumulating",
+    "tensor",
+    "tensor, zero 3",
+    "ring",
+    "ring accumulating",
+    "pipeline",
+}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.soak] if name in NARROW else []) for name in CASES])
