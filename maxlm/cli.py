@@ -28,14 +28,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def train(config: ConfigName, overrides: Overrides = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
+    from maxlm.runtime.places import split
 
-    settings = load(config, overrides or []).config
+    cluster, rest = split(overrides or [])
+    settings = load(config, rest).config
     from rich.console import Console
 
     from maxlm.inference.text import print_samples
     from maxlm.runtime.run import run
 
-    raise typer.Exit(run(settings, Console(), print_samples))
+    raise typer.Exit(run(settings, Console(), print_samples, cluster))
 
 
 @app.command(name="config")
