@@ -175,6 +175,19 @@ def report(
     typer.echo(write_report(run_dirs, out or run_dirs[0] / "report.html"))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, such as: -- train runs/quickstart.")],
+    restarts: Annotated[int, typer.Option(min=0, help="How often to start it again.")] = 10,
+    backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; twice as many each time without progress.")] = 5.0,
+) -> None:
+    """Run a command of maxlm, and start it again after a crash or a lost host."""
+    from maxlm.runtime.launch import Supervisor
+
+    program = [sys.executable, "-m", "maxlm", *command]
+    raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
+
+
 @app.command()
 def doctor(json_: Json = False) -> None:
     """Check devices, versions, disk and what is missing, and say how to get it."""

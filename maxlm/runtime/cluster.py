@@ -107,6 +107,11 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
             )
 
 
+def hosts() -> list[str]:
+    """The name of each process's host."""
+    return [socket.gethostname()] if jax.process_count() == 1 else [lines[0] for lines in _gather(socket.gethostname())]
+
+
 def check_shared(folder: str, field: str) -> None:
     """Whether all hosts see `folder`, which need not be there yet, on one file system: process 0 leaves a small file that they look for.
 

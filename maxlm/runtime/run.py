@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster
+from maxlm.runtime import attempt, cluster
 from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.signals import StopSignal
@@ -63,6 +64,7 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     keep_compiled_programs()
     cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     primary = jax.process_index() == 0
+    attempt.joined(cluster.hosts())
     mesh = build_mesh(config)
     data, held_out = _open_alike(config)
     program = build_program(config, mesh)
@@ -143,6 +145,8 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
     """Observers that are closed, and a log file that is detached, however the block ends."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
+    if attempt.VARIABLE in os.environ:
+        active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     observers = Observers(active)
