@@ -28,14 +28,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def train(config: ConfigName, overrides: Overrides = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
+    from maxlm.runtime.places import split
 
-    settings = load(config, overrides or []).config
+    cluster, rest = split(overrides or [])
+    settings = load(config, rest).config
     from rich.console import Console
 
     from maxlm.inference.text import print_samples
     from maxlm.runtime.run import run
 
-    raise typer.Exit(run(settings, Console(), print_samples))
+    raise typer.Exit(run(settings, Console(), print_samples, cluster))
 
 
 @app.command(name="config")
@@ -171,6 +173,19 @@ def report(
     from maxlm.telemetry.report import write_report
 
     typer.echo(write_report(run_dirs, out or run_dirs[0] / "report.html"))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, such as: -- train runs/quickstart.")],
+    restarts: Annotated[int, typer.Option(min=0, help="How often to start it again.")] = 10,
+    backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; twice as many each time without progress.")] = 5.0,
+) -> None:
+    """Run a command of maxlm, and start it again after a crash or a lost host."""
+    from maxlm.runtime.launch import Supervisor
+
+    program = [sys.executable, "-m", "maxlm", *command]
+    raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
 
 
 @app.command()

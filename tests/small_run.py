@@ -43,10 +43,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "maxlm", *arguments]
 
 
-def start(folder: Path, *overrides: str, devices: int = 1, **extra: str) -> subprocess.Popen:
-    """`maxlm train small.yml ...` in `folder`, running."""
+def start(folder: Path, *overrides: str, devices: int = 1, under: tuple[str, ...] = (), **extra: str) -> subprocess.Popen:
+    """`maxlm train small.yml ...` in `folder`, running; `under`: what stands before `train`, such as `launch --`."""
     return subprocess.Popen(
-        command("train", "small.yml", *overrides),
+        command(*under, "train", "small.yml", *overrides),
         cwd=folder,
         env=environment(devices, **extra),
         text=True,
@@ -60,6 +60,11 @@ def finish(process: subprocess.Popen, code: int = 0, timeout: float = 180) -> st
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return out + err
+
+
+def child(process: subprocess.Popen) -> int:
+    """The pid of the one process that `process` has started."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
 
 
 def metrics(folder: Path, name: str = "small") -> list[dict]:

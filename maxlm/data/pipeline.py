@@ -12,6 +12,7 @@ import numpy as np
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
+from maxlm.data import manifest
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.order import SampleOrder
@@ -68,6 +69,11 @@ class Pipeline:
     def tokenizer_hash(self) -> str:
         """Of the tokenizer that made the tokens, in hex."""
         return self._stores[0].info.tokenizer_hash
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that its stores say of themselves, in hex: equal where two hosts have the same tokens."""
+        return manifest.fingerprint({"stores": [store.info.model_dump(mode="json") for store in self._stores]})
 
     @property
     def n_windows(self) -> int:

@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster
+from maxlm.runtime import attempt, cluster
+from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
@@ -50,23 +52,26 @@ IDENTITY = (
 Showing = Callable[[Config, Path, Parameters, Console], None]
 
 
-def run(config: Config, console: Console, show: Showing) -> int:
-    """Train as `config` says; returns the process's exit code. `show` is called with the parameters of a finished run.
+def run(config: Config, console: Console, show: Showing, named: Mapping[str, str] | None = None) -> int:
+    """Train as `config` says; returns the process's exit code. `show` is called with the parameters of a finished run,
+    `named` is what the command line says of the cluster.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
     goodput = Goodput()
     look_for_devices()
-    joined = cluster.join()
+    joined = cluster.join(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True))
     keep_compiled_programs()
+    cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     primary = jax.process_index() == 0
+    attempt.joined(cluster.hosts())
     mesh = build_mesh(config)
-    if config.data.prepare is not None:
-        _prepare(config)
-    data, held_out = open_data(config)
+    data, held_out = _open_alike(config)
     program = build_program(config, mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
-    checkpoints = Checkpoints(config.checkpoint.dir or directory.checkpoints, config.checkpoint, identity(config, data.tokenizer_hash))
+    saved = config.checkpoint.dir or str(directory.checkpoints)
+    cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
+    checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
     start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
     if config.checkpoint.dir is not None:
         checkpoints.claim()
@@ -100,6 +105,20 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     return {**{key: str(value) for key, value in values.items()}, "tokenizer": tokenizer_hash}
 
 
+def _open_alike(config: Config) -> tuple[Pipeline, Pipeline | None]:
+    """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
+    opened, problem = None, ""
+    try:
+        if config.data.prepare is not None:
+            _prepare(config)
+        opened = open_data(config)
+    except UserError as error:
+        problem = str(error)
+    cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
+    assert opened is not None, "what could not be opened was told"
+    return opened
+
+
 def _prepare(config: Config) -> None:
     if jax.process_count() == 1:
         prepare(config.data)
@@ -126,6 +145,8 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
     """Observers that are closed, and a log file that is detached, however the block ends."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
+    if attempt.VARIABLE in os.environ:
+        active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     observers = Observers(active)

@@ -1,5 +1,6 @@
 """A run that is killed, stopped or moved to another layout goes on as if nothing had happened."""
 
+import os
 import shutil
 import signal
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from small_run import (
     checkpoint_steps,
+    child,
     events,
     exact,
     finish,
@@ -38,16 +40,15 @@ def workspace(straight, tmp_path):
 
 
 def test_kill_9_and_restart_changes_no_bit(straight, workspace):
-    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
+    """The supervisor starts it again, and the losses and every number of the state are those of a run that was left alone."""
+    process = start(workspace, f"train.steps={STEPS}", "checkpoint.every_steps=10", under=("launch", "--backoff", "0.1", "--"))
     for reached in (13, 31):
-        process = start(workspace, *settings)
         wait_for_step(workspace, reached, process)
         wait_for_checkpoint(workspace, reached // 10 * 10, process)
-        process.kill()
-        finish(process, code=-signal.SIGKILL)
+        os.kill(child(process), signal.SIGKILL)
     killed_at = metrics(workspace)[-1]["step"]
     assert 31 <= killed_at < STEPS, "the run must be killed in the middle"
-    finish(start(workspace, *settings))
+    assert "was killed by SIGKILL after step" in finish(process)
     restored = [event["step"] for event in events(workspace, "restore")]
     assert len(restored) == 2
     assert 0 < restored[0] < restored[1]

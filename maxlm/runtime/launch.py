@@ -1,0 +1,142 @@
+"""`maxlm launch`: a command of maxlm, started again after a crash or a lost host, and left alone where starting it again is no help."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from maxlm.runtime import attempt
+from maxlm.runtime.attempt import Attempt
+
+NO_HELP = {0: "", 2: "the input is wrong", 4: "training is unhealthy and would be again"}  # exit codes after which nothing is started
+SAME_STEP = 3  # so many ends in a row at one step, and it is the step that fails
+LONGEST_BACKOFF = 300.0  # seconds
+KEPT_LINES = 200  # of what the run says to stderr, to find reasons in
+_LOST = re.compile(r"\btask[:=/ ]+(\d+)\b")  # how jax's coordination service calls process N in what it says of a lost one
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended: its exit code (negative: by that signal), how far it came, and the last it said."""
+
+    code: int
+    came: Attempt
+    said: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with {self.code}"
+        where = "" if self.came.step is None else f" after step {self.came.step:,}"
+        lost = self.lost_hosts()
+        return f"{how}{where}{'; lost: ' + ', '.join(lost) if lost else ''}"
+
+    def lost_hosts(self) -> list[str]:
+        """The hosts that the coordination service names, if it was a lost host."""
+        lines = [line for line in self.said if re.search("heartbeat|unavailable", line, re.IGNORECASE)]
+        numbers = {int(found) for line in lines for found in _LOST.findall(line)}
+        return [f"{self.came.hosts[number]} (process {number})" for number in sorted(numbers) if number < len(self.came.hosts)]
+
+
+class Supervisor:
+    """Runs `command` until it is done, or starting it again is no help."""
+
+    def __init__(self, command: Sequence[str], *, restarts: int, backoff: float, say: Callable[[str], None]) -> None:
+        """`backoff`: seconds before the first restart, twice as long before each next one without progress; `say`: takes a line."""
+        self._command, self._restarts, self._backoff, self._say = list(command), restarts, backoff, say
+        self._process: subprocess.Popen[str] | None = None
+        self._asked: int | None = None  # the signal that asked us to stop
+        self._stopped = threading.Event()
+
+    def run(self) -> int:
+        """The exit code: that of the last attempt, 1 if it was killed."""
+        before = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        ends: list[End] = []
+        pause = self._backoff
+        while True:
+            end = self._attempt()
+            ends.append(end)
+            code = end.code if end.code >= 0 else 1
+            reason = self._why_not_again(ends)
+            if reason is not None:
+                if reason:
+                    self._say(f"maxlm launch: the run {end}; not started again: {reason}")
+                return code
+            if len(ends) > 1 and (end.came.step or 0) > (ends[-2].came.step or 0):
+                pause = self._backoff
+            self._say(f"maxlm launch: the run {end}; restart {len(ends)} of {self._restarts} in {pause:g} s")
+            if self._stopped.wait(pause):
+                return code
+            pause = min(2 * pause, LONGEST_BACKOFF)
+
+    def _why_not_again(self, ends: Sequence[End]) -> str | None:
+        """Why the last end is the last, "" where that needs no words; None: start again."""
+        end = ends[-1]
+        if self._asked is not None:
+            return "" if end.code in (0, 3) else f"{_signal_name(self._asked)} asked for the end"
+        once_joined = any(one.came.hosts for one in ends[:-1])
+        not_back_yet = end.code == 2 and once_joined and not end.came.hosts  # all others wait for one, which is no wrong input
+        if end.code in NO_HELP and not not_back_yet:
+            return NO_HELP[end.code]
+        same = [one for one in ends[-SAME_STEP:] if one.came.step == end.came.step and one.code not in (2, 3)]
+        if len(same) == SAME_STEP and not end.lost_hosts():
+            where = "before its first step" if end.came.step is None else f"after step {end.came.step:,}"
+            last = next((line for line in reversed(end.said) if line.strip()), "nothing")
+            return f"it has ended {where} {SAME_STEP} times in a row, so it is no accident; its last words: {last.strip()}"
+        return None if len(ends) <= self._restarts else f"all {self._restarts} restarts are used up"
+
+    def _attempt(self) -> End:
+        with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
+            path = Path(folder) / "attempt"
+            self._process = subprocess.Popen(  # in a group of its own: of Ctrl-C it hears from us, once
+                self._command, env=_with(path), stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
+            )
+            if self._asked is not None:  # between two attempts
+                self._process.send_signal(self._asked)
+            assert self._process.stderr is not None
+            said: deque[str] = deque(maxlen=KEPT_LINES)
+            reader = threading.Thread(target=_pass_on, args=(self._process.stderr, said), daemon=True)
+            reader.start()
+            code = self._process.wait()
+            reader.join(timeout=5)  # a grandchild may hold the pipe
+            return End(code, attempt.read(path), tuple(said))
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._asked = number
+        self._stopped.set()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+def _pass_on(stream: IO[str], said: "deque[str]") -> None:
+    for line in stream:
+        said.append(line.rstrip("\n"))
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def _with(path: Path) -> dict[str, str]:
+    return {**os.environ, attempt.VARIABLE: str(path)}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

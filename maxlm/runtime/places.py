@@ -1,0 +1,193 @@
+"""Where a process is in a cluster: read off the command line, the environment its launcher made, and a Cloud TPU VM's metadata server.
+
+Touches no device and needs no network but that server. Variables are those of GKE's TPU webhook, Slurm's srun, Open MPI, MPICH and
+Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name them.
+"""
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from maxlm.config.errors import UserError
+
+TPU_PORT = 8482  # of process 0 where the launcher names a host only: jax's own choice
+COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"
+VARIABLES = {COORDINATOR: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", PROCESS: "JAX_PROCESS_ID"}
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+Ask = Callable[[str], str | None]  # name of an attribute -> what the metadata server says, None: nothing
+
+
+@dataclass(frozen=True)
+class Place:
+    """Process number `process` of `count`; number 0 waits for the others at `address`, host:port."""
+
+    count: int
+    process: int
+    address: str
+    launcher: str  # what started it, and where that was found
+    devices: tuple[int, ...] | None = None  # indices of the GPUs that are this process's among those it sees; None: all
+
+    def __str__(self) -> str:
+        share = "" if self.devices is None else f", GPU {' '.join(map(str, self.devices))}"
+        return f"process {self.process} of {self.count} at {self.address}{share}, from {self.launcher}"
+
+
+def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(what names the cluster, the rest) of `key=value` arguments: a cluster is no part of an experiment."""
+    named = dict(one.split("=", 1) for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one)
+    return named, [one for one in arguments if one.partition("=")[0] not in VARIABLES or "=" not in one]
+
+
+def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Ask, n_gpus: int) -> Place | None:
+    """The place of this process, or None if it is alone.
+
+    Args:
+        named: what the command line says: any of `coordinator`, `process_count` and `process_id`; the environment's launcher says the rest.
+        environ: the environment.
+        ask: the metadata server.
+        n_gpus: that this machine has.
+
+    Raises:
+        UserError: a part is missing or makes no sense.
+    """
+    said = dict(named) or {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
+    spelt = {name: variable if said and not named else name for name, variable in VARIABLES.items()}
+    if len(said) == len(VARIABLES):
+        place = _place(said, spelt, "the command line" if named else "the environment")
+        return _sharing(place, environ, n_gpus)
+    launched = next(filter(None, (look(environ) for look in (_tpu_pod, _slurm, _mpi, _indexed_job))), None) or _tpu_vm(environ, ask)
+    if launched is None and not said:
+        return None
+    rest = {} if launched is None else {COORDINATOR: launched.address, COUNT: str(launched.count), PROCESS: str(launched.process)}
+    merged = {name: value for name, value in {**rest, **said}.items() if value}
+    missing = [spelt[name] for name in VARIABLES if name not in merged]
+    if missing:
+        there = f"{launched.launcher} does not say" if launched is not None else f"{spelt[next(iter(said))]} is set, and nothing says"
+        raise UserError(f"{there} {' nor '.join(missing)}: add {' '.join(f'{name}=...' for name in missing)}.")
+    source = launched.launcher if launched is not None else "the environment"
+    place = _place(merged, spelt, f"{source}{' and the command line' if named else ''}")
+    return _sharing(replace(place, devices=launched.devices if launched else None), environ, n_gpus) if place.count > 1 else None
+
+
+def metadata(name: str, seconds: float = 2.0) -> str | None:
+    """What Google Cloud's metadata server says of this machine, or None if there is none, or nothing of that name."""
+    request = urllib.request.Request(METADATA + name, headers={"Metadata-Flavor": "Google"})  # noqa: S310 -- a fixed address
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
+            return str(answer.read().decode())
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
+
+
+def _place(said: Mapping[str, str], spelt: Mapping[str, str], launcher: str) -> Place:
+    address, count, process = said[COORDINATOR], said[COUNT], said[PROCESS]
+    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s\[\]]+):\d{1,5}", address):
+        raise UserError(f"{spelt[COORDINATOR]} = {address}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476.")
+    if not (count.isdigit() and int(count) > 0):
+        raise UserError(f"{spelt[COUNT]} = {count}: must be the number of all processes, 1 or more.")
+    if not (process.isdigit() and int(process) < int(count)):
+        raise UserError(f"{spelt[PROCESS]} = {process}: must be a number below {spelt[COUNT]}, {count}; processes count from 0.")
+    return Place(int(count), int(process), address, launcher)
+
+
+def _tpu_pod(environ: Mapping[str, str]) -> Place | None:
+    """A TPU slice, or several, on GKE: its webhook names all hosts in every container."""
+    hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    slices = int(environ.get("MEGASCALE_NUM_SLICES") or 1)
+    if not hosts or len(hosts) * slices == 1:
+        return None
+    return _of_slices(hosts, int(environ.get("TPU_WORKER_ID") or 0), environ, "TPU_WORKER_HOSTNAMES (Cloud TPU)")
+
+
+def _tpu_vm(environ: Mapping[str, str], ask: Ask) -> Place | None:
+    """A host of a slice of Cloud TPU VMs: only the metadata server knows of the others."""
+    endpoints = ask("worker-network-endpoints")
+    if not endpoints:
+        return None
+    hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
+    told = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
+    if len(hosts) * int(told.get("MEGASCALE_NUM_SLICES") or 1) == 1:
+        return None
+    return _of_slices(hosts, int(ask("agent-worker-number") or 0), {**told, **environ}, "the metadata server (Cloud TPU VM)")
+
+
+def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> Place:
+    """Slices are joined by a network; processes count through one slice after another."""
+    slices, number = int(megascale.get("MEGASCALE_NUM_SLICES") or 1), int(megascale.get("MEGASCALE_SLICE_ID") or 0)
+    first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
+    many = f", slice {number} of {slices}" if slices > 1 else ""
+    return Place(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)
+
+
+def _slurm(environ: Mapping[str, str]) -> Place | None:
+    """A task of a step that srun started. In an sbatch script itself there is no step, and the script is alone."""
+    count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    nodes = environ.get("SLURM_STEP_NODELIST")
+    if count == 1 or not nodes or "SLURM_PROCID" not in environ:
+        return None
+    port = 61440 + int(environ.get("SLURM_JOB_ID") or 0) % 4096  # two jobs on a node must not meet
+    step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
+    return Place(count, int(environ["SLURM_PROCID"]), f"{first_node(nodes)}:{port}", step)
+
+
+def first_node(nodes: str) -> str:
+    """`node[007-015,020],other` -> `node007`: Slurm's way to write a list of hosts."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    assert match is not None, nodes
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match[0])
+
+
+def _mpi(environ: Mapping[str, str]) -> Place | None:
+    """A process of mpirun or mpiexec. Open MPI 4 says where mpirun is, beside which rank 0 runs; others do not."""
+    for size, rank, name in (
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
+        ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
+    ):
+        if int(environ.get(size) or 1) > 1 and environ.get(rank, "").isdigit():
+            uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+            address = f"{uri[2]}:{61440 + int(uri[1]) // 4096 % 4096}" if uri else ""
+            return Place(int(environ[size]), int(environ[rank]), address, f"{rank} ({name})")
+    return None
+
+
+def _indexed_job(environ: Mapping[str, str]) -> Place | None:
+    """A pod of a JobSet, or of an indexed job: Kubernetes says which, the manifest how many and, by JobSet's rule, where the first is."""
+    process, count = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("JAX_NUM_PROCESSES", "")
+    if not process.isdigit():
+        return None
+    jobset, job = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
+    address = f"{jobset}-{job}-0-0.{jobset}:{TPU_PORT}" if jobset and job else ""
+    return Place(
+        int(count) if count.isdigit() else 1,
+        int(process),
+        address,
+        f"JOB_COMPLETION_INDEX ({'JobSet ' + jobset if jobset else 'Kubernetes'})",
+    )
+
+
+def _sharing(place: Place, environ: Mapping[str, str], n_gpus: int) -> Place:
+    """`place` with its part of the node's GPUs, where a launcher started several processes there and bound none of them to its own."""
+    local, beside = _on_this_node(environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
+    if beside <= 1 or n_visible < beside:  # a node to itself, or each sees what it was given
+        return place
+    if n_visible % beside:
+        raise UserError(f"{beside} processes were started on a node of {n_visible} GPUs: start one for each GPU, or one for the node.")
+    share = n_visible // beside
+    return replace(place, devices=tuple(range(local * share, (local + 1) * share)))
+
+
+def _on_this_node(environ: Mapping[str, str]) -> tuple[int, int]:
+    """(number of this process among those its launcher started on this node, how many they are)."""
+    if "SLURM_LOCALID" in environ and environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        tasks: list[int] = []
+        for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):  # 8(x4),7
+            tasks += [int(each)] * int(times or 1)
+        return int(environ["SLURM_LOCALID"]), tasks[min(int(environ.get("SLURM_NODEID") or 0), len(tasks) - 1)]
+    for rank, size in (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
+        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            return int(environ[rank]), int(environ[size])
+    return 0, 1

@@ -1,0 +1,84 @@
+"""Processes that join, and that refuse to begin where one of them is not like the others."""
+
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from small_run import finish, free_port, make_workspace, start
+
+import maxlm
+from maxlm.config.errors import UserError
+from maxlm.runtime import cluster
+
+SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = make_workspace(tmp_path_factory.mktemp("prepared"))
+    finish(start(folder, *SETTINGS))
+    return folder
+
+
+@pytest.fixture
+def workspace(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "work", ignore=shutil.ignore_patterns("runs"))
+    return tmp_path / "work"
+
+
+def both(folder, *changes, **second):
+    """Two processes by the command line; `changes` are settings of the second alone, `second` its environment."""
+    address = f"coordinator=localhost:{free_port()}"
+    place = lambda number: (address, "process_count=2", f"process_id={number}")  # noqa: E731
+    return start(folder, *SETTINGS, *place(0)), start(folder, *SETTINGS, *place(1), *changes, **second)
+
+
+def refused(processes):
+    """What both say, which is the same line."""
+    lines = [finish(process, code=2).strip().splitlines()[-1] for process in processes]
+    assert lines[0] == lines[1]
+    return lines[0]
+
+
+def test_the_command_line_joins_and_says_so(workspace):
+    processes = both(workspace)
+    said = [finish(process) for process in processes]
+    assert "process 0 of 2 at localhost:" in (workspace / "runs" / "small" / "events.jsonl").read_text()
+    for number, text in enumerate(said):
+        assert any(
+            re.fullmatch(rf"joining as process {number} of 2 at localhost:\d+, from the command line", line) for line in text.splitlines()
+        )
+
+
+def test_another_config_is_named(workspace):
+    line = refused(both(workspace, "train.seed=1"))
+    assert line.startswith(f"maxlm: {socket.gethostname()} (process 1): config is ")
+    assert not (workspace / "runs").exists(), "nothing was written"
+
+
+def test_other_code_is_named(workspace, tmp_path):
+    package = tmp_path / "other" / "maxlm"
+    shutil.copytree(Path(maxlm.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "training" / "step.py").write_text((package / "training" / "step.py").read_text() + "# changed here alone\n")
+    assert "(process 1): maxlm is " in refused(both(workspace, PYTHONPATH=str(package.parent)))
+
+
+def test_a_host_without_the_data_is_named_and_nobody_waits_for_it(workspace, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(workspace / "small.yml", tmp_path / "elsewhere")
+    address = f"coordinator=localhost:{free_port()}"
+    processes = [
+        start(folder, *SETTINGS, address, "process_count=2", f"process_id={number}")
+        for number, folder in enumerate((workspace, tmp_path / "elsewhere"))
+    ]
+    assert "(process 1): data.store = store is not prepared" in refused(processes)
+
+
+def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"process 1 of 2.* and localhost:\d+ did not answer for 1 s \(.*refused.*firewall"):
+        cluster.join({"coordinator": f"localhost:{free_port()}", "process_count": "2", "process_id": "1"}, print, seconds=1)
+    assert time.monotonic() - began < 5

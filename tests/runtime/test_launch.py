@@ -1,0 +1,110 @@
+"""The supervisor: what is started again, what is not, and what it says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import command, environment
+
+from maxlm.runtime.launch import Supervisor
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+path, tries = Path(os.environ["MAXLM_ATTEMPT"]), Path("tries")
+number = len(tries.read_text()) if tries.exists() else 0
+tries.write_text("x" * (number + 1))
+def came(step, hosts=("a", "b")):
+    path.write_text(f"{step:20}" + chr(10) + json.dumps(hosts))
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path, monkeypatch):
+    """(exit code, lines said, attempts made) of a script under the supervisor."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, restarts=5, backoff=0.01):
+        said = []
+        code = Supervisor([sys.executable, "-c", PRELUDE + script], restarts=restarts, backoff=backoff, say=said.append).run()
+        return code, said, len((tmp_path / "tries").read_text())
+
+    return run
+
+
+def test_a_crash_is_started_again_and_what_is_done_is_done(supervise):
+    code, said, tries = supervise("came(10 * number)\nif number < 2: os.kill(os.getpid(), signal.SIGKILL)")
+    assert (code, tries) == (0, 3)
+    assert said == [
+        "maxlm launch: the run was killed by SIGKILL after step 0; restart 1 of 5 in 0.01 s",
+        "maxlm launch: the run was killed by SIGKILL after step 10; restart 2 of 5 in 0.01 s",
+    ]
+
+
+@pytest.mark.parametrize(("code", "words"), [(2, "the input is wrong"), (4, "unhealthy")])
+def test_what_would_end_the_same_way_is_not_started_again(supervise, code, words):
+    answer, said, tries = supervise(f"came(3)\nsys.exit({code})")
+    assert (answer, tries) == (code, 1)
+    assert words in said[-1]
+
+
+def test_a_step_that_fails_three_times_is_no_accident(supervise):
+    code, said, tries = supervise("came(7)\nprint('RuntimeError: boom', file=sys.stderr)\nsys.exit(1)", restarts=50)
+    assert (code, tries) == (1, 3)
+    assert said[-1].endswith("it has ended after step 7 3 times in a row, so it is no accident; its last words: RuntimeError: boom")
+
+
+def test_progress_between_crashes_is_no_loop_and_restarts_are_counted(supervise):
+    code, said, tries = supervise("came(number)\nsys.exit(9)", restarts=4)
+    assert (code, tries) == (9, 5)
+    assert said[-1].endswith("all 4 restarts are used up")
+
+
+def test_a_host_that_is_not_back_yet_is_waited_for(supervise):
+    """The others end with 2 after waiting for it in vain; at the first start that is wrong input, later it is not."""
+    assert supervise("if number == 0: came(5)\nsys.exit([1, 2, 2, 2, 0][number])")[::2] == (0, 5)
+    Path("tries").unlink()
+    assert supervise("sys.exit(2)")[::2] == (2, 1)
+
+
+def test_a_lost_host_is_named_and_is_no_crash_loop(supervise):
+    script = "came(7)\nprint('ABORTED: task:1 heartbeat timeout', file=sys.stderr)\nsys.exit(0 if number == 4 else 1)"
+    code, said, tries = supervise(script)
+    assert (code, tries) == (0, 5)
+    assert "after step 7; lost: b (process 1); restart 1 of 5" in said[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_run_once_and_ends_both(tmp_path, number):
+    """A save takes its time; the supervisor waits for it and starts nothing again."""
+    script = PRELUDE + (
+        "def asked(number, frame):\n    time.sleep(0.5); Path('saved').write_text(signal.Signals(number).name); sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, asked); signal.signal(signal.SIGINT, asked)\nPath('ready').touch()\ntime.sleep(60)"
+    )
+    program = (
+        "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
+        f"sys.exit(Supervisor([sys.executable, '-c', {script!r}], restarts=3, backoff=1, say=print).run())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, start_new_session=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(process.pid, number)  # as a terminal does
+    assert process.wait(30) == 3
+    assert (tmp_path / "saved").read_text() == number.name
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+def test_from_the_command_line(tmp_path):
+    """An error of the input is said once, by the command itself, and its exit code is handed on."""
+    answer = subprocess.run(
+        command("launch", "--restarts", "3", "--", "train", "no-such-config"),
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 2
+    assert answer.stderr.count("no-such-config") == 1
+    assert "not started again: the input is wrong" in answer.stderr

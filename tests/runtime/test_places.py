@@ -1,0 +1,137 @@
+"""Where a process is in a cluster, by what each launcher says."""
+
+import pytest
+
+from maxlm.config.errors import UserError
+from maxlm.runtime.places import find, first_node, split
+
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[007-009],big1",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_NTASKS": "99",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+GKE_TPU = {"TPU_WORKER_HOSTNAMES": "pool-0.svc,pool-1.svc", "TPU_WORKER_ID": "1"}
+SLICES = {"MEGASCALE_NUM_SLICES": "4", "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "first.svc:8080"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+JOBSET = {"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4", "JOBSET_NAME": "llama", "REPLICATED_JOB_NAME": "worker"}
+EXPLICIT = {"coordinator": "node0:8476", "process_count": "4", "process_id": "2"}
+ENVIRONMENT = {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+VM = {"worker-network-endpoints": "unknown:unknown:10.0.0.4,unknown:unknown:10.0.0.5", "agent-worker-number": "1"}
+
+
+def look(environ=(), named=(), says=(), n_gpus=0):
+    return find(dict(named), dict(environ), dict(says).get, n_gpus)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "says", "where", "launcher"),
+    [
+        ({}, EXPLICIT, {}, (4, 2, "node0:8476"), "the command line"),
+        (SLURM, EXPLICIT, {}, (4, 2, "node0:8476"), "the command line"),
+        (ENVIRONMENT, {}, {}, (2, 1, "[fe80::1]:8476"), "the environment"),
+        (SLURM, {}, {}, (16, 11, "gpu007:61441"), "Slurm job 4097, step 0"),
+        (SLURM, {"coordinator": "head:9000"}, {}, (16, 11, "head:9000"), "and the command line"),
+        (GKE_TPU, {}, {}, (2, 1, "pool-0.svc:8482"), "TPU_WORKER_HOSTNAMES"),
+        ({**GKE_TPU, **SLICES}, {}, {}, (8, 5, "first.svc:8482"), "slice 2 of 4"),
+        (OPEN_MPI, {}, {}, (8, 5, "10.96.0.1:62624"), "OMPI_COMM_WORLD_RANK (Open MPI)"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {"coordinator": "a:1"}, {}, (3, 2, "a:1"), "PMI_RANK"),
+        (JOBSET, {}, {}, (4, 3, "llama-worker-0-0.llama:8482"), "JobSet llama"),
+        ({"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}, {}, {}, (2, 0, "a:1"), "Kubernetes"),
+        ({}, {}, VM, (2, 1, "10.0.0.4:8482"), "metadata server"),
+        ({}, {}, {**VM, "worker-network-endpoints": "h0,h1"}, (2, 1, "h0:8482"), "metadata server"),
+        (
+            {},
+            {},
+            {**VM, "tpu-env": "ZONE: 'x'\n" + "".join(f"{k}: '{v}'\n" for k, v in SLICES.items())},
+            (8, 5, "first.svc:8482"),
+            "slice 2",
+        ),
+    ],
+)
+def test_every_launcher_is_understood(environ, named, says, where, launcher):
+    place = look(environ, named, says)
+    assert (place.count, place.process, place.address) == where
+    assert launcher in str(place)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, {}),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {}),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16"}, {}),  # the sbatch script itself
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, {}),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
+        ({"JOB_COMPLETION_INDEX": "0"}, {}),
+        ({}, {"worker-network-endpoints": "h0", "agent-worker-number": "0"}),
+    ],
+)
+def test_a_process_alone_is_alone(environ, says):
+    if "JOB_COMPLETION_INDEX" in environ:
+        environ = {**environ, "JOBSET_NAME": "one", "REPLICATED_JOB_NAME": "worker"}
+    assert look(environ, says=says) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "n_gpus", "devices"),
+    [
+        (SLURM, 8, (3,)),  # a process a GPU
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8,4(x2)"}, 8, (6, 7)),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"}, 8, None),  # a process a node has them all
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0"}, 8, None),  # srun bound each to its own
+        (SLURM, 0, None),
+        (OPEN_MPI, 4, (1,)),
+        ({**OPEN_MPI, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 8, (1,)),
+    ],
+)
+def test_processes_of_a_node_share_its_gpus(environ, n_gpus, devices):
+    assert look(environ, n_gpus=n_gpus).devices == devices
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "says"),
+    [
+        ({}, {"coordinator": "a:1"}, "process_count nor process_id: add process_count=... process_id=..."),
+        ({"JAX_NUM_PROCESSES": "2"}, {}, "JAX_COORDINATOR_ADDRESS nor JAX_PROCESS_ID"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {}, "an MPI launcher (PMI)) does not say coordinator: add coordinator=..."),
+        ({}, {**EXPLICIT, "coordinator": "node0"}, "coordinator = node0: must be HOST:PORT"),
+        ({}, {**EXPLICIT, "process_id": "4"}, "process_id = 4: must be a number below process_count, 4"),
+        ({}, {**EXPLICIT, "process_count": "none"}, "process_count = none"),
+        ({**ENVIRONMENT, "JAX_PROCESS_ID": "2"}, {}, "JAX_PROCESS_ID = 2: must be a number below JAX_NUM_PROCESSES, 2"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(environ, named, says):
+    with pytest.raises(UserError) as error:
+        look(environ, named)
+    assert says in str(error.value)
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match="8 processes were started on a node of 12 GPUs"):
+        look(SLURM, n_gpus=12)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[1-4],x", "n1"), ("n[007,010-12]", "n007"), ("r[1-2]n[3-4]", "r1n3"), ("a-b[2-3]-c,d", "a-b2-c")],
+)
+def test_the_first_node_of_a_list(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_a_cluster_is_no_setting():
+    named, rest = split(["train.steps=3", "coordinator=a:1", "process_id=0", "coordinator", "run.name=coordinator=x"])
+    assert named == {"coordinator": "a:1", "process_id": "0"}
+    assert rest == ["train.steps=3", "coordinator", "run.name=coordinator=x"]
