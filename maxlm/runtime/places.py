@@ -155,12 +155,12 @@ def _mpi(environ: Mapping[str, str]) -> Place | None:
 def _indexed_job(environ: Mapping[str, str]) -> Place | None:
     """A pod of a JobSet, or of an indexed job: Kubernetes says which, the manifest how many and, by JobSet's rule, where the first is."""
     process, count = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("JAX_NUM_PROCESSES", "")
-    if not process.isdigit():
+    if not (process.isdigit() and count.isdigit()):  # nothing says that there are others
         return None
     jobset, job = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
     address = f"{jobset}-{job}-0-0.{jobset}:{TPU_PORT}" if jobset and job else ""
     return Place(
-        int(count) if count.isdigit() else 1,
+        int(count),
         int(process),
         address,
         f"JOB_COMPLETION_INDEX ({'JobSet ' + jobset if jobset else 'Kubernetes'})",

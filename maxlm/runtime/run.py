@@ -62,7 +62,8 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     look_for_devices()
     joined = cluster.join(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True))
     keep_compiled_programs()
-    cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+    if jax.process_count() > 1:
+        cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     primary = jax.process_index() == 0
     attempt.joined(cluster.hosts())
     mesh = build_mesh(config)

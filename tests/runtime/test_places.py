@@ -79,8 +79,6 @@ def test_every_launcher_is_understood(environ, named, says, where, launcher):
     ],
 )
 def test_a_process_alone_is_alone(environ, says):
-    if "JOB_COMPLETION_INDEX" in environ:
-        environ = {**environ, "JOBSET_NAME": "one", "REPLICATED_JOB_NAME": "worker"}
     assert look(environ, says=says) is None
 
 

@@ -11,7 +11,7 @@ from maxlm.planning.cost import estimate
 from maxlm.planning.hlo import read
 from maxlm.planning.links import axis_links
 
-MODEL = {"vocab_size": 32000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "d_ff": 11264}
+MODEL = {"vocab_size": 32000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "d_ff": 11520}
 EXPERTS = {"n_experts": 64, "top_k": 1, "d_ff": 23808}
 TOPOLOGY = "v5p:4x8x8"
 

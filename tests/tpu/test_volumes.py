@@ -162,14 +162,11 @@ def excess(case, config):
 # Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis.
 NARROW = {
     "ddp",
-    "ddp accumulating",
     "zero 1",
     "zero 2",
     "hybrid accumulating",
     "tensor",
-    "tensor, zero 3",
     "ring",
-    "ring accumulating",
     "pipeline",
 }
 

@@ -75,10 +75,10 @@ def assert_shared(state):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
+        {"data": 2, "fsdp": 2, "tensor": 2},
         {"fsdp": 4},
         {"data": 2, "fsdp": 4, "zero": 1},
-        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.soak),
+        {"data": 2, "fsdp": 2, "context": 2},
         {"data": 2, "fsdp": 2, "stage": 2},
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
