@@ -3,11 +3,12 @@
 import re
 import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from small_run import finish, free_port, make_workspace, start
+from small_run import command, environment, finish, free_port, make_workspace, start
 
 import maxlm
 from maxlm.config.errors import UserError
@@ -82,3 +83,28 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
     with pytest.raises(UserError, match=r"process 1 of 2.* and localhost:\d+ did not answer for 1 s \(.*refused.*firewall"):
         cluster.join({"coordinator": f"localhost:{free_port()}", "process_count": "2", "process_id": "1"}, print, seconds=1)
     assert time.monotonic() - began < 5
+
+
+def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):
+    """The second has a file system of its own where the first writes, as hosts without a shared one have."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a mount namespace")
+    (workspace / "runs").mkdir()
+    address = f"coordinator=localhost:{free_port()}"
+    train = (*command("train", "small.yml"), *SETTINGS, address, "process_count=2")
+    apart = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none runs && exec "$@"', "sh")
+    processes = [
+        subprocess.Popen(
+            [*before, *train, f"process_id={number}"],
+            cwd=workspace,
+            env=environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number, before in enumerate(((), apart))
+    ]
+    line = refused(processes)
+    assert "(process 1): run.dir = " in line
+    assert "does not see what process 0 writes there" in line
+    assert not list((workspace / "runs").iterdir()), "nothing is left behind"
