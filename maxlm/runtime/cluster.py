@@ -4,9 +4,12 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,68 +17,73 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import places
+from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.places import Place
 
-HEARTBEAT_SECONDS = 30  # after which a process that says nothing is held to be lost; jax's own is 100
+HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 _WIDTH = 1024  # bytes of what a process says to the others
 
 
-def join(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> str:
-    """Join the cluster this process was started in, before any device is touched; says in words what was found, and where.
+@dataclass(frozen=True)
+class Cluster:
+    """What this process has joined: in words, and the host of each process by number."""
 
-    `named`: what the command line says of it, see `places.find`; `say`: is told, before waiting for the others, what was found;
-    `seconds`: to wait for them.
-    Raises UserError for an incomplete or unreachable cluster.
+    description: str
+    hosts: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
+    """Within it this process is one of the cluster it was started in; to be entered before any device is touched.
+
+    If one process crashes or is lost, all end: with exit code 1 or `roll_call.LOST`, and a line that names it.
+
+    Args:
+        named: what the command line says of the cluster, see `places.find`.
+        say: is told, before waiting for the others, what was found, and where.
+        seconds: to wait for them.
+
+    Raises:
+        UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
     n_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     place = places.find(named, os.environ, functools.cache(places.metadata) if on_tpu else lambda name: None, n_gpus)
     if place is None:
-        return "one process"
+        yield Cluster("one process", (socket.gethostname(),))
+        return
     say(f"joining as {place}")
-    _initialize(place, seconds)
-    return str(place)
-
-
-def _initialize(place: Place, seconds: float) -> None:
-    began = time.monotonic()
-    if place.process > 0:
-        _reach(place, seconds)
+    meeting = roll_call.meet(place, seconds)
     try:
-        jax.distributed.initialize(
-            coordinator_address=place.address,
-            num_processes=place.count,
-            process_id=place.process,
-            local_device_ids=place.devices,
-            cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-            initialization_timeout=max(1, int(seconds - (time.monotonic() - began))),
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-    except (RuntimeError, ValueError) as error:
-        waited = time.monotonic() - began
-        raise UserError(f"this is {place}, and after {waited:.0f} s not all had joined: {str(error).splitlines()[0]}") from error
+        _initialize(place)
+        yield Cluster(str(place), meeting.hosts)
+    except (UserError, SystemExit):  # all end so, and say the same
+        meeting.part()
+        raise
+    except BaseException as error:
+        meeting.part(crash=(str(error).strip().splitlines() or [type(error).__name__])[0])
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # an orderly exit would wait for the others
+    else:
+        meeting.part()
 
 
-def _reach(place: Place, seconds: float) -> None:
-    """Waits until process 0 listens. Raises UserError saying which address did not answer, how, and for how long."""
+def _initialize(place: Place) -> None:
     host, _, port = place.address.rpartition(":")
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.1, min(5.0, until - time.monotonic()))).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= until:
-                raise UserError(
-                    f"this is {place}, and {place.address} did not answer for {seconds:.0f} s ({error.strerror or error}): "
-                    "see that process 0 was started, that every host knows that name, and that no firewall closes the port."
-                ) from error
-            time.sleep(0.2)
+    jax.distributed.initialize(
+        coordinator_address=f"{host}:{int(port) + 1}",  # beside the roll call
+        num_processes=place.count,
+        process_id=place.process,
+        local_device_ids=place.devices,
+        cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
+        initialization_timeout=JOIN_SECONDS,
+        heartbeat_timeout_seconds=HANG_SECONDS,
+    )
 
 
 def agree(facts: Mapping[str, str], problem: str = "") -> None:
@@ -105,11 +113,6 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
                 f"and {usual} on {count} other{'s' if count > 1 else ''}, such as {hosts[values.index(usual)]}; "
                 "give all hosts the same code, config and data."
             )
-
-
-def hosts() -> list[str]:
-    """The name of each process's host."""
-    return [socket.gethostname()] if jax.process_count() == 1 else [lines[0] for lines in _gather(socket.gethostname())]
 
 
 def check_shared(folder: str, field: str) -> None:

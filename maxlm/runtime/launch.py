@@ -22,7 +22,8 @@ NO_HELP = {0: "", 2: "the input is wrong", 4: "training is unhealthy and would b
 SAME_STEP = 3  # so many ends in a row at one step, and it is the step that fails
 LONGEST_BACKOFF = 300.0  # seconds
 KEPT_LINES = 200  # of what the run says to stderr, to find reasons in
-_LOST = re.compile(r"\btask[:=/ ]+(\d+)\b")  # how jax's coordination service calls process N in what it says of a lost one
+_LOST = re.compile(r"^maxlm: lost (.+? \(process \d+\))", re.MULTILINE)  # what the roll call says of a host that is gone
+_HANGS = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")  # and what jax's service says of a process that hangs
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class End:
         return f"{how}{where}{'; lost: ' + ', '.join(lost) if lost else ''}"
 
     def lost_hosts(self) -> list[str]:
-        """The hosts that the coordination service names, if it was a lost host."""
-        lines = [line for line in self.said if re.search("heartbeat|unavailable", line, re.IGNORECASE)]
-        numbers = {int(found) for line in lines for found in _LOST.findall(line)}
-        return [f"{self.came.hosts[number]} (process {number})" for number in sorted(numbers) if number < len(self.came.hosts)]
+        """The hosts that are gone, or whose process hangs, if that was the end."""
+        said = "\n".join(self.said)
+        numbers = {int(number) for group in _HANGS.findall(said) for number in group.split()}
+        hanging = [f"{self.came.hosts[number]} (process {number})" for number in sorted(numbers) if number < len(self.came.hosts)]
+        return list(dict.fromkeys([*_LOST.findall(said), *hanging]))
 
 
 class Supervisor:

@@ -127,9 +127,14 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     nodes = environ.get("SLURM_STEP_NODELIST")
     if count == 1 or not nodes or "SLURM_PROCID" not in environ:
         return None
-    port = 61440 + int(environ.get("SLURM_JOB_ID") or 0) % 4096  # two jobs on a node must not meet
+    port = _port(int(environ.get("SLURM_JOB_ID") or 0))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
     return Place(count, int(environ["SLURM_PROCID"]), f"{first_node(nodes)}:{port}", step)
+
+
+def _port(job: int) -> int:
+    """Of a job's process 0, and the next one is jax's: two jobs on a node must not meet."""
+    return 61440 + job % 2048 * 2
 
 
 def first_node(nodes: str) -> str:
@@ -147,7 +152,7 @@ def _mpi(environ: Mapping[str, str]) -> Place | None:
     ):
         if int(environ.get(size) or 1) > 1 and environ.get(rank, "").isdigit():
             uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-            address = f"{uri[2]}:{61440 + int(uri[1]) // 4096 % 4096}" if uri else ""
+            address = f"{uri[2]}:{_port(int(uri[1]) // 4096)}" if uri else ""
             return Place(int(environ[size]), int(environ[rank]), address, f"{rank} ({name})")
     return None
 

@@ -22,6 +22,7 @@ from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime import attempt, cluster
+from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.signals import StopSignal
@@ -60,12 +61,16 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     """
     goodput = Goodput()
     look_for_devices()
-    joined = cluster.join(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True))
+    with cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here:
+        return _run(config, console, show, goodput, here)
+
+
+def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster) -> int:
     keep_compiled_programs()
     if jax.process_count() > 1:
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     primary = jax.process_index() == 0
-    attempt.joined(cluster.hosts())
+    attempt.joined(here.hosts)
     mesh = build_mesh(config)
     data, held_out = _open_alike(config)
     program = build_program(config, mesh)
@@ -81,7 +86,7 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
         directory.write_config(dump(config))
         if primary:
             keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-        observers.on_event(Event("start", start.step, data=_facts(config, joined)))
+        observers.on_event(Event("start", start.step, data=_facts(config, here.description)))
         outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         observers.on_event(Event("stop", outcome.step, data=summary))

@@ -80,8 +80,12 @@ def test_a_host_without_the_data_is_named_and_nobody_waits_for_it(workspace, tmp
 
 def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"process 1 of 2.* and localhost:\d+ did not answer for 1 s \(.*refused.*firewall"):
-        cluster.join({"coordinator": f"localhost:{free_port()}", "process_count": "2", "process_id": "1"}, print, seconds=1)
+    named = {"coordinator": f"localhost:{free_port()}", "process_count": "2", "process_id": "1"}
+    with (
+        pytest.raises(UserError, match=r"process 1 of 2.* and localhost:\d+ did not answer for 1 s \(.*refused.*firewall"),
+        cluster.joined(named, print, seconds=1),
+    ):
+        raise AssertionError("there is nothing to join")
     assert time.monotonic() - began < 5
 
 

@@ -71,9 +71,15 @@ def test_a_host_that_is_not_back_yet_is_waited_for(supervise):
     assert supervise("sys.exit(2)")[::2] == (2, 1)
 
 
-def test_a_lost_host_is_named_and_is_no_crash_loop(supervise):
-    script = "came(7)\nprint('ABORTED: task:1 heartbeat timeout', file=sys.stderr)\nsys.exit(0 if number == 4 else 1)"
-    code, said, tries = supervise(script)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "maxlm: lost b (process 1): it has ended without a word",
+        "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed.",
+    ],
+)
+def test_a_lost_host_is_named_and_is_no_crash_loop(supervise, words):
+    code, said, tries = supervise(f"came(7)\nprint({words!r}, file=sys.stderr)\nsys.exit(0 if number == 4 else 6)")
     assert (code, tries) == (0, 5)
     assert "after step 7; lost: b (process 1); restart 1 of 5" in said[0]
 

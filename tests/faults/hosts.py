@@ -1,0 +1,130 @@
+"""Hosts in miniature: a network namespace each, with a name and an address of its own, joined by a bridge. Needs root and iproute2."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from small_run import child, command, environment
+
+ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+
+
+def can_make_hosts() -> bool:
+    """Whether this machine lets us make namespaces."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    return subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+class Hosts:
+    """`count` hosts named host0, host1, ...; use in a `with`, at whose end their processes are gone."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.names = [f"host{number}" for number in range(count)]
+        self._mark = f"maxlm{os.getpid()}"
+        self._table = folder / "hosts"
+        self._table.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(self.names)))
+
+    def __enter__(self) -> "Hosts":
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for number, name in enumerate(self.names):
+            space = self._space(name)
+            _ip("netns", "add", space)
+            _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", name, "netns", self._switch)
+            _ip("-n", space, "address", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", space, "link", "set", link, "up")
+            _ip("-n", self._switch, "link", "set", name, "up")
+            self.mend(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for space in [self._space(name) for name in self.names]:
+            for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split():
+                os.kill(int(pid), 9)
+            subprocess.run(["ip", "netns", "delete", space], check=False)
+        subprocess.run(["ip", "netns", "delete", self._switch], check=False)
+
+    def start(self, name: str, command: Sequence[str], **how: object) -> subprocess.Popen:
+        """`command` on a host; `how` as `subprocess.Popen` takes it."""
+        enter = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-c", ENTER, "sh", name, str(self._table)]
+        return subprocess.Popen([*enter, *command], text=True, **how)
+
+    def cut(self, name: str) -> None:
+        """Nothing reaches the host, and nothing comes from it; its own link still looks up, as behind a switch that fails."""
+        _ip("-n", self._switch, "link", "set", name, "nomaster")
+
+    def mend(self, name: str) -> None:
+        """The host is on the network."""
+        _ip("-n", self._switch, "link", "set", name, "master", "bridge")
+
+    def _space(self, name: str) -> str:
+        return f"{self._mark}-{name}"
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._mark}-switch"
+
+
+class Run:
+    """A run of `maxlm launch` on all hosts, started there as srun would."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *settings: str, devices: int) -> None:
+        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host."""
+        self.hosts, self.folder = hosts, folder
+        self.processes = {}
+        for number, name in enumerate(hosts.names):
+            slurm = {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": str(len(hosts.names)),
+                "SLURM_STEP_NODELIST": f"host[0-{len(hosts.names) - 1}]",
+                "SLURM_PROCID": str(number),
+            }
+            with self._log(name).open("w") as log:
+                self.processes[name] = hosts.start(
+                    name,
+                    command("launch", "--backoff", "1", "--", "train", "small.yml", *settings),
+                    cwd=folder,
+                    env=environment(devices, **slurm),
+                    stdout=log,
+                    stderr=log,
+                )
+
+    def said(self, name: str) -> str:
+        """What a host printed by now."""
+        return self._log(name).read_text()
+
+    def wait(self, there: Callable[[], bool], what: str, seconds: float = 240) -> float:
+        """Until `there()`; returns the seconds that took."""
+        began = time.monotonic()
+        while not there():
+            ended = {name: process.poll() for name, process in self.processes.items()}
+            assert time.monotonic() < began + seconds, f"{what}: not within {seconds} s; {self._all_said()}"
+            assert None in ended.values(), f"{what}: all have ended, {ended}; {self._all_said()}"
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def finish(self, seconds: float = 240) -> None:
+        """Until all hosts are done, and in order."""
+        for process in self.processes.values():
+            assert process.wait(seconds) == 0, self._all_said()
+
+    def kill(self, name: str) -> None:
+        """kill -9 of what the supervisor of that host runs."""
+        os.kill(child(self.processes[name]), 9)
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _all_said(self) -> str:
+        return "".join(f"\n--- {name}\n{self.said(name)[-3000:]}" for name in self.hosts.names)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

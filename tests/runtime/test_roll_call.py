@@ -1,0 +1,147 @@
+"""Processes meet before jax starts, and each of them hears of the end of any other, in a line that names it."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from small_run import environment, free_port
+
+PROGRAM = """
+import json, sys, time
+from maxlm.config.errors import UserError
+from maxlm.runtime import roll_call
+from maxlm.runtime.places import Place
+port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
+roll_call.SETTLE_SECONDS = 0.5
+try:
+    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds)
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+print(json.dumps(meeting.hosts), flush=True)
+if then == "stay":
+    time.sleep(60)
+elif then == "crash":
+    meeting.part(crash="RuntimeError: boom")
+    sys.exit(1)
+else:
+    time.sleep(float(then))
+    meeting.part()
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts process `process` of `count`, which stays until told otherwise: `then` is stay, crash, or seconds until it ends in order."""
+    port, started = free_port(), []
+
+    def go(process, count, then="stay", seconds=20, told=None):
+        program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
+        started.append(subprocess.Popen(program, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+
+    go.port = port
+    yield go
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end(process, seconds=20):
+    """(exit code, last line it said to stderr)."""
+    _, err = process.communicate(timeout=seconds)
+    return process.returncode, (err.strip().splitlines() or [""])[-1]
+
+
+def test_all_learn_the_hosts_and_part_in_order(start):
+    everyone = [start(number, 3, then=0.1 * number) for number in range(3)]
+    for process in everyone:
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, err) == (0, json.dumps([socket.gethostname()] * 3) + "\n", "")
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_one_that_is_killed_is_named_by_all_others_at_once(start, victim):
+    everyone = [start(number, 3) for number in range(3)]
+    for process in everyone:
+        assert process.stdout.readline()
+    began = time.monotonic()
+    everyone[victim].send_signal(signal.SIGKILL)
+    others = [end(process) for number, process in enumerate(everyone) if number != victim]
+    assert others == [(6, f"maxlm: lost {socket.gethostname()} (process {victim}): it has ended without a word")] * 2
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_crashes_says_why_everywhere(start, victim):
+    everyone = [start(number, 3, then="crash" if number == victim else "stay") for number in range(3)]
+    ends = [end(process) for process in everyone]
+    assert {code for code, _ in ends} == {1}
+    others = [line for number, (_, line) in enumerate(ends) if number != victim]
+    assert others == [f"maxlm: {socket.gethostname()} (process {victim}) crashed: RuntimeError: boom"] * 2
+
+
+def test_a_crash_that_comes_of_a_lost_host_is_not_blamed(start):
+    """The survivors' collectives fail at the same moment; what all say is who was lost."""
+    everyone = [start(0, 3), start(1, 3, then="crash"), start(2, 3)]
+    for process in everyone:
+        assert process.stdout.readline()
+    everyone[2].send_signal(signal.SIGKILL)
+    lost = (6, f"maxlm: lost {socket.gethostname()} (process 2): it has ended without a word")
+    assert [end(everyone[0]), end(everyone[1])] == [lost, lost]
+
+
+def test_who_did_not_come_is_said_by_those_who_did(start):
+    ends = [end(one) for one in [start(number, 4, seconds=2) for number in (0, 2)]]
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 2
+    assert "2 of 4 processes met at localhost:" in ends[0][1]
+    assert "process 1, 3 did not come" in ends[0][1]
+
+
+def test_another_count_is_refused_at_once(start):
+    ends = [end(one) for one in (start(0, 2), start(1, 2, told=3))]
+    assert ends[0] == ends[1]
+    assert ends[0][1].endswith(f"was told of 3 processes, and {socket.gethostname()} of 2: start all with the same number.")
+
+
+def test_the_same_number_twice_is_refused(start):
+    ends = [end(one) for one in (start(0, 3), start(1, 3), start(1, 3))]
+    assert {code for code, _ in ends} == {2}
+    assert all("both say that they are process 1" in line for _, line in ends)
+
+
+def test_one_that_died_while_it_waited_may_come_again(start):
+    first, early = start(0, 3, then=0.1), start(1, 3, then=0.1)
+    time.sleep(2)
+    early.kill()
+    others = [start(1, 3, then=0.1), start(2, 3, then=0.1)]
+    assert [end(one)[0] for one in (first, *others)] == [0, 0, 0]
+
+
+def test_strangers_are_sent_away(start):
+    first = start(0, 2, then=0.1)
+    for hello in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b""):
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            try:
+                with socket.create_connection(("localhost", start.port), timeout=1) as stranger:
+                    stranger.sendall(hello)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+    assert end(start(1, 2, then=0.1))[0] == 0
+    assert end(first)[0] == 0
+
+
+def test_a_port_that_is_taken_is_said(start):
+    with socket.create_server(("", start.port)):
+        code, line = end(start(0, 2, seconds=1))
+    assert code == 2
+    assert f"port {start.port}" in line
+    assert "another run" in line
