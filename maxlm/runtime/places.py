@@ -94,11 +94,12 @@ def _place(said: Mapping[str, str], spelt: Mapping[str, str], launcher: str) -> 
 
 def _tpu_pod(environ: Mapping[str, str]) -> Place | None:
     """A TPU slice, or several, on GKE: its webhook names all hosts in every container."""
-    hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
+    hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
     slices = int(environ.get("MEGASCALE_NUM_SLICES") or 1)
     if not hosts or len(hosts) * slices == 1:
         return None
-    return _of_slices(hosts, int(environ.get("TPU_WORKER_ID") or 0), environ, "TPU_WORKER_HOSTNAMES (Cloud TPU)")
+    return _of_slices(hosts, int(environ.get("TPU_WORKER_ID") or 0), environ, f"{name} (Cloud TPU)")
 
 
 def _tpu_vm(environ: Mapping[str, str], ask: Ask) -> Place | None:

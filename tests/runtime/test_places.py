@@ -44,6 +44,7 @@ def look(environ=(), named=(), says=(), n_gpus=0):
         (SLURM, {}, {}, (16, 11, "gpu007:61442"), "Slurm job 4097, step 0"),
         (SLURM, {"coordinator": "head:9000"}, {}, (16, 11, "head:9000"), "and the command line"),
         (GKE_TPU, {}, {}, (2, 1, "pool-0.svc:8482"), "TPU_WORKER_HOSTNAMES"),
+        ({**GKE_TPU, "TPU_PROCESS_ADDRESSES": "h0:8471,h1:8471"}, {}, {}, (2, 1, "h0:8482"), "TPU_PROCESS_ADDRESSES"),
         ({**GKE_TPU, **SLICES}, {}, {}, (8, 5, "first.svc:8482"), "slice 2 of 4"),
         (OPEN_MPI, {}, {}, (8, 5, "10.96.0.1:63808"), "OMPI_COMM_WORLD_RANK (Open MPI)"),
         ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {"coordinator": "a:1"}, {}, (3, 2, "a:1"), "PMI_RANK"),
