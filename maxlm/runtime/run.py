@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
@@ -61,11 +61,14 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     """
     goodput = Goodput()
     look_for_devices()
-    with cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here:
-        return _run(config, console, show, goodput, here)
+    with (
+        cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here,
+        RunLog() as log,
+    ):
+        return _run(config, console, show, goodput, here, log)
 
 
-def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster) -> int:
+def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster, log: RunLog) -> int:
     keep_compiled_programs()
     if jax.process_count() > 1:
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
@@ -82,6 +85,7 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
+    log.write_to(directory.log if primary else None)
     with _observing(config, directory, console, primary) as observers, _stopping() as stop:
         directory.write_config(dump(config))
         if primary:
@@ -149,22 +153,17 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
-    """Observers that are closed, and a log file that is detached, however the block ends."""
+    """Observers that are closed, however the block ends."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if attempt.VARIABLE in os.environ:
         active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     observers = Observers(active)
-    handler = logging.FileHandler(directory.log) if primary else logging.NullHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
     try:
         yield observers
     finally:
         observers.close()
-        logging.getLogger().removeHandler(handler)
-        handler.close()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A run that is killed, stopped or moved to another layout goes on as if nothing had happened."""
 
 import os
+import re
 import shutil
 import signal
 
@@ -75,6 +76,11 @@ def test_a_finished_run_has_nothing_left_to_do(straight):
     before = metrics(straight)
     assert "nothing left to do" in finish(start(straight, f"train.steps={STEPS}", "checkpoint.every_steps=10"))
     assert metrics(straight) == before
+
+
+def test_the_log_says_which_implementation_of_an_operation_ran(straight):
+    log = (straight / "runs" / "small" / "log.txt").read_text()
+    assert len(re.findall(r" INFO maxlm\.\S+: attention: \w+, since ", log)) == 1
 
 
 @pytest.mark.parametrize(
