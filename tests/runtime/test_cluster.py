@@ -30,11 +30,15 @@ def workspace(prepared, tmp_path):
     return tmp_path / "work"
 
 
-def both(folder, *changes, **second):
-    """Two processes by the command line; `changes` are settings of the second alone, `second` its environment."""
-    address = f"coordinator=localhost:{free_port()}"
-    place = lambda number: (address, "process_count=2", f"process_id={number}")  # noqa: E731
-    return start(folder, *SETTINGS, *place(0)), start(folder, *SETTINGS, *place(1), *changes, **second)
+def both(folder, *changes, elsewhere=None, under=(), **environ):
+    """Two processes by the command line. Of the second alone: `changes` of settings, a folder, what it runs `under`, its `environ`."""
+    place = (f"coordinator=localhost:{free_port()}", "process_count=2")
+    train = command("train", "small.yml", *SETTINGS, *place)
+    how = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return (
+        subprocess.Popen([*train, "process_id=0"], cwd=folder, env=environment(), **how),
+        subprocess.Popen([*under, *train, "process_id=1", *changes], cwd=elsewhere or folder, env=environment(**environ), **how),
+    )
 
 
 def refused(processes):
@@ -70,12 +74,7 @@ def test_other_code_is_named(workspace, tmp_path):
 def test_a_host_without_the_data_is_named_and_nobody_waits_for_it(workspace, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(workspace / "small.yml", tmp_path / "elsewhere")
-    address = f"coordinator=localhost:{free_port()}"
-    processes = [
-        start(folder, *SETTINGS, address, "process_count=2", f"process_id={number}")
-        for number, folder in enumerate((workspace, tmp_path / "elsewhere"))
-    ]
-    assert "(process 1): data.store = store is not prepared" in refused(processes)
+    assert "(process 1): data.store = store is not prepared" in refused(both(workspace, elsewhere=tmp_path / "elsewhere"))
 
 
 def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
@@ -94,21 +93,8 @@ def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to make a mount namespace")
     (workspace / "runs").mkdir()
-    address = f"coordinator=localhost:{free_port()}"
-    train = (*command("train", "small.yml"), *SETTINGS, address, "process_count=2")
     apart = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none runs && exec "$@"', "sh")
-    processes = [
-        subprocess.Popen(
-            [*before, *train, f"process_id={number}"],
-            cwd=workspace,
-            env=environment(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number, before in enumerate(((), apart))
-    ]
-    line = refused(processes)
+    line = refused(both(workspace, under=apart))
     assert "(process 1): run.dir = " in line
     assert "does not see what process 0 writes there" in line
     assert not list((workspace / "runs").iterdir()), "nothing is left behind"
