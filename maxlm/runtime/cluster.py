@@ -10,18 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from maxlm.config.errors import UserError
 from maxlm.runtime import places
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.places import Place
+from maxlm.runtime.together import words
 
 HEARTBEAT_SECONDS = 30  # after which a process that says nothing is held to be lost; jax's own is 100
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
-_WIDTH = 1024  # bytes of what a process says to the others
 
 
 def join(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> str:
@@ -90,7 +88,7 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
         if problem:
             raise UserError(problem)
         return
-    said = _gather("\n".join([socket.gethostname(), problem, *facts.values()]))
+    said = words("\n".join([socket.gethostname(), problem, *facts.values()]))
     hosts = [f"{lines[0]} (process {number})" for number, lines in enumerate(said)]
     for host, lines in zip(hosts, said, strict=True):
         if lines[1]:
@@ -109,7 +107,7 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
 
 def hosts() -> list[str]:
     """The name of each process's host."""
-    return [socket.gethostname()] if jax.process_count() == 1 else [lines[0] for lines in _gather(socket.gethostname())]
+    return [socket.gethostname()] if jax.process_count() == 1 else [lines[0] for lines in words(socket.gethostname())]
 
 
 def check_shared(folder: str, field: str) -> None:
@@ -126,7 +124,7 @@ def check_shared(folder: str, field: str) -> None:
             probe = there / f".shared-{os.getpid()}-{time.time_ns()}"
             probe.touch()
             name = str(probe)
-    name = _gather(name)[0][0]
+    name = words(name)[0][0]
     problem = ""
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():
@@ -142,10 +140,3 @@ def check_shared(folder: str, field: str) -> None:
     finally:
         if name and jax.process_index() == 0:
             Path(name).unlink(missing_ok=True)
-
-
-def _gather(text: str) -> list[list[str]]:
-    """The lines that each process says."""
-    padded = text.encode()[:_WIDTH].ljust(_WIDTH, b"\0")
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
-    return [bytes(row).rstrip(b"\0").decode(errors="replace").split("\n") for row in rows]
