@@ -219,6 +219,17 @@ def doctor(
     json_: Json = False,
 ) -> None:
     """Check devices, versions, disk and what is missing, and say how to get it; or the hosts of a cluster."""
+    from maxlm.runtime.places import split
+
+    named, rest = split(place or [])
+    if rest or (named and not cluster):
+        raise UserError(
+            f"{(rest or list(named))[0]}: only --cluster takes settings, which are coordinator=, process_count= and process_id=."
+        )
+    if cluster:
+        from maxlm.runtime.comm.examine import run
+
+        raise typer.Exit(run(named, as_json=json_))
     from maxlm.runtime.doctor import as_text, examine
 
     found = examine()

@@ -18,6 +18,7 @@ from maxlm.runtime import cluster
 from maxlm.runtime.comm import page
 from maxlm.runtime.comm.measure import Row, fitting, measure
 from maxlm.runtime.comm.operations import OPERATIONS
+from maxlm.runtime.comm.output import only_ours
 from maxlm.runtime.comm.sizes import in_words
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 
@@ -58,6 +59,15 @@ def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bo
     """
     if request.out is not None and not request.out.absolute().parent.is_dir():
         raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")
+    with only_ours():
+        rows, left_out, names = _measured(request, named, limit)
+    if jax.process_index() == 0:
+        _tell(rows, left_out, names, request.out, as_json=as_json)
+    return 0
+
+
+def _measured(request: Request, named: Mapping[str, str], limit: Limit) -> tuple[list[Row], list[int], list[str]]:
+    """Rows, the sizes that do not fit, and the name of each process's host; says on stderr how far it is."""
     log = Console(stderr=True)
     look_for_devices()
     cluster.join(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True))
@@ -65,7 +75,6 @@ def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bo
     mesh = _mesh(request)
     names = cluster.hosts()
     sizes = fitting(mesh, request.sizes)
-    left_out = [size for size in request.sizes if size not in sizes]
     if not sizes:
         raise UserError(f"--smallest = {in_words(request.sizes[0])}: not even that fits the devices' memory; give a smaller one.")
     of = lambda axis, name: limit(mesh, axis, name, OPERATIONS[name].crossing(mesh.shape[axis]), names)  # noqa: E731
@@ -74,9 +83,7 @@ def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bo
         for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes, of):
             status.update(f"{row.axis}: {row.operation} of {in_words(row.bytes)} done")
             rows.append(row)
-    if jax.process_index() == 0:
-        _tell(rows, left_out, names, request.out, as_json=as_json)
-    return 0
+    return rows, [size for size in request.sizes if size not in sizes], names
 
 
 def _mesh(request: Request) -> Mesh:

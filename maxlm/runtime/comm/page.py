@@ -110,10 +110,11 @@ def _apart(places: Sequence[float], gap: float) -> list[float]:
 
 
 def _cell(row: Row) -> tuple[str, str]:
-    return _time(row.seconds), _three(row.bus_bytes_per_s / GB)
+    return in_time(row.seconds), _three(row.bus_bytes_per_s / GB)
 
 
-def _time(seconds: float) -> str:
+def in_time(seconds: float) -> str:
+    """Three significant digits."""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
         if seconds * factor < 999.5:
             return f"{_three(seconds * factor)} {unit}"
