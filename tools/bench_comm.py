@@ -4,9 +4,12 @@ usage: python tools/bench_comm.py [--processes 2] [--devices 4] [--sizes 64KB,1M
        python tools/bench_comm.py [--sizes ...] coordinator=HOST:PORT process_count=N process_id=I       (on every host of a cluster)
 
 Per operation and size, in turn within one run, medians of the slowest process:
-- hand: a ring as the textbook has it, of neighbour-to-neighbour permutes, one program called in a plain Python loop;
-- bench: the same ring as bench-comm times operations, many turns in one program. bench / hand says what the benchmark's way of timing adds;
-- library: the backend's own collective, as bench-comm times it. library / bench says how it compares with the ring.
+- called: a ring as the textbook has it, of neighbour-to-neighbour permutes, one operation a call, called in a plain Python loop;
+- hand: of all-reduces, whose result is the next one's input, ten of them in a plain loop in one program. It spares the calls, and on CPU
+  the new memory that each call's result is written to, whose pages cost as much time as the ring itself;
+- bench: the same ring as bench-comm times operations, many turns in one program. bench/hand says what that way of timing adds
+  (of the others it is bench/called);
+- library: the backend's own collective, as bench-comm times it. library/ring says how it compares with the ring, bench.
 Results of ring and library are compared first. Prints a table and one JSON line.
 """
 
@@ -36,6 +39,8 @@ from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.places import split
 
 AXIS, ROUND_SECONDS, MOST = "all", 0.3, 200
+COLUMNS = ("called", "hand", "bench", "library")
+IN_ONE = 10  # all-reduces that follow each other in a program by hand
 
 
 def ring_reduce_scatter(x_NM: jax.Array, axis: str) -> jax.Array:
@@ -75,16 +80,20 @@ def program(mesh: Mesh, run: Callable[[jax.Array, str], jax.Array]) -> Callable[
     return jax.jit(jax.shard_map(lambda x: run(x[0], AXIS)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
-def by_hand(mesh: Mesh, ring: Operation, size: int) -> Turns:
-    """What somebody writes who wants to know, and has no benchmark."""
-    call, x = program(mesh, ring.run), put_in(mesh, AXIS, ring, size)
+def by_hand(mesh: Mesh, ring: Operation, size: int, in_one: int = 1) -> Turns:
+    """What somebody writes who wants to know, and has no benchmark: `in_one` operations a call."""
+
+    def several(x: jax.Array, axis: str) -> jax.Array:
+        return lax.fori_loop(0, in_one, lambda _, y: ring.run(y, axis), x) if in_one > 1 else ring.run(x, axis)
+
+    call, x = program(mesh, several), put_in(mesh, AXIS, ring, size)
     jax.block_until_ready(call(x))
 
     def run(count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
             jax.block_until_ready(call(x))
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / in_one
 
     return run
 
@@ -99,19 +108,22 @@ def same_results(mesh: Mesh, library: Operation, ring: Operation) -> None:
 
 
 def compare(mesh: Mesh, name: str, size: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each of the three, a median of rounds in which they take turns; ratios are medians of rounds, too."""
+    """Seconds of each, a median of rounds in which they take turns, and ratios of those."""
     library = OPERATIONS[name]
     ring = Operation(f"ring {name}", RINGS[name], library.crossing, library.gathers)
     same_results(mesh, library, ring)
-    runs = {"hand": by_hand(mesh, ring, size), "bench": turns(mesh, AXIS, ring, size), "library": turns(mesh, AXIS, library, size)}
+    runs = {"called": by_hand(mesh, ring, size), "bench": turns(mesh, AXIS, ring, size), "library": turns(mesh, AXIS, library, size)}
+    if name == "all-reduce":
+        runs["hand"] = by_hand(mesh, ring, size, IN_ONE)
     once = [run(2) / 2 for run in runs.values()]
     slowest = float(together.rows(np.array(once, np.float32)).max())
     count = min(MOST, max(3, math.ceil(ROUND_SECONDS / slowest)))
     times = np.array([[run(count) / count for run in runs.values()] for _ in range(rounds)], np.float32)
     times = together.rows(times).max(axis=0)  # of the slowest process
-    found = {f"{key}_s": statistics.median(times[:, column].tolist()) for column, key in enumerate(runs)}
-    ratios = {"bench_over_hand": times[:, 1] / times[:, 0], "library_over_ring": times[:, 2] / times[:, 1]}
-    return {"operation": name, "bytes": size, **found, **{key: statistics.median(value.tolist()) for key, value in ratios.items()}}
+    seconds = {key: statistics.median(column.tolist()) for key, column in zip(runs, times.T, strict=True)}
+    hand = seconds.get("hand", seconds["called"])
+    ratios = {"bench_over_hand": seconds["bench"] / hand, "library_over_ring": seconds["library"] / seconds["bench"]}
+    return {"operation": name, "bytes": size, **{f"{key}_s": value for key, value in seconds.items()}, **ratios}
 
 
 def measure(named: dict[str, str], sizes: list[int], operations: list[str], rounds: int) -> None:
@@ -122,13 +134,13 @@ def measure(named: dict[str, str], sizes: list[int], operations: list[str], roun
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     say = (lambda text: print(text, file=sys.stderr)) if jax.process_index() == 0 else lambda text: None
     say(f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} processes, jax {jax.__version__}")
-    say(f"{'operation':15} {'size':>8} {'hand':>10} {'bench':>10} {'library':>10} {'bench/hand':>11} {'library/ring':>13}")
+    say(f"{'operation':15} {'size':>8} {'called':>10} {'hand':>10} {'bench':>10} {'library':>10} {'bench/hand':>11} {'library/ring':>13}")
     rows = []
     for name in operations:
         for size in sizes:
             row = compare(mesh, name, size, rounds)
             rows.append(row)
-            times = " ".join(f"{1e3 * row[f'{key}_s']:7.2f} ms" for key in ("hand", "bench", "library"))
+            times = " ".join(f"{1e3 * row[f'{key}_s']:7.2f} ms" if f"{key}_s" in row else f"{'':10}" for key in COLUMNS)
             say(f"{name:15} {in_words(size):>8} {times} {row['bench_over_hand']:11.2f} {row['library_over_ring']:13.2f}")
     if jax.process_index() == 0:
         print(json.dumps({"devices": jax.device_count(), "processes": jax.process_count(), "jax": jax.__version__, "rows": rows}))

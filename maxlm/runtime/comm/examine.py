@@ -24,7 +24,7 @@ from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.together import words
 
 SLOW = 1.5  # times as long as the median of the others
-SIZES = (2**12, 2**24)  # bytes: one that shows what a message costs, one that shows what the links carry
+SIZES = (2**12, 2**22)  # bytes: one that shows what a message costs, one that shows what the links carry
 SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 FIXES = {
     "matmul": "see what else runs there, its clocks and its temperature; or leave the host out",
@@ -59,7 +59,9 @@ def examine_cluster(named: Mapping[str, str], say: Callable[[str], None]) -> Rep
     names = [f"{host} (process {number})" for number, host in enumerate(cluster.hosts())]
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]
+    say("measuring each host, and its links to its neighbours")
     figures = measure_hosts()
+    say("measuring all hosts together")
     mesh = Mesh(np.array(jax.devices()), ("all",))
     rows = list(measure(mesh, list(OPERATIONS.values()), fitting(mesh, SIZES)))
     findings = [

@@ -107,6 +107,5 @@ def _by_itself(program: jax.stages.Wrapped, given: np.ndarray, work: float) -> f
         jax.block_until_ready([program(x, count) for x in inputs])
         return time.perf_counter() - began
 
-    run(1)
-    count = max(1, int(RUN_SECONDS / run(1)))
+    count = max(1, int(RUN_SECONDS / min(run(1) for _ in range(4))))  # the first compiles; one that was interrupted says nothing
     return work * count / float(np.median([run(count) for _ in range(RUNS)]))

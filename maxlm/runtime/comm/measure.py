@@ -101,7 +101,9 @@ def each_process(run: Turns) -> np.ndarray:
 
 def fitting(mesh: Mesh, sizes: Sequence[int]) -> list[int]:
     """Those of `sizes`, in bytes, that the memory of every device holds."""
-    rooms = [_room(device) for device in mesh.local_devices]
+    names = hosts()
+    sharing = jax.local_device_count() * names.count(names[jax.process_index()])
+    rooms = [_room(device, sharing) for device in mesh.local_devices]
     room = float(together.rows(np.array([min(rooms)], np.float32)).min())
     return [size for size in sizes if COPIES * size <= room]
 
@@ -110,13 +112,12 @@ def _slowest(seconds: float) -> float:
     return float(together.rows(np.array([seconds], np.float32)).max())
 
 
-def _room(device: jax.Device) -> float:
-    """Bytes that `device` has free: of a CPU device its share of the host's."""
+def _room(device: jax.Device, sharing: int) -> float:
+    """Bytes that `device` has free: of a CPU device its share of the host's, among `sharing` alike."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    names = hosts()
-    return free_host_memory() / (jax.local_device_count() * names.count(names[jax.process_index()]))
+    return free_host_memory() / sharing
 
 
 def free_host_memory(root: Path = Path("/")) -> float:

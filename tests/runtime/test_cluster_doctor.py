@@ -1,0 +1,192 @@
+"""A cluster in which one host is slow for real, or has fewer devices: it is named, and no other."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from small_run import command, environment, free_port
+
+from maxlm.runtime.comm.examine import SLOW, slow_hosts, speed_findings
+from maxlm.runtime.comm.hosts import Figures, rounds
+
+DOCTOR = ("doctor", "--cluster", "--json")
+
+
+def begin(number, count, address, devices=1, before=()):
+    place = (f"coordinator={address}", f"process_count={count}", f"process_id={number}")
+    return subprocess.Popen(
+        [*before, *command(*DOCTOR, *place)], env=environment(devices), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def until(process, line):
+    """Wait for the line on stderr that begins so."""
+    assert any(said.startswith(line) for said in process.stderr), f"it ended with {process.poll()} and never said {line}"
+
+
+def report_of(processes, code):
+    """What process 0 prints, which is one JSON object and nothing else; the others print nothing."""
+    for process in processes:
+        process.said = process.communicate(timeout=240)
+    for process in processes:
+        assert process.returncode == code, process.said
+    assert [process.said[0] for process in processes[1:]] == [""] * (len(processes) - 1)
+    (line,) = processes[0].said[0].splitlines()
+    return json.loads(line)
+
+
+def problems(report):
+    return {
+        (finding["name"], finding["found"].split(")")[0].rpartition(" ")[2])
+        for finding in report["findings"]
+        if finding["state"] == "problem"
+    }
+
+
+@contextmanager
+def held_up(process, stopped=0.08, runs=0.02):
+    """`process` gets a fifth of the time that others get."""
+    done = threading.Event()
+
+    def hold():
+        while not done.is_set() and process.poll() is None:
+            for sign, seconds in ((signal.SIGSTOP, stopped), (signal.SIGCONT, runs)):
+                process.send_signal(sign)
+                time.sleep(seconds)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_host_that_computes_slowly_is_named():
+    address = f"localhost:{free_port()}"
+    processes = [begin(number, 2, address) for number in range(2)]
+    until(processes[1], "joining")
+    with held_up(processes[1]):
+        until(processes[1], "measuring all hosts together")
+    report = report_of(processes, code=2)
+    assert problems(report) <= {("matmul", "1"), ("memory", "1")} and problems(report), report["findings"]
+    assert report["rows"], "all were measured together as well"
+
+
+NODES = 4
+
+
+@pytest.fixture
+def network(tmp_path):
+    """Hosts node0 to node3 with names and addresses of their own, joined by a bridge; what stands before a command on each."""
+    tag = f"mx{os.getpid() % 10000}"
+    run = lambda *words: subprocess.run(words, check=True, capture_output=True)  # noqa: E731
+    spaces = [f"{tag}n{number}" for number in range(NODES)]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"10.213.7.{number + 1} node{number}\n" for number in range(NODES)))
+    try:
+        run("ip", "link", "add", tag, "type", "bridge")
+        run("ip", "link", "set", tag, "up")
+        for number, space in enumerate(spaces):
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", f"{tag}v{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "link", "set", f"{tag}v{number}", "master", tag, "up")
+            for words in (
+                ("addr", "add", f"10.213.7.{number + 1}/24", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                run("ip", "-n", space, *words)
+        script = f'hostname "$1" && mount --bind {hosts} /etc/hosts && shift && exec "$@"'
+        run("ip", "netns", "exec", spaces[0], "unshare", "--uts", "--mount", "sh", "-c", script, "sh", "node0", "true")
+        run(
+            "ip",
+            "netns",
+            "exec",
+            spaces[2],
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            "240mbit",
+            "burst",
+            "128kb",
+            "latency",
+            "200ms",
+        )
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        _take_down(tag, spaces)
+        pytest.skip(f"needs the right to make network namespaces: {error}")
+    yield [
+        ("ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", script, "sh", f"node{number}")
+        for number, space in enumerate(spaces)
+    ]
+    _take_down(tag, spaces)
+
+
+def _take_down(tag, spaces):
+    for space in spaces:
+        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+    subprocess.run(["ip", "link", "del", tag], check=False, capture_output=True)
+
+
+def test_a_host_behind_a_slow_link_is_named(network):
+    """The third of four sends through a link of 30 MB/s: its neighbours, who share a pair with it, are not blamed."""
+    processes = [begin(number, NODES, "node0:8476", before=before) for number, before in enumerate(network)]
+    report = report_of(processes, code=2)
+    assert report["hosts"] == [f"node{number} (process {number})" for number in range(NODES)]
+    assert ("links", "2") in problems(report), report["findings"]
+    assert {number for what, number in problems(report) if what == "links"} == {"2"}
+    assert report["speeds"]["links"][2] < 36e6
+
+
+def test_a_host_that_lacks_a_device_is_named():
+    """Nothing waits for ever where hosts are not alike: the others' devices are measured against as many."""
+    address = f"localhost:{free_port()}"
+    report = report_of([begin(number, 3, address, devices) for number, devices in enumerate((2, 1, 2))], code=2)
+    assert ("devices", "1") in problems(report), report["findings"]
+    (found,) = [finding["found"] for finding in report["findings"] if finding["name"] == "devices"]
+    assert found.endswith("(process 1) has 1 x cpu, and 2 others 2 x cpu")
+
+
+def test_the_rule():
+    """More than SLOW times as long as the median of the others; of two, the slower only."""
+    assert slow_hosts({"a": 1.0, "b": 1.0, "c": 1 / (SLOW - 0.01)}) == {}
+    assert slow_hosts({"a": 1.0, "b": 1.01, "c": 0.5, "d": 0.99}) == {"c": pytest.approx(2.0)}
+    assert list(slow_hosts({"a": 1.0, "b": 0.5})) == ["b"]
+    assert list(slow_hosts({"a": 8.0, "b": 1.0, "c": 9.0, "d": 0.5, "e": 8.0})) == ["d", "b"], "the slowest first"
+    (found,) = speed_findings(["a", "b", "c"], Figures("links", "B/s", (2e9, 1e6, float("nan"))))
+    assert found.state == "problem" and found.found.startswith("b is slow: 1 MB/s, 2000.0 times"), "who has no figure is not judged"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
+def test_every_host_meets_both_neighbours_and_one_at_a_time(n):
+    met = [pair for pairs in rounds(n) for pair in pairs]
+    assert {frozenset(pair) for pair in met} == {frozenset((place, (place + 1) % n)) for place in range(n)}
+    assert len(met) == (1 if n == 2 else n), "once each"
+    for pairs in rounds(n):
+        hosts = [host for pair in pairs for host in pair]
+        assert len(set(hosts)) == len(hosts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cluster"], "there is one process, and nothing to compare it with"),
+        (["coordinator=localhost:1"], "coordinator: only --cluster takes settings"),
+        (["--cluster", "mesh.data=2"], "mesh.data=2: only --cluster takes settings"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(arguments, said):
+    done = subprocess.run(command("doctor", *arguments), env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and said in done.stderr.splitlines()[-1]
