@@ -141,15 +141,21 @@ def _take_down(tag, spaces):
 
 
 def test_a_host_behind_a_slow_link_is_named(network):
-    """The third of four sends through a link of 30 MB/s: its neighbours, who share a pair with it, are not blamed."""
-    processes = [begin(number, NODES, "node0:8476", before=before) for number, before in enumerate(network)]
+    """The third of four sends through a link of 30 MB/s: its neighbours, who share a pair with it, are not blamed.
+
+    The fourth lacks a device, and is named as well.
+    """
+    devices = (2, 2, 2, 1)
+    processes = [begin(number, NODES, "node0:8476", devices[number], before) for number, before in enumerate(network)]
     report = report_of(processes, code=2)
     assert report["hosts"] == [f"node{number} (process {number})" for number in range(NODES)]
     assert ("links", "2") in problems(report), report["findings"]
     assert {number for what, number in problems(report) if what == "links"} == {"2"}
     assert report["speeds"]["links"][2] < 36e6
+    assert ("devices", "3") in problems(report) and report["devices"] == ["2 x cpu"] * 3 + ["1 x cpu"]
 
 
+@pytest.mark.soak
 def test_a_host_that_lacks_a_device_is_named():
     """Nothing waits for ever where hosts are not alike: the others' devices are measured against as many."""
     address = f"localhost:{free_port()}"

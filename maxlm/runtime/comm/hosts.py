@@ -41,7 +41,7 @@ def measure_hosts() -> list[Figures]:
     return [
         Figures("matmul", "FLOP/s a device", tuple(local[:, 0].tolist())),
         Figures("memory", "B/s a device", tuple(local[:, 1].tolist())),
-        Figures("links", "B/s a device, each way", tuple(_links().tolist())),
+        Figures("links", "B/s each way a device", tuple(_links().tolist())),
     ]
 
 
