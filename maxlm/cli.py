@@ -188,9 +188,48 @@ def launch(
     raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
 
 
+@app.command(name="bench-comm")
+def bench_comm(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Whose mesh; or mesh.data=2 alone.")
+    ] = None,
+    operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
+    smallest: Annotated[str, typer.Option(metavar="SIZE", help="Of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
+    largest: Annotated[str, typer.Option(metavar="SIZE", help="Each size is four times the one before.")] = "1GB",
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to draw it, as a PNG.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure collectives over each axis of a mesh, of all hosts, against what their links can do."""
+    from maxlm.runtime.comm import sizes
+    from maxlm.runtime.places import split
+
+    cluster, rest = split(arguments or [])
+    asked, some = sizes.chosen(operation or []), sizes.between(smallest, largest)
+    from maxlm.planning.limits import bus_limit
+    from maxlm.runtime.comm.command import Request, run
+
+    request = Request(*Request.mesh_of(rest), tuple(asked), tuple(some), out)
+    raise typer.Exit(run(request, cluster, bus_limit, as_json=json_))
+
+
 @app.command()
-def doctor(json_: Json = False) -> None:
-    """Check devices, versions, disk and what is missing, and say how to get it."""
+def doctor(
+    place: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --cluster: coordinator= and the like.")] = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="On every host at once: compare them, and name the slow one.")] = False,
+    json_: Json = False,
+) -> None:
+    """Check devices, versions, disk and what is missing, and say how to get it; or the hosts of a cluster."""
+    from maxlm.runtime.places import split
+
+    named, rest = split(place or [])
+    if rest or (named and not cluster):
+        raise UserError(
+            f"{(rest or list(named))[0]}: only --cluster takes settings, which are coordinator=, process_count= and process_id=."
+        )
+    if cluster:
+        from maxlm.runtime.comm.examine import run
+
+        raise typer.Exit(run(named, as_json=json_))
     from maxlm.runtime.doctor import as_text, examine
 
     found = examine()

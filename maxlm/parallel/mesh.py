@@ -1,6 +1,6 @@
 """Builds the device mesh: every axis by name, the outermost first, slices joined along one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxlm.config import rules
-from maxlm.config.schema import AXES, Config
+from maxlm.config.schema import AXES, Config, MeshConfig
 from maxlm.parallel import torus
 
 
@@ -18,9 +18,12 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
     Raises ConfigError when the axes do not multiply to the number of devices, or split something that does not divide.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = rules.check_devices(config, len(devices))
+    return lay_mesh(config.mesh, rules.check_devices(config, len(devices)), devices)
+
+
+def lay_mesh(mesh: MeshConfig, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of axes of `sizes`, whose product is the number of `devices`, whatever it is for."""
     shape = tuple(sizes[axis] for axis in AXES)
-    mesh = config.mesh
     if mesh.slices > 1:
         across = tuple(mesh.slices if axis == mesh.across_slices else 1 for axis in AXES)
         within = tuple(size // crossing for size, crossing in zip(shape, across, strict=True))

@@ -60,6 +60,7 @@ class Network:
     chip: Chip
     mesh_sizes: Mapping[str, int]
     links: Mapping[str, AxisLinks]
+    switch_share: float = SWITCH_SHARE
 
     def __post_init__(self) -> None:
         missing = [axis for axis, size in self.mesh_sizes.items() if size > 1 and axis not in self.links]
@@ -124,7 +125,7 @@ class Network:
     @property
     def _switch(self) -> float:
         """Bytes/s that a chip sends into the switch of its host; 0 where a torus joins the chips."""
-        return 0.0 if is_tpu(self.chip) else SWITCH_SHARE * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
+        return 0.0 if is_tpu(self.chip) else self.switch_share * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
 
     def _inside(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
         if self._switch:

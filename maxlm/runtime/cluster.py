@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from maxlm.config.errors import UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.places import Place
+from maxlm.runtime.together import words
 
 HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
-_WIDTH = 1024  # bytes of what a process says to the others
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
         if problem:
             raise UserError(problem)
         return
-    said = _gather("\n".join([socket.gethostname(), problem, *facts.values()]))
+    said = words("\n".join([socket.gethostname(), problem, *facts.values()]))
     hosts = [f"{lines[0]} (process {number})" for number, lines in enumerate(said)]
     for host, lines in zip(hosts, said, strict=True):
         if lines[1]:
@@ -129,7 +127,7 @@ def check_shared(folder: str, field: str) -> None:
             probe = there / f".shared-{os.getpid()}-{time.time_ns()}"
             probe.touch()
             name = str(probe)
-    name = _gather(name)[0][0]
+    name = words(name)[0][0]
     problem = ""
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():
@@ -145,10 +143,3 @@ def check_shared(folder: str, field: str) -> None:
     finally:
         if name and jax.process_index() == 0:
             Path(name).unlink(missing_ok=True)
-
-
-def _gather(text: str) -> list[list[str]]:
-    """The lines that each process says."""
-    padded = text.encode()[:_WIDTH].ljust(_WIDTH, b"\0")
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
-    return [bytes(row).rstrip(b"\0").decode(errors="replace").split("\n") for row in rows]

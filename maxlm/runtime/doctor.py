@@ -72,8 +72,8 @@ def examine() -> Report:
     return Report(tuple(findings), {**facts, "cores": cores, "memory_bytes": memory, "disk_free_bytes": disk})
 
 
-def as_text(report: Report) -> str:
-    """A line a finding, its fix below it, and what it comes to."""
+def as_text(report: Report, ready: str = "This machine is ready.") -> str:
+    """A line a finding, its fix below it, and what it comes to: `ready` where nothing is amiss."""
     width = max(len(finding.name) for finding in report.findings)
     lines = []
     for finding in report.findings:
@@ -82,7 +82,7 @@ def as_text(report: Report) -> str:
             lines.append(f"{'':8} {'':{width}}  fix: {finding.fix}")
     counts = Counter(finding.state for finding in report.findings)
     told = [f"{counts[state]} {state}{'s' if counts[state] > 1 else ''}" for state in ("problem", "warning") if counts[state]]
-    return "\n".join([*lines, "", f"{' and '.join(told)}." if told else "This machine is ready."])
+    return "\n".join([*lines, "", f"{' and '.join(told)}." if told else ready])
 
 
 def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:

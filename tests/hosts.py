@@ -63,6 +63,11 @@ class Hosts:
         """The host is on the network."""
         _ip("-n", self._switch, "link", "set", name, "master", "bridge")
 
+    def slow_down(self, name: str, rate: str) -> None:
+        """What the host sends goes no faster than `rate`, as tc writes it."""
+        limit = ("rate", rate, "burst", "128kb", "latency", "200ms")
+        subprocess.run(["tc", "-n", self._space(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], check=True)
+
     def _space(self, name: str) -> str:
         return f"{self._mark}-{name}"
 
