@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --pr
 help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
 	@echo "make test    all checks: lint, then every test that is not a soak"
-	@echo "make lint    ruff, mypy and the layering contracts"
+	@echo "make lint    ruff, mypy, the layering contracts and shellcheck"
 	@echo "make soak    the slow tests"
 	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
@@ -28,6 +28,7 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/shellcheck --check-sourced --external-sources gcp/maxlm-gcp gcp/host.sh slurm/train.sbatch
 
 clean:
 	rm -rf .venv

@@ -28,7 +28,7 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 def chip_and_count(path: Path) -> tuple[str, int]:
     """(chip, how many) by the file's name: v5p-128 has 64 chips of v5p, h200x8 has 8 of h200."""
-    chip, count = re.fullmatch(r"(v\d\w?|tpu7x|h\d{3})[-x](\d+)", path.stem).groups()
+    chip, count = re.fullmatch(r"(v\d\w?|tpu7x|[hb]\d{3})[-x](\d+)", path.stem).groups()
     return chip, int(count) // CORES_A_CHIP.get(chip, 1)
 
 
@@ -43,7 +43,7 @@ def test_topology_has_the_chips_of_the_name(path):
 @each_cluster
 def test_accelerator_is_cloud_tpus_name(path):
     chip, cores = re.fullmatch(r"(\w+?)[-x](\d+)", path.stem).groups()
-    expected = None if chip.startswith("h") else f"{CLOUD_NAME.get(chip, chip)}-{cores}"
+    expected = None if chip[0] in "hb" else f"{CLOUD_NAME.get(chip, chip)}-{cores}"
     assert read_cluster(path).accelerator == expected
 
 

@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# What runs on every host. `boot` is the startup script of a VM: it starts `run` as a service and ends. `run` fetches the code, installs it
+# and goes on to `train`; in a container, where all is installed, `train` is the first. Settings come as variables, which maxlm-gcp puts
+# before this text (VMs) or into the manifest (GKE); values of secrets are read here, into the environment of the run, and nowhere else.
+#
+#   BUCKET RUN      gs://NAME, and the run's name: all that outlives this machine is under $BUCKET/$RUN
+#   EXTRA           tpu or cuda: what is installed beside maxlm
+#   IMAGE           a container to run instead of the code in the bucket; empty: none
+#   RESTARTS        of `maxlm launch`
+#   CLUSTER         key=value words for a cluster that maxlm does not find by itself; HOST_NUMBER stands for the number in the VM's name
+#   SECRETS         VARIABLE=NAME words: names of secrets in Secret Manager
+set -euo pipefail
+umask 022
+
+export HOME=${HOME:-/root} PATH=$PATH:/snap/bin # a service has neither, and Ubuntu's gcloud is a snap
+HOME_DIR=${MAXLM_HOME:-/var/lib/maxlm}
+LOG=${MAXLM_LOG:-/var/log/maxlm.log}
+SYNC_SECONDS=${SYNC_SECONDS:-60}
+SERVICE=maxlm
+SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
+
+note() { printf 'host %s: %s\n' "$(hostname)" "$*"; }
+
+boot() {
+  mkdir -p "$HOME_DIR"
+  [[ $0 -ef $HOME_DIR/host.sh ]] || install -m 755 "$0" "$HOME_DIR/host.sh" # `restart` starts it from there
+  systemctl stop "$SERVICE" 2>/dev/null || true # an earlier start of the same machine: it saves and ends
+  # KillMode=mixed: SIGTERM goes to this script alone, which hands it on once. docs: systemd.kill(5)
+  systemd-run --unit="$SERVICE" --collect --property=KillMode=mixed --property="TimeoutStopSec=$SAVE_SECONDS" \
+    --property="StandardOutput=append:$LOG" --property="StandardError=append:$LOG" bash "$HOME_DIR/host.sh" run
+}
+
+run() {
+  cd "$HOME_DIR"
+  if [[ -n ${IMAGE:-} ]]; then
+    in_container
+  else
+    install_code
+    train
+  fi
+}
+
+install_code() {
+  note "fetching $BUCKET/$RUN/code.tar.gz"
+  rm -rf code && mkdir code
+  gcloud storage cp "$BUCKET/$RUN/code.tar.gz" code.tar.gz
+  tar -xzf code.tar.gz -C code
+  [[ -d venv ]] || make_venv
+  note "installing maxlm[$EXTRA]"
+  venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
+}
+
+make_venv() {
+  local fit='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
+  if ! python3 -c "$fit" 2>/dev/null; then # Ubuntu leaves ensurepip out
+    apt-get -o DPkg::Lock::Timeout=300 update --quiet
+    apt-get -o DPkg::Lock::Timeout=300 install --quiet --yes python3-venv
+  fi
+  if python3 -c "$fit" 2>/dev/null; then
+    python3 -m venv venv
+  else # Ubuntu 22.04, which TPU VMs have, is at 3.10: docs.astral.sh/uv/guides/install-python
+    note "this machine's Python is older than 3.11: uv brings one"
+    python3 -m venv uv
+    uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+    uv/bin/uv venv --quiet --seed --python 3.12 venv
+  fi
+}
+
+in_container() {
+  local devices=(--privileged) # TPUs are device files that only such a container sees: docs.cloud.google.com/tpu/docs/run-in-container
+  [[ $EXTRA == tpu ]] || devices=(--gpus all --ipc=host)
+  command -v docker >/dev/null || { note "IMAGE is set and this machine has no docker"; exit 2; }
+  case $IMAGE in *.pkg.dev/*) gcloud auth configure-docker "${IMAGE%%/*}" --quiet ;; esac
+  docker rm --force "$SERVICE" >/dev/null 2>&1 || true
+  docker run --rm --name "$SERVICE" --network=host "${devices[@]}" --volume="$HOME_DIR:$HOME_DIR" --volume="$LOG:$LOG" --workdir="$HOME_DIR" \
+    --env=BUCKET --env=RUN --env=EXTRA --env=RESTARTS --env=CLUSTER --env=SECRETS "$IMAGE" bash /opt/maxlm/gcp/host.sh train &
+  hand_signals_to "$!"
+}
+
+train() {
+  local python=${MAXLM_PYTHON:-venv/bin/python} words=() first here="$BUCKET/$RUN"
+  mkdir -p "$HOME_DIR"
+  cd "$HOME_DIR"
+  local number
+  number=$(hostname -s)
+  read -ra words <<<"${CLUSTER:-}"
+  words=("${words[@]//HOST_NUMBER/${number##*-}}")
+  gcloud storage cp "$here/config.yml" config.yml
+  read_secrets
+  first=$(is_first "$python" "${words[@]}")
+  if [[ $first == yes ]]; then
+    # What an earlier machine has written comes back, so that metrics and events go on where they ended. If it cannot, nothing starts:
+    # what is new would be copied over it.
+    if [[ ! -d runs/$RUN ]] && gcloud storage ls "$here/run/events.jsonl" >/dev/null 2>&1; then
+      mkdir -p "runs/$RUN"
+      gcloud storage rsync "$here/run" "runs/$RUN" --recursive || { rmdir "runs/$RUN"; return 1; }
+    fi
+    echo "running" | gcloud storage cp - "$here/outcome"
+  fi
+  keep_sending "$first" &
+  local sender=$! code=0
+  note "maxlm train config.yml ${words[*]-}"
+  "$python" -m maxlm launch --restarts "$RESTARTS" -- train config.yml "${words[@]}" &
+  hand_signals_to "$!" || code=$?
+  kill "$sender" 2>/dev/null || true
+  wait "$sender" || true
+  send "$first" || note "the last copy to the bucket failed"
+  [[ $first != yes ]] || echo "$code" | gcloud storage cp - "$here/outcome"
+  note "ended with $code"
+  return "$code"
+}
+
+read_secrets() {
+  local pair value
+  for pair in ${SECRETS:-}; do
+    value=$(gcloud secrets versions access latest --secret="${pair#*=}") # its own line: an error must end the script
+    export "${pair%%=*}=$value"
+  done
+}
+
+# Whether this process will write the run directory: only its machine may bring the bucket's copy up to date.
+is_first() {
+  "$1" - "${@:2}" <<'PYTHON'
+import os, sys
+from maxlm.runtime import places
+named, _ = places.split(sys.argv[1:])
+ask = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else places.metadata
+place = places.find(named, os.environ, ask, 0)
+print("yes" if place is None or place.process == 0 else "no")
+PYTHON
+}
+
+send() { # what the run has written since
+  local here="$BUCKET/$RUN"
+  if [[ $1 == yes && -d runs/$RUN ]]; then
+    gcloud storage rsync "runs/$RUN" "$here/run" --recursive >/dev/null 2>&1 || return 1
+    # `watch` reads a few lines, not the file of a year.
+    [[ ! -f runs/$RUN/metrics.jsonl ]] || tail -n 20 "runs/$RUN/metrics.jsonl" | gcloud storage cp - "$here/latest.jsonl" 2>/dev/null || return 1
+  fi
+  [[ ! -f $LOG ]] || gcloud storage cp "$LOG" "$here/logs/$(hostname -s).log" >/dev/null 2>&1
+}
+
+keep_sending() {
+  trap 'kill "$(jobs -p)" 2>/dev/null; exit 0' TERM
+  while true; do
+    sleep "$SYNC_SECONDS" &
+    wait "$!"
+    send "$1" || note "a copy to the bucket failed; it is tried again in $SYNC_SECONDS s"
+  done
+}
+
+# Waits for the process and hands SIGTERM and SIGINT on to it; its exit code. A signal interrupts `wait`, which is then asked again.
+hand_signals_to() {
+  local code=0 interrupted=
+  # shellcheck disable=SC2064 # the process that is meant is the one of now
+  trap "interrupted=1; kill -TERM $1 2>/dev/null" TERM INT
+  wait "$1" || code=$?
+  while [[ -n $interrupted ]]; do
+    interrupted=
+    code=0
+    wait "$1" || code=$?
+  done
+  trap - TERM INT
+  return "$code"
+}
+
+"${1:-boot}"

@@ -1,0 +1,194 @@
+"""What a config and a machine's name mean on Google Cloud, for `maxlm-gcp`: shell variables on stdout, the resolved config in a file.
+
+`settings.py --out FILE [--accelerator NAME] [--bucket gs://B] [--gke] [--queued] -- CONFIG key=value ...`. A wrong input is one line and
+exit code 2, before anything is created.
+"""
+
+import argparse
+import functools
+import hashlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from maxlm.config import Config, UserError, load, rules
+from maxlm.config.errors import ConfigError
+from maxlm.config.loader import SHIPPED, dump
+from maxlm.hardware.topologies import Topology, either, is_tpu
+
+TABLE = Path(__file__).with_name("machines.tsv")
+GPUS_A_VM = 8  # of every machine type in the table
+LONGEST_NAME = 38  # with `maxlm-` before it and `-slice-00-000-abcde` of a JobSet's pod behind it, 63 characters
+RUN_DIR = "runs"  # on the host, where host.sh looks for it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A line of machines.tsv."""
+
+    name: str
+    chip: str
+    api: str  # tpu: Cloud TPU VMs; gce: Compute Engine VMs; gke: neither, only Kubernetes
+    image: str
+    gke: str
+
+
+def machines() -> list[Machine]:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return [Machine(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+
+
+@functools.cache
+def tpu_topologies() -> dict[str, str]:
+    """Accelerator type -> topology, of every TPU under configs/clusters."""
+    files = sorted((SHIPPED / "clusters").glob("*.yml"))
+    clusters = [YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["cluster"] for path in files]
+    return {cluster["accelerator"]: cluster["topology"] for cluster in clusters if "accelerator" in cluster}
+
+
+def find_machine(accelerator: str) -> Machine:
+    """The machine a name means. Raises UserError with near names when there is none."""
+    by_name = {machine.name: machine for machine in machines()}
+    tpus = tpu_topologies()
+    family = accelerator.rpartition("-")[0]
+    if accelerator in by_name and by_name[accelerator].api == "gce":
+        return by_name[accelerator]
+    if accelerator in tpus and family in by_name:
+        return by_name[family]
+    spelt = {name: name for name in [*tpus, *(name for name, machine in by_name.items() if machine.api == "gce")]}
+    spelt |= {f"{by_name[name.rpartition('-')[0]].chip}-{name.rpartition('-')[2]}": name for name in tpus}  # v5e-256 for v5litepod-256
+    near = list(dict.fromkeys(spelt[name] for name in get_close_matches(accelerator.lower(), spelt, n=3, cutoff=0.5)))
+    fix = f"did you mean {either(near)}?" if near else f"use a name such as {either(['v5p-128', 'v6e-256', 'a3-megagpu-8g'])}."
+    raise UserError(f"accelerator = {accelerator}: no machine of that name is known; {fix}")
+
+
+def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) -> tuple[Config, Machine]:
+    """The config as the hosts shall read it, and the machine it is for. Raises UserError."""
+    own = [f"run.dir={RUN_DIR}"]
+    if accelerator is not None:
+        topology = tpu_topologies().get(accelerator)
+        find_machine(accelerator)
+        own += [f"cluster={{topology: '{topology}', accelerator: {accelerator}}}"] if topology else []
+    config = load(name, [*overrides, *own]).config
+    if config.cluster is None and accelerator is not None:  # a TPU's has set it
+        own += [f"cluster.topology={find_machine(accelerator).chip}:1x1x{GPUS_A_VM}"]
+        config = load(name, [*overrides, *own]).config
+    if config.cluster is None:
+        raise UserError(
+            f"cluster is not set in {name}, so nobody knows the machine: extend a file of configs/clusters, or add --accelerator."
+        )
+    machine = find_machine(accelerator or config.cluster.accelerator or _vm_of(config))
+    _check_stays(config, bucket)
+    if config.checkpoint.dir is None and bucket:
+        config = load(name, [*overrides, *own, f"checkpoint.dir={bucket}/{config.run.name}/checkpoints"]).config
+    return config, machine
+
+
+def _vm_of(config: Config) -> str:
+    """The first machine type with the GPU of `cluster.topology`."""
+    chip = rules.topology_of(config).chip.name.lower()
+    names = [machine.name for machine in machines() if machine.chip == chip]
+    if not names:
+        topology = rules.topology_of(config).name
+        raise ConfigError(
+            "cluster.topology", topology, "is no machine of Google Cloud that we know", "use h100:1x1x8, or name a TPU's accelerator"
+        )
+    return names[0]
+
+
+def _check_stays(config: Config, bucket: str) -> None:
+    """What must outlive a machine, or be seen from all, is in a bucket. Raises ConfigError."""
+    if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[\w.-]+)*", bucket):
+        raise UserError(f"--bucket {bucket or '(none)'}: must be gs://NAME: code, checkpoints and what the run writes go there.")
+    saved = config.checkpoint.dir
+    if saved is not None and "://" not in saved:
+        fix = f"leave it out (then {bucket}/{config.run.name}/checkpoints), or name a bucket"
+        raise ConfigError("checkpoint.dir", saved, "is on the disk of one machine, which ends with it and which no other host sees", fix)
+    hosts = rules.topology_of(config).hosts
+    for store in [config.data.store, *(entry.store for entry in config.data.mixture)]:
+        if store is not None and "://" not in store and (hosts > 1 or config.data.prepare is None):
+            fix = "prepare it into a bucket once, with `maxlm data prepare CONFIG data.store=gs://...`"
+            raise ConfigError("data.store", store, f"is a folder of this machine, and {hosts} of the cloud would read it", fix)
+
+
+def slug(run: str) -> str:
+    """A name that Google Cloud takes, different for different runs."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:LONGEST_NAME]
+    same = plain == run
+    return plain if same else f"{plain[: LONGEST_NAME - 7].strip('-') or 'run'}-{hashlib.sha256(run.encode()).hexdigest()[:6]}"
+
+
+def chips_of_host(topology: Topology) -> int:
+    """A v5e or v6e slice of 8 chips is one VM; all others have at most 4 chips a VM, GPU nodes what their name says."""
+    chips = topology.chips // topology.slices
+    if not is_tpu(topology.chip):
+        return topology.sides[-1]
+    return chips if chips <= 4 or (chips == 8 and len(topology.sides) == 2) else 4
+
+
+def describe(config: Config, machine: Machine, *, gke: bool, queued: bool) -> dict[str, str | int]:
+    """What maxlm-gcp needs to know, by the name of its variable. Raises UserError for a machine that the wanted API does not lend."""
+    topology = rules.topology_of(config)
+    assert config.cluster is not None
+    if not re.fullmatch(r"[\w.-]+", config.run.name, re.ASCII):
+        rule = "becomes a name in a bucket and in manifests: letters, digits, `.`, `_` and `-` only"
+        raise ConfigError("run.name", config.run.name, rule, "choose another")
+    chip = topology.chip.name.lower()
+    if chip != machine.chip:
+        fix = f"it has {machine.chip}: take another, or another cluster.topology"
+        raise ConfigError("cluster.topology", topology.name, f"is not what {machine.name} is made of", fix)
+    tpu = is_tpu(topology.chip)
+    if machine.api == "gke" and not gke:
+        raise UserError(
+            f"{machine.name} is not lent as Cloud TPU VMs, only through Kubernetes: add --gke and --image IMAGE (docs/cloud.md)."
+        )
+    if not tpu and topology.sides[-1] != GPUS_A_VM:
+        raise ConfigError("cluster.topology", topology.name, f"{machine.name} has {GPUS_A_VM} GPUs", f"end it with x{GPUS_A_VM}")
+    if queued and not tpu:
+        raise UserError(f"--queued: a queue is lent for TPUs only, not for {machine.name}: use --spot or --reservation NAME.")
+    hosts = topology.hosts if not tpu else topology.chips // chips_of_host(topology)
+    units = topology.slices if tpu else hosts  # what is created: slices, or VMs
+    api = "gke" if gke else "queued" if tpu and (queued or topology.slices > 1) else machine.api
+    return {
+        "RUN": config.run.name,
+        "NAME": f"maxlm-{slug(config.run.name)}",
+        "API": api,
+        "KIND": "tpu" if tpu else "gpu",
+        "ACCELERATOR": config.cluster.accelerator if tpu and config.cluster.accelerator else machine.name,
+        "IMAGE_FAMILY": machine.image,
+        "GKE_ACCELERATOR": machine.gke,
+        "TOPOLOGY": "x".join(map(str, topology.sides)),
+        "UNITS": units,
+        "HOSTS": hosts,
+        "CHIPS_A_HOST": chips_of_host(topology),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--accelerator")
+    parser.add_argument("--bucket", default="")
+    parser.add_argument("--gke", action="store_true")
+    parser.add_argument("--queued", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    try:
+        config, machine = read(options.config, options.accelerator, options.bucket.rstrip("/"), options.overrides)
+        told = describe(config, machine, gke=options.gke, queued=options.queued)
+    except UserError as error:
+        sys.stderr.write(f"maxlm-gcp: {error}\n")
+        return 2
+    options.out.write_text(dump(config), encoding="utf-8")
+    sys.stdout.writelines(f"{name}={shlex.quote(str(value))}\n" for name, value in told.items())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+# shellcheck shell=bash
+# What the verbs of maxlm-gcp do. Sourced; `main` has read the config and checked the options.
+
+ASSUMED=NONE # state of every machine in a dry run
+
+verb_up() {
+  verb_create
+  wait_until_up
+  verb_log
+}
+
+verb_create() {
+  local unit found all=()
+  mapfile -t all < <(units)
+  for unit in "${all[@]}"; do
+    found=$(describe "$unit")
+    [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
+  done
+  send_code
+  forget_outcome
+  write_startup
+  say "creating ${all[*]}: $HOSTS host(s) of $ACCELERATOR${SPOT:+, spot}; this takes minutes"
+  create "${all[@]}"
+}
+
+verb_restart() {
+  ASSUMED=READY
+  ours_only
+  send_code
+  forget_outcome
+  if [[ $API == gke ]]; then
+    remove "$NAME"
+    create "$NAME"
+    return
+  fi
+  everywhere 'sudo bash /var/lib/maxlm/host.sh boot'
+}
+
+verb_stop() {
+  ASSUMED=READY
+  ours_only
+  if [[ $API == gke ]]; then # a suspended JobSet ends its pods, SIGTERM first: jobset.sigs.k8s.io/docs/concepts
+    act kubectl patch jobset "$NAME" --type=merge '--patch={"spec":{"suspend":true}}'
+    return
+  fi
+  everywhere 'sudo systemctl stop maxlm'
+}
+
+verb_log() {
+  if [[ $API == gke ]]; then
+    follow kubectl logs --follow --tail=1000 \
+      "--selector=jobset.sigs.k8s.io/jobset-name=$NAME,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+  else
+    on_host "$(nodes | head -n 1)" 0 'tail -n 1000 -F /var/log/maxlm.log'
+  fi
+}
+
+# The bucket says how far the run is, also when no machine is alive.
+verb_watch() {
+  local line outcome code
+  while true; do
+    line=$(states)
+    outcome=$(ask gcloud storage cat "$BUCKET/$RUN/outcome") || { (($? == 4)) || exit 1; }
+    ask gcloud storage cat "$BUCKET/$RUN/latest.jsonl" >"$WORK/latest.jsonl" || { (($? == 4)) || exit 1; }
+    ask gcloud storage cat "$BUCKET/$RUN/run/events.jsonl" >"$WORK/events.jsonl" || { (($? == 4)) || exit 1; }
+    printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/latest.jsonl" "$WORK/events.jsonl")"
+    code=${outcome//[!0-9]/}
+    case $code in
+      '' | 3) ;; # it runs, or was saved and stopped: by you, or because its machines are taken
+      0) say "$RUN is done: fetch it, and delete the machines" ;;
+      2) say "$RUN ended with 2, its input is wrong: see the log" ;;
+      4) say "$RUN ended with 4, training is unhealthy: see the log" ;;
+      *) say "$RUN ended with $code, and its restarts are used up: see the log; restart starts it again" ;;
+    esac
+    [[ $code == '' || $code == 3 ]] || return "$code"
+    [[ -z $ONCE$DRY_RUN ]] || return 0
+    [[ -z $AGAIN || $line != *dead* ]] || verb_resume
+    sleep "$EVERY"
+  done
+}
+
+states() { # of all machines: `READY (up)`, or `RUNNING (up), TERMINATED (dead)`
+  local unit found told=()
+  for unit in $(units); do
+    found=$(describe "$unit")
+    told+=("${found%%,*} ($(life "${found%%,*}"))")
+  done
+  printf '%s\n' "${told[@]}" | sort -u | paste -sd, - | sed 's/,/, /g'
+}
+
+# Recreates what is dead or gone; each new machine starts the run by itself, which goes on from its last checkpoint. The code is the one
+# that is in the bucket. Of several VMs those that live stay: `maxlm launch` waits there for the others.
+verb_resume() {
+  local unit found state run owner again=()
+  ASSUMED=PREEMPTED
+  for unit in $(units); do
+    found=$(describe "$unit")
+    IFS=, read -r state run owner <<<"$found"
+    case $(life "$state") in
+      dead)
+        only_ours "$unit" "$run" "$owner"
+        again+=("$unit")
+        remove "$unit"
+        ;;
+      none) again+=("$unit") ;;
+    esac
+  done
+  ((${#again[@]})) || { say "nothing to resume: $(states)"; return 0; }
+  forget_outcome
+  write_startup
+  say "creating ${again[*]} again"
+  create "${again[@]}"
+}
+
+verb_fetch() {
+  local to=${TO:-runs/$RUN}
+  [[ -n $DRY_RUN ]] || mkdir -p "$to"
+  act gcloud storage rsync "$BUCKET/$RUN/run" "$to" --recursive
+  say "$RUN is in $to; its checkpoints stay in the bucket"
+}
+
+verb_delete() { # all labels are read before the first is deleted
+  local unit found there=()
+  ASSUMED=READY
+  ours_only
+  for unit in $(units); do
+    found=$(describe "$unit")
+    [[ $found == NONE* ]] || there+=("$unit")
+  done
+  ((${#there[@]})) || say "$NAME has no machine"
+  for unit in "${there[@]}"; do remove "$unit"; done
+  say "checkpoints and the run directory stay at $BUCKET/$RUN"
+}
+
+ours_only() {
+  local unit found state run owner
+  for unit in $(units); do
+    found=$(describe "$unit")
+    IFS=, read -r state run owner <<<"$found"
+    [[ $state == NONE ]] || only_ours "$unit" "$run" "$owner"
+  done
+}
+
+everywhere() { # a command on all hosts of all nodes, at the same time: a run that is stopped on some waits for the others
+  local node pid code=0 pids=()
+  for node in $(nodes); do
+    on_host "$node" all "$1" &
+    pids+=("$!")
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || code=1; done
+  return "$code"
+}
+
+wait_until_up() {
+  local line
+  ASSUMED=READY
+  while true; do
+    line=$(states)
+    case $line in
+      *dead* | *none*) die "$NAME is $line: maxlm-gcp resume creates it again." ;;
+      *waiting*) say "$line: waiting" ;;
+      *) return 0 ;;
+    esac
+    sleep "$EVERY"
+  done
+}
+
+# What the hosts fetch: the resolved config and, unless a container holds it, the code of git's HEAD.
+send_code() {
+  if [[ -z $IMAGE ]]; then
+    local changed
+    changed=$(git -C "$HERE/.." status --porcelain -- maxlm kernels gcp pyproject.toml)
+    [[ -z $changed ]] || die "uncommitted changes would stay here, since the hosts run git's HEAD: commit them (${changed%%$'\n'*} ...)."
+    git -C "$HERE/.." archive --format=tar.gz --output="$WORK/code.tar.gz" HEAD
+    act gcloud storage cp "$WORK/code.tar.gz" "$BUCKET/$RUN/code.tar.gz"
+  fi
+  act gcloud storage cp "$WORK/config.yml" "$BUCKET/$RUN/config.yml"
+}
+
+forget_outcome() { # of an earlier start, or `watch` would take it for that of the new one
+  echo starting >"$WORK/outcome"
+  act gcloud storage cp "$WORK/outcome" "$BUCKET/$RUN/outcome"
+}
+
+# The startup script of a VM: its settings, then host.sh. It holds names of secrets and no secret.
+write_startup() {
+  local cluster='' extra=tpu name
+  [[ $KIND == tpu ]] || extra=cuda
+  [[ $API != gce || $UNITS -eq 1 ]] || cluster="coordinator=$NAME-0:8476 process_count=$UNITS process_id=HOST_NUMBER"
+  local -A settings=([BUCKET]=$BUCKET [RUN]=$RUN [EXTRA]=$extra [IMAGE]=$IMAGE [RESTARTS]=$RESTARTS [CLUSTER]=$cluster [SECRETS]="${SECRETS[*]-}")
+  {
+    echo '#!/usr/bin/env bash'
+    for name in BUCKET RUN EXTRA IMAGE RESTARTS CLUSTER SECRETS; do printf 'export %s=%q\n' "$name" "${settings[$name]}"; done
+    cat "$HERE/host.sh"
+  } >"$WORK/startup.sh"
+}

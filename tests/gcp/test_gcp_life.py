@@ -1,0 +1,223 @@
+"""After the start: watching, resuming, stopping, fetching and deleting; and whose machines are touched."""
+
+import json
+import re
+
+import pytest
+
+RUN = "runs/llama3-8b-v5p-128"
+NAME = "maxlm-llama3-8b-v5p-128"
+SLICES, SLICES_NAME = "runs/llama3-405b-2x-v6e-256", "maxlm-llama3-405b-2x-v6e-256"
+GPUS = ("runs/quickstart", "cluster.topology=h100:1x2x8", "data.store=gs://c/s", "train.global_batch=16")
+GKE = ("runs/llama3-8b-tpu7x-128", "--gke", "--image", "i")
+TPU_VM = ["gcloud", "compute", "tpus", "tpu-vm"]
+
+
+def write_run(cloud, outcome="running", run="llama3-8b-v5p-128"):
+    """What a host has left in the bucket: 300 steps of 2 s each, in 1,000 s."""
+    folder = cloud.bucket / run
+    (folder / "run").mkdir(parents=True)
+    records = [{"step": step, "loss": 2.5, "tokens_per_s": 1e6, "step_time_s": 2.0} for step in (299, 300)]
+    (folder / "latest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
+    start = {"kind": "start", "step": 0, "time": 1000.0, "total_steps": 1200}
+    events = [start, {**start, "step": 200, "time": 1500.0}, {"kind": "stop", "step": 300, "time": 2000.0}]
+    (folder / "run/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "run/metrics.jsonl").write_text("{}\n")
+    (folder / "outcome").write_text(f"{outcome}\n")
+
+
+def test_watch_says_state_step_and_goodput(cloud):
+    cloud.state(NAME, "READY")
+    write_run(cloud)
+    line = cloud.run("watch", RUN, "--once").stdout
+    assert re.sub(r"^[\d:]+  ", "", line) == "READY (up)  step 300 of 1,200  loss 2.5  1,000,000 tokens/s  goodput 60.0%  started 2 times\n"
+    assert cloud.changes == []
+
+
+def test_watch_before_the_first_step_and_without_a_machine(cloud):
+    assert "NONE (none)  not started yet" in cloud.run("watch", RUN, "--once").stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [("0", 0, "is done"), ("2", 2, "input is wrong"), ("4", 4, "unhealthy"), ("1", 1, "restarts are used up")],
+)
+def test_watch_ends_with_the_run(cloud, outcome, code, said):
+    cloud.state(NAME, "READY")
+    write_run(cloud, outcome)
+    assert said in cloud.run("watch", RUN, "--resume", code=code).stderr
+    assert cloud.changes == []
+
+
+@pytest.mark.parametrize("outcome", ["running", "3"])
+def test_watch_resumes_what_was_preempted_until_it_is_done(cloud, outcome):
+    """PREEMPTED: the machine is deleted and made again, and watching goes on."""
+    write_run(cloud, outcome)
+    cloud.state(NAME, "PREEMPTED", times=3)  # once a line, once to resume it
+    cloud.state(NAME, "READY")
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out=f"{outcome}\n", times=2)
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out="0\n")
+    done = cloud.run("watch", RUN, "--resume", "--every", "7")
+    verbs = [words[4] for words in cloud.changes if words[:4] == TPU_VM]
+    assert verbs[:2] == ["delete", "create"]
+    assert ["sleep", "7"] in cloud.calls
+    assert "PREEMPTED (dead)" in done.stdout
+    assert "READY (up)" in done.stdout
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED"])
+def test_resume_recreates_a_dead_slice_as_it_was(cloud, state):
+    cloud.run("create", RUN, "--spot")
+    first = cloud.changes[-1]
+    cloud.state(NAME, state)
+    cloud.run("resume", RUN, "--spot")
+    delete, _, again = cloud.changes[-3:]
+    assert delete == [*TPU_VM, "delete", NAME, "--zone=us-east5-a", "--quiet"]
+    scratch = r"startup-script=\S+/"
+    assert [re.sub(scratch, "", word) for word in again] == [re.sub(scratch, "", word) for word in first]
+    sent = [words[-1].rpartition("/")[2] for words in cloud.changes if words[1] == "storage"]
+    assert sent == ["code.tar.gz", "config.yml", "outcome", "outcome"], "code and config of the run stay those it began with"
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
+def test_resume_deletes_a_dead_request_with_its_nodes(cloud, state):
+    cloud.state(SLICES_NAME, state)
+    cloud.run("resume", SLICES)
+    delete, _, create = cloud.changes
+    assert delete == ["gcloud", "compute", "tpus", "queued-resources", "delete", SLICES_NAME, "--zone=us-east5-a", "--force", "--quiet"]
+    assert create[4:6] == ["create", SLICES_NAME]
+
+
+def test_resume_leaves_living_vms_and_makes_the_others(cloud):
+    cloud.state("maxlm-quickstart-0", "RUNNING", run="maxlm-quickstart")
+    cloud.state("maxlm-quickstart-1", "TERMINATED", run="maxlm-quickstart")
+    cloud.run("resume", *GPUS)
+    delete, _, create = cloud.changes
+    assert delete == ["gcloud", "compute", "instances", "delete", "maxlm-quickstart-1", "--zone=us-east5-a", "--quiet"]
+    assert create[3:6] == ["create", "maxlm-quickstart-1", "--zone=us-east5-a"]
+
+
+@pytest.mark.parametrize("state", ["READY", "REPAIRING"])
+def test_resume_touches_nothing_that_lives(cloud, state):
+    cloud.state(NAME, state)
+    assert "nothing to resume" in cloud.run("resume", RUN).stderr
+    assert cloud.changes == []
+
+
+def test_a_failed_jobset_is_made_again(cloud):
+    cloud.state("maxlm-llama3-8b-tpu7x-128", "Failed")
+    cloud.run("resume", *GKE)
+    assert [words[:2] for words in cloud.changes if words[0] == "kubectl"] == [["kubectl", "delete"], ["kubectl", "apply"]]
+
+
+FOREIGN = {"run": "maxlm-another"}, "labelled maxlm-run=maxlm-another maxlm-owner=ada"
+
+
+@pytest.mark.parametrize(
+    ("verb", "state", "labels", "words"),
+    [
+        ("delete", "READY", *FOREIGN),
+        ("stop", "READY", *FOREIGN),
+        ("restart", "READY", *FOREIGN),
+        ("resume", "PREEMPTED", *FOREIGN),
+        ("delete", "READY", {"run": NAME, "owner": "bob"}, f"labelled maxlm-run={NAME} maxlm-owner=bob"),
+        ("delete", "READY", {"run": " ", "owner": ""}, "labelled maxlm-run="),
+    ],
+)
+def test_what_another_run_has_made_is_not_touched(cloud, verb, state, labels, words):
+    cloud.state(NAME, state, **labels)
+    done = cloud.run(verb, RUN, code=2)
+    assert f"{NAME} was not made by this run: it is {words}" in done.stderr
+    assert cloud.changes == []
+
+
+def test_not_even_ours_are_deleted_where_one_is_foreign(cloud):
+    cloud.state("maxlm-quickstart-0", "RUNNING", run="maxlm-quickstart")
+    cloud.state("maxlm-quickstart-1", "RUNNING", run="maxlm-quickstart", owner="bob")
+    cloud.run("delete", *GPUS, code=2)
+    assert cloud.changes == []
+
+
+@pytest.mark.parametrize(
+    ("words", "units", "commands"),
+    [
+        ((RUN,), [NAME], [[*TPU_VM, "delete", NAME, "--zone=us-east5-a", "--quiet"]]),
+        ((*GPUS,), ["maxlm-quickstart-0", "maxlm-quickstart-1"],
+         [["gcloud", "compute", "instances", "delete", f"maxlm-quickstart-{n}", "--zone=us-east5-a", "--quiet"] for n in (0, 1)]),
+        (GKE, ["maxlm-llama3-8b-tpu7x-128"], [["kubectl", "delete", "jobset", "maxlm-llama3-8b-tpu7x-128", "--wait=true"]]),
+    ],
+    ids=["tpu", "gpu", "gke"],
+)  # fmt: skip
+def test_delete_names_what_it_deletes_and_leaves_the_bucket(cloud, words, units, commands):
+    write_run(cloud)
+    for unit in units:
+        cloud.state(unit, "RUNNING", run=re.sub(r"-[01]$", "", unit))
+    done = cloud.run("delete", *words)
+    assert cloud.changes == commands
+    assert "stay at gs://mine/" in done.stderr
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").exists()
+
+
+def test_delete_of_nothing(cloud):
+    assert f"{NAME} has no machine" in cloud.run("delete", RUN).stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "remote"), [("restart", "--command=sudo bash /var/lib/maxlm/host.sh boot"), ("stop", "--command=sudo systemctl stop maxlm")]
+)
+def test_restart_and_stop_reach_every_worker_of_every_slice(cloud, verb, remote):
+    cloud.state(SLICES_NAME, "ACTIVE")
+    cloud.run(verb, SLICES)
+    ssh = sorted(words for words in cloud.calls if "ssh" in words)
+    assert ssh == [[*TPU_VM, "ssh", f"{SLICES_NAME}-{n}", "--zone=us-east5-a", "--worker=all", remote] for n in (0, 1)]
+    sent = [words[-1] for words in cloud.calls if words[1:3] == ["storage", "cp"]]
+    assert len(sent) == (3 if verb == "restart" else 0)
+
+
+def test_restart_and_stop_of_vms_and_jobsets(cloud):
+    for unit in (0, 1):
+        cloud.state(f"maxlm-quickstart-{unit}", "RUNNING", run="maxlm-quickstart")
+    cloud.run("stop", *GPUS)
+    stop = ["--zone=us-east5-a", "--command=sudo systemctl stop maxlm"]
+    assert sorted(cloud.changes) == [["gcloud", "compute", "ssh", f"maxlm-quickstart-{unit}", *stop] for unit in (0, 1)]
+    cloud.state("maxlm-llama3-8b-tpu7x-128", "")
+    cloud.run("stop", *GKE)
+    patch = ["--type=merge", '--patch={"spec":{"suspend":true}}']
+    assert cloud.changes[-1] == ["kubectl", "patch", "jobset", "maxlm-llama3-8b-tpu7x-128", *patch]
+
+
+def test_fetch_and_log(cloud):
+    write_run(cloud)
+    cloud.run("fetch", RUN)
+    assert (cloud.home / "runs/llama3-8b-v5p-128/metrics.jsonl").exists()
+    cloud.run("fetch", RUN, "--to", "here")
+    assert (cloud.home / "here/events.jsonl").exists()
+    cloud.run("log", SLICES)
+    assert cloud.calls[-1][4:6] == ["ssh", f"{SLICES_NAME}-0"]
+    cloud.run("log", *GKE)
+    assert cloud.calls[-1][:3] == ["kubectl", "logs", "--follow"]
+
+
+def test_a_stop_that_does_not_reach_all_is_told(cloud):
+    cloud.state(SLICES_NAME, "ACTIVE")
+    cloud.answer(f"ssh {SLICES_NAME}-1", err="ssh: no route\n", code=255)
+    done = cloud.run("stop", SLICES, code=1)
+    assert "ssh: no route" in done.stderr
+    assert f"ended with 255: gcloud compute tpus tpu-vm ssh {SLICES_NAME}-1" in done.stderr
+
+
+def test_watch_does_not_take_an_earlier_end_for_that_of_a_new_start(cloud):
+    write_run(cloud, outcome="0")
+    cloud.run("create", RUN)
+    cloud.state(NAME, "READY")
+    assert "is done" not in cloud.run("watch", RUN, "--once").stderr
+
+
+def test_fetch_of_nothing(cloud):
+    assert "there is nothing of that name (yet)" in cloud.run("fetch", RUN, code=1).stderr
+
+
+def test_up_ends_where_the_machine_dies_before_it_is_up(cloud):
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.state(NAME, "PREEMPTED")
+    assert "is PREEMPTED (dead): maxlm-gcp resume creates it again" in cloud.run("up", RUN, code=2).stderr

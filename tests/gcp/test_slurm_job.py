@@ -1,0 +1,68 @@
+"""slurm/train.sbatch, run here with stand-ins for srun and scontrol."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "slurm/train.sbatch"
+JOB = {"SLURM_JOB_ID": "4097"}
+
+
+def test_one_task_a_node_runs_maxlm_with_restarts(cloud):
+    cloud.execute(["bash", SCRIPT, "mine.yml", "train.seed=1"], **JOB)
+    (srun,) = cloud.calls
+    assert srun[0] == "srun"
+    assert srun[srun.index(".venv/bin/maxlm") :] == [
+        ".venv/bin/maxlm",
+        "launch",
+        "--restarts",
+        "10",
+        "--",
+        "train",
+        "mine.yml",
+        "train.seed=1",
+    ]
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (3, True), (4, False)])
+def test_only_what_was_saved_and_stopped_goes_back_to_the_queue(cloud, code, again):
+    cloud.answer("srun", code=code)
+    cloud.execute(["bash", SCRIPT, "mine.yml"], code=code, **JOB)
+    assert (["scontrol", "requeue", "4097"] in cloud.calls) == again
+
+
+def test_sigterm_reaches_the_tasks_and_the_job_waits_for_their_save(cloud):
+    cloud.answer("srun", wait=60, code=3)
+    process = subprocess.Popen(["bash", SCRIPT, "mine.yml"], env={**cloud.environment, **JOB}, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (cloud.home / "waiting").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert (cloud.home / "terminated").exists()
+    assert cloud.calls[-1] == ["scontrol", "requeue", "4097"]
+    assert "job 4097 goes back to the queue" in out
+
+
+def test_without_a_config_it_says_so(cloud):
+    done = cloud.execute(["bash", SCRIPT], code=2, **JOB)
+    assert done.stderr == "train.sbatch: which config? sbatch slurm/train.sbatch CONFIG [key=value ...]\n"
+    assert cloud.calls == []
+
+
+def test_what_it_asks_of_slurm():
+    """Requeue and an appended log belong together, as do the signal and the script that passes it on."""
+    asked = set(re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@300", "--ntasks-per-node=1", "--exclusive"} < asked
+
+
+def test_what_is_set_before_sbatch_wins(cloud):
+    script = SCRIPT.read_text(encoding="utf-8")
+    (cloud.home / "probe").write_text(re.sub(r"^srun .*$", "echo $NCCL_DEBUG &", script, flags=re.MULTILINE))
+    assert cloud.execute(["bash", cloud.home / "probe", "c"], **JOB).stdout == "WARN\n"
+    assert cloud.execute(["bash", cloud.home / "probe", "c"], NCCL_DEBUG="INFO", **JOB).stdout == "INFO\n"
