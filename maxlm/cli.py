@@ -250,5 +250,5 @@ def main() -> None:
         message = str(error) if isinstance(error, UserError) else error.format_message()
         if message:  # a command that lacks everything has printed its help instead
             typer.echo(f"maxlm: {message}", err=True)
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", 2))
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The one error a user's input can raise. The command line prints it as one line and exits with code 2."""
+"""The one error a user's input can raise. The command line prints it as one line and exits with its code, 2."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +9,8 @@ SHOWN = 80  # characters of a value that fit in a line
 
 class UserError(Exception):
     """The user's input cannot be honoured. `str(error)` is one printable line somebody can act on."""
+
+    exit_code = 2
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split())))

@@ -21,6 +21,7 @@ from maxlm.runtime.places import Place
 from maxlm.runtime.together import words
 
 HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
+INITIALIZE_SECONDS = 30  # for jax to do what all are there for
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 
@@ -37,7 +38,8 @@ class Cluster:
 def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
     """Within it this process is one of the cluster it was started in; to be entered before any device is touched.
 
-    If one process crashes or is lost, all end: with exit code 1 or `roll_call.LOST`, and a line that names it.
+    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, or `roll_call.LOST`,
+    and a line that says why.
 
     Args:
         named: what the command line says of the cluster, see `places.find`.
@@ -59,16 +61,22 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     try:
         _initialize(place)
         yield Cluster(str(place), meeting.hosts)
-    except (UserError, SystemExit):  # all end so, and say the same
-        meeting.part()
-        raise
     except BaseException as error:
-        meeting.part(crash=(str(error).strip().splitlines() or [type(error).__name__])[0])
-        traceback.print_exc()
+        line = str(error) if isinstance(error, UserError) else f"{meeting.name()} crashed: {_first_line(error)}"
+        code = error.exit_code if isinstance(error, UserError) else 1
+        if isinstance(error, UserError):
+            sys.stderr.write(f"maxlm: {line}\n")
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)  # an orderly exit would wait for the others
+        meeting.part(line, code)
+        os._exit(code)  # an orderly exit would wait for the others
     else:
         meeting.part()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _initialize(place: Place) -> None:
@@ -79,7 +87,7 @@ def _initialize(place: Place) -> None:
         process_id=place.process,
         local_device_ids=place.devices,
         cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-        initialization_timeout=JOIN_SECONDS,
+        initialization_timeout=INITIALIZE_SECONDS,
         heartbeat_timeout_seconds=HANG_SECONDS,
     )
 

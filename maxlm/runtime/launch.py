@@ -17,10 +17,12 @@ from typing import IO
 
 from maxlm.runtime import attempt
 from maxlm.runtime.attempt import Attempt
+from maxlm.runtime.roll_call import LOST
 
 NO_HELP = {0: "", 2: "the input is wrong", 4: "training is unhealthy and would be again"}  # exit codes after which nothing is started
-SAME_STEP = 3  # so many ends in a row at one step, and it is the step that fails
-LONGEST_BACKOFF = 300.0  # seconds
+STOPPED = 3  # exit code of a run that was asked to stop, and goes on when it is started again
+SAME_STEP = 3  # so many ends in a row at one step, of the same host if one was lost, and it is the step or the host that fails
+LONGEST_BACKOFF = 60.0  # seconds; below what a host waits for the others, so that those that pause and one that comes back do meet
 KEPT_LINES = 200  # of what the run says to stderr, to find reasons in
 _LOST = re.compile(r"^maxlm: lost (.+? \(process \d+\))", re.MULTILINE)  # what the roll call says of a host that is gone
 _HANGS = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")  # and what jax's service says of a process that hangs
@@ -34,7 +36,14 @@ class End:
     came: Attempt
     said: tuple[str, ...]
 
+    @property
+    def waited(self) -> bool:
+        """Whether not all hosts were there to begin with."""
+        return self.code == LOST and not self.came.hosts
+
     def __str__(self) -> str:
+        if self.waited:
+            return "waited for hosts that did not come"
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with {self.code}"
         where = "" if self.came.step is None else f" after step {self.came.step:,}"
         lost = self.lost_hosts()
@@ -68,35 +77,43 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        ends: list[End] = []
+        ends: list[End] = []  # but not those of waiting for a host that was there once, which may take hours
         pause = self._backoff
         while True:
             end = self._attempt()
-            ends.append(end)
-            code = end.code if end.code >= 0 else 1
-            reason = self._why_not_again(ends)
+            code = self._code_of(end)
+            if end.waited and any(one.came.hosts for one in ends):
+                reason, which = (None if self._asked is None else ""), "trying again"
+            else:
+                ends.append(end)
+                reason, which = self._why_not_again(ends), f"restart {len(ends)} of {self._restarts}"
             if reason is not None:
                 if reason:
                     self._say(f"maxlm launch: the run {end}; not started again: {reason}")
                 return code
-            if len(ends) > 1 and (end.came.step or 0) > (ends[-2].came.step or 0):
+            if end.waited or (len(ends) > 1 and (end.came.step or 0) > (ends[-2].came.step or 0)):
                 pause = self._backoff
-            self._say(f"maxlm launch: the run {end}; restart {len(ends)} of {self._restarts} in {pause:g} s")
+            self._say(f"maxlm launch: the run {end}; {which} in {pause:g} s")
             if self._stopped.wait(pause):
-                return code
+                return STOPPED
             pause = min(2 * pause, LONGEST_BACKOFF)
+
+    def _code_of(self, end: End) -> int:
+        """What to end with, if this is the end: who was asked to stop, and has nothing more to save, is stopped and may go on."""
+        if self._asked is not None and end.code not in NO_HELP:
+            return STOPPED
+        return end.code if end.code >= 0 else 1
 
     def _why_not_again(self, ends: Sequence[End]) -> str | None:
         """Why the last end is the last, "" where that needs no words; None: start again."""
         end = ends[-1]
         if self._asked is not None:
-            return "" if end.code in (0, 3) else f"{_signal_name(self._asked)} asked for the end"
-        once_joined = any(one.came.hosts for one in ends[:-1])
-        not_back_yet = end.code == 2 and once_joined and not end.came.hosts  # all others wait for one, which is no wrong input
-        if end.code in NO_HELP and not not_back_yet:
+            return "" if end.code in (0, STOPPED) else f"{_signal_name(self._asked)} asked for the end"
+        if end.code in NO_HELP:
             return NO_HELP[end.code]
-        same = [one for one in ends[-SAME_STEP:] if one.came.step == end.came.step and one.code not in (2, 3)]
-        if len(same) == SAME_STEP and not end.lost_hosts():
+        alike = (end.came.step, end.lost_hosts())
+        same = [one for one in ends[-SAME_STEP:] if (one.came.step, one.lost_hosts()) == alike and not one.waited and one.code != STOPPED]
+        if len(same) == SAME_STEP:
             where = "before its first step" if end.came.step is None else f"after step {end.came.step:,}"
             last = next((line for line in reversed(end.said) if line.strip()), "nothing")
             return f"it has ended {where} {SAME_STEP} times in a row, so it is no accident; its last words: {last.strip()}"

@@ -85,6 +85,8 @@ def _place(said: Mapping[str, str], spelt: Mapping[str, str], launcher: str) -> 
     address, count, process = said[COORDINATOR], said[COUNT], said[PROCESS]
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s\[\]]+):\d{1,5}", address):
         raise UserError(f"{spelt[COORDINATOR]} = {address}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476.")
+    if not 0 < int(address.rpartition(":")[2]) < 65535:
+        raise UserError(f"{spelt[COORDINATOR]} = {address}: the port must be 1 to 65534; the next one is jax's.")
     if not (count.isdigit() and int(count) > 0):
         raise UserError(f"{spelt[COUNT]} = {count}: must be the number of all processes, 1 or more.")
     if not (process.isdigit() and int(process) < int(count)):

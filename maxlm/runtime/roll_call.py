@@ -6,8 +6,10 @@ in order, or crashes, says so before. All processes then end with the same line.
 """
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -19,12 +21,20 @@ from typing import Any
 from maxlm.config.errors import UserError
 from maxlm.runtime.places import Place
 
-LOST = 6  # exit code of a run that lost a host
+WRONG = UserError.exit_code
+LOST = 6  # exit code of a run that lost a host, or to which one did not come: started again, it may go on
 SILENCE_SECONDS = 30  # that a host may not answer before it is held to be lost
 HELLO_SECONDS = 2.0  # for a visitor to say who it is
-RETRY_SECONDS = 0.2
+RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would be a burden to whoever knows their names
 SETTLE_SECONDS = 2.0  # in which the news of a lost host overtakes the errors that it causes in the others
+PART_SECONDS = 5.0  # that process 0 stays, at most, for the others to end before jax's service does, which would cut them short
 _LONGEST = 2**20  # bytes of a line: the names of all hosts
+
+
+class NotMetError(UserError):
+    """Not all hosts are there. No input need be wrong, so the exit code is another."""
+
+    exit_code = LOST
 
 
 class Meeting:
@@ -37,15 +47,21 @@ class Meeting:
         self._parted = threading.Event()
         threading.Thread(target=self._listen, name="maxlm-roll-call", daemon=True).start()
 
-    def part(self, crash: str | None = None) -> None:
-        """Tell the others that this process ends: in order, or because of `crash`, upon which all end.
+    def part(self, why: str | None = None, code: int = 1) -> None:
+        """Tell the others that this process ends: in order, or because of `why`, upon which all end with `code`.
 
         Does not return where it turns out that another one was lost or crashed before, and that ends this process, too.
         """
-        if crash is not None:
+        if why is not None and code != WRONG:
             time.sleep(SETTLE_SECONDS)  # most likely it comes of another's end, which is on its way
         self._parted.set()
-        self._tell({"end": f"{self._name(self._place.process)} crashed: {crash}", "code": 1} if crash else {"bye": True})
+        self._tell({"end": why, "code": code} if why is not None else {"bye": True})
+        if why is not None:
+            self._see_them_off()
+
+    def name(self) -> str:
+        """Of this process."""
+        return self._name(self._place.process)
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -63,13 +79,24 @@ class Meeting:
             return
         if isinstance(said, str):
             said = {"end": f"lost {self._name(number)}: {said}", "code": LOST}
+        self._lines.pop(number, None)
         self._tell(said)
+        if said["code"] == WRONG and self._parted.wait(SETTLE_SECONDS):  # what is wrong there is wrong here, and is said by the main thread
+            return
         sys.stderr.write(f"maxlm: {said['end']}\n")
         sys.stderr.flush()
+        self._see_them_off()
         os._exit(said["code"])  # the main thread may wait for the lost one for ever
 
+    def _see_them_off(self) -> None:
+        """Process 0 is the last to go: jax's service ends with it, and that ends the others before they have said why."""
+        until = time.monotonic() + PART_SECONDS
+        for line in list(self._lines.values()) if self._place.process == 0 else ():
+            while (left := until - time.monotonic()) > 0 and not isinstance(_hear(line, left), str):
+                pass
+
     def _tell(self, what: Mapping[str, Any]) -> None:
-        for line in self._lines.values():
+        for line in list(self._lines.values()):
             with contextlib.suppress(OSError):
                 _say(line, what)
 
@@ -86,39 +113,42 @@ def meet(place: Place, seconds: float) -> Meeting:
 
 
 def _wait_for_all(place: Place, seconds: float) -> Meeting:
+    _allow_files(2 * place.count)
     until = time.monotonic() + seconds
     own = socket.gethostname()
     lines: dict[int, socket.socket] = {}
     hosts = {0: own}
-    refusal, refused = "", []
+    refusal, wrong, refused = "", True, []
     with _open(place, until) as listener:
         while not refusal and not _all_there(lines, hosts, place.count):
             visitor = _visitor(listener, until)
             if visitor is None:
-                refusal = _who_is_missing(place, hosts, seconds)
+                refusal, wrong = _who_is_missing(place, hosts, seconds), False
                 break
             line, number, host, count = visitor
             if count != place.count:
                 refusal = f"{host} was told of {count} processes, and {own} of {place.count}: start all with the same number."
-            elif number in hosts and (number == 0 or _is_alive(lines[number])):
-                refusal = f"{hosts[number]} and {host} both say that they are process {number}: give each process a number of its own."
+            elif not 0 < number < place.count or (number in lines and _is_there(lines[number])):
+                first = hosts.get(number, own)
+                refusal = f"{first} and {host} both say that they are process {number}: give each process a number of its own, from 0 on."
             else:
                 lines[number], hosts[number] = line, host
                 continue
             refused.append(line)
-    answer = {"refused": refusal} if refusal else {"hosts": [hosts[number] for number in range(place.count)]}
+    everyone = [hosts.get(number, "") for number in range(place.count)]
+    answer = {"refused": refusal, "wrong": wrong} if refusal else {"hosts": everyone}
     for line in [*lines.values(), *refused]:
         with contextlib.suppress(OSError):
             _say(line, answer)
     if refusal:
-        raise UserError(refusal)
-    return Meeting(place, answer["hosts"], lines)
+        raise UserError(refusal) if wrong else NotMetError(refusal)
+    return Meeting(place, everyone, lines)
 
 
 def _all_there(lines: dict[int, socket.socket], hosts: dict[int, str], count: int) -> bool:
-    """Whether all have come. Those who died while they waited are forgotten, and may come again."""
+    """Whether all have come and are still there. Those who died while they waited are forgotten, and may come again."""
     if len(lines) == count - 1:
-        for number in [number for number, line in lines.items() if not _is_alive(line)]:
+        for number in [number for number, line in lines.items() if not _is_there(line)]:
             lines.pop(number).close()
             del hosts[number]
     return len(lines) == count - 1
@@ -134,31 +164,42 @@ def _who_is_missing(place: Place, hosts: Collection[int], seconds: float) -> str
 
 def _go_there(place: Place, seconds: float) -> Meeting:
     """A line to process 0. One that is closed without an answer was a run that is ending there: another try."""
-    host, _, port = place.address.rpartition(":")
     began = time.monotonic()
     said: dict[str, Any] | str = "nothing"
+    pause = RETRY_SECONDS
     while isinstance(said, str):
         left = began + seconds - time.monotonic()
         if left <= 0:
-            raise UserError(
+            raise NotMetError(
                 f"this is {place}, and {place.address} did not answer for {seconds:.0f} s ({said}): "
                 "see that process 0 was started, that every host knows that name, and that no firewall closes the port."
             )
         try:
-            line = socket.create_connection((host.strip("[]"), int(port)), timeout=min(5.0, left))
-            if line.getsockname() == line.getpeername():  # TCP joins a port that nobody listens at to itself, once in a while
-                line.close()
-                continue
-            _probe_often(line)
-            _say(line, {"process": place.process, "count": place.count, "host": socket.gethostname()})
+            line = _line_to(place, min(5.0, left))
             said = _hear(line, seconds + HELLO_SECONDS)  # process 0 may have begun to wait just now
+            while isinstance(said, dict) and "still there" in said:
+                _say(line, {"here": True})
+                said = _hear(line, seconds + HELLO_SECONDS)
         except OSError as error:
             said = error.strerror or str(error)
         if isinstance(said, str):
-            time.sleep(RETRY_SECONDS)
+            time.sleep(min(pause, max(0.0, left)) * (1 + place.process % 7 / 10))  # not all at the same moment
+            pause = min(1.3 * pause, 10 * RETRY_SECONDS)
     if "refused" in said:
-        raise UserError(said["refused"])
+        raise UserError(said["refused"]) if said["wrong"] else NotMetError(said["refused"])
     return Meeting(place, said["hosts"], {0: line})
+
+
+def _line_to(place: Place, seconds: float) -> socket.socket:
+    """A line to process 0, which has heard who this is. Raises OSError."""
+    host, _, port = place.address.rpartition(":")
+    line = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
+    if line.getsockname() == line.getpeername():  # TCP joins a port that nobody listens at to itself, once in a while
+        line.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    _probe_often(line)
+    _say(line, {"process": place.process, "count": place.count, "host": socket.gethostname()})
+    return line
 
 
 def _open(place: Place, until: float) -> socket.socket:
@@ -180,13 +221,20 @@ def _visitor(listener: socket.socket, until: float) -> tuple[socket.socket, int,
     """The next process that comes: its line, number, host, and of how many it was told. None when time is up; others are sent away."""
     while (left := until - time.monotonic()) > 0:
         listener.settimeout(left)
-        with contextlib.suppress(OSError):
+        try:
             line, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise UserError(
+                    f"{socket.gethostname()} may not open more files, and needs one for each process: raise ulimit -n above {2 * 1024}."
+                ) from error
+            continue
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             _probe_often(line)
             said = _hear(line, HELLO_SECONDS)
-            if isinstance(said, dict) and {"process", "host", "count"} <= said.keys():
+            if isinstance(said, dict):
                 return line, int(said["process"]), str(said["host"]), int(said["count"])
-            line.close()
+        line.close()
     return None
 
 
@@ -204,15 +252,21 @@ def _probe_often(line: socket.socket) -> None:
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _is_alive(line: socket.socket) -> bool:
-    """Whether the other end of a line that has nothing to say is still there."""
-    line.settimeout(0)
-    try:
-        return line.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+def _allow_files(count: int) -> None:
+    """Let this process have `count` files open beside its own: one a process here, and as many in jax's service."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
+
+
+def _is_there(line: socket.socket) -> bool:
+    """Whether the other end of a line still waits: a host that vanished is one of which its kernel cannot tell."""
+    with contextlib.suppress(OSError):
+        _say(line, {"still there": True})
+        return isinstance(_hear(line, HELLO_SECONDS), dict)
+    return False
 
 
 def _say(line: socket.socket, what: Mapping[str, Any]) -> None:

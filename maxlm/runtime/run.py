@@ -179,6 +179,9 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     """Show what the model can do, write the report, and say where it is."""
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         show(config, directory.path, outcome.state.params, console)
-    report = write_report([directory.path], directory.report)
+    try:
+        told = f"report: {write_report([directory.path], directory.report)}"
+    except Exception as error:  # the run is done and saved, and other hosts wait for this one to end
+        told = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
     console.rule(style="dim")
-    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+    console.print(told, markup=False, highlight=False, soft_wrap=True)

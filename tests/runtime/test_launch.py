@@ -65,10 +65,15 @@ def test_progress_between_crashes_is_no_loop_and_restarts_are_counted(supervise)
 
 
 def test_a_host_that_is_not_back_yet_is_waited_for(supervise):
-    """The others end with 2 after waiting for it in vain; at the first start that is wrong input, later it is not."""
-    assert supervise("if number == 0: came(5)\nsys.exit([1, 2, 2, 2, 0][number])")[::2] == (0, 5)
+    """However often, once all have been there; before that it may never come. Wrong input is never tried again."""
+    script = "if number == 0: came(5)\nsys.exit([6, 6, 6, 6, 6, 0][number])"
+    code, said, tries = supervise(script, restarts=1)
+    assert (code, tries) == (0, 6)
+    assert said[1] == "maxlm launch: the run waited for hosts that did not come; trying again in 0.01 s"
     Path("tries").unlink()
-    assert supervise("sys.exit(2)")[::2] == (2, 1)
+    assert supervise("sys.exit(6)", restarts=4)[::2] == (6, 5)
+    Path("tries").unlink()
+    assert supervise("if number == 0: came(5)\nsys.exit([6, 2][number])")[::2] == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,19 @@ def test_a_host_that_is_not_back_yet_is_waited_for(supervise):
         "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed.",
     ],
 )
-def test_a_lost_host_is_named_and_is_no_crash_loop(supervise, words):
-    code, said, tries = supervise(f"came(7)\nprint({words!r}, file=sys.stderr)\nsys.exit(0 if number == 4 else 6)")
-    assert (code, tries) == (0, 5)
+def test_a_lost_host_is_named_and_one_that_is_lost_again_and_again_is_no_accident(supervise, words):
+    script = f"came(7)\nprint({words!r}, file=sys.stderr)\nsys.exit(6)"
+    code, said, tries = supervise(script)
+    assert (code, tries) == (6, 3)
     assert "after step 7; lost: b (process 1); restart 1 of 5" in said[0]
+    assert "it has ended after step 7 3 times in a row" in said[-1]
+
+
+def test_losing_one_host_after_the_other_is_no_crash_loop(supervise):
+    script = (
+        "came(7, 'abcd')\nprint(f'maxlm: lost host{number} (process {number}): gone', file=sys.stderr)\nsys.exit(0 if number == 4 else 6)"
+    )
+    assert supervise(script)[::2] == (0, 5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -103,6 +117,24 @@ def test_a_signal_reaches_the_run_once_and_ends_both(tmp_path, number):
     assert process.wait(30) == 3
     assert (tmp_path / "saved").read_text() == number.name
     assert (tmp_path / "tries").read_text() == "x"
+
+
+@pytest.mark.parametrize("when", ["it cannot save yet", "between two attempts"])
+def test_who_is_stopped_with_nothing_to_save_may_go_on(tmp_path, when):
+    """Exit code 3 also where the run dies of the signal, as it does before its first step, or is not running."""
+    script = PRELUDE + ("Path('ready').touch(); time.sleep(60)" if when == "it cannot save yet" else "Path('ready').touch(); sys.exit(1)")
+    program = (
+        "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
+        f"sys.exit(Supervisor([sys.executable, '-c', {script!r}], restarts=3, backoff=60, say=lambda line: print(line, flush=True)).run())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    if when == "between two attempts":
+        assert "restart 1 of 3 in 60 s" in process.stdout.readline()
+    until = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 3
 
 
 def test_from_the_command_line(tmp_path):

@@ -106,6 +106,7 @@ def test_processes_of_a_node_share_its_gpus(environ, n_gpus, devices):
         ({"JAX_NUM_PROCESSES": "2"}, {}, "JAX_COORDINATOR_ADDRESS nor JAX_PROCESS_ID"),
         ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {}, "an MPI launcher (PMI)) does not say coordinator: add coordinator=..."),
         ({}, {**EXPLICIT, "coordinator": "node0"}, "coordinator = node0: must be HOST:PORT"),
+        ({}, {**EXPLICIT, "coordinator": "node0:65535"}, "coordinator = node0:65535: the port must be 1 to 65534"),
         ({}, {**EXPLICIT, "process_id": "4"}, "process_id = 4: must be a number below process_count, 4"),
         ({}, {**EXPLICIT, "process_count": "none"}, "process_count = none"),
         ({**ENVIRONMENT, "JAX_PROCESS_ID": "2"}, {}, "JAX_PROCESS_ID = 2: must be a number below JAX_NUM_PROCESSES, 2"),

@@ -21,13 +21,15 @@ try:
     meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds)
 except UserError as error:
     print(error, file=sys.stderr)
-    sys.exit(2)
+    sys.exit(error.exit_code)
 print(json.dumps(meeting.hosts), flush=True)
 if then == "stay":
     time.sleep(60)
-elif then == "crash":
-    meeting.part(crash="RuntimeError: boom")
-    sys.exit(1)
+elif then in ("crash", "wrong"):
+    why = "RuntimeError: boom" if then == "crash" else "train.steps = x: must be a number"
+    print(f"maxlm: {why}", file=sys.stderr, flush=True)
+    meeting.part(why, 1 if then == "crash" else 2)
+    sys.exit(1 if then == "crash" else 2)
 else:
     time.sleep(float(then))
     meeting.part()
@@ -82,8 +84,15 @@ def test_one_that_crashes_says_why_everywhere(start, victim):
     everyone = [start(number, 3, then="crash" if number == victim else "stay") for number in range(3)]
     ends = [end(process) for process in everyone]
     assert {code for code, _ in ends} == {1}
-    others = [line for number, (_, line) in enumerate(ends) if number != victim]
-    assert others == [f"maxlm: {socket.gethostname()} (process {victim}) crashed: RuntimeError: boom"] * 2
+    assert [line for _, line in ends] == ["maxlm: RuntimeError: boom"] * 3
+
+
+@pytest.mark.parametrize("wrong", [(0,), (2,), (0, 1, 2)])
+def test_what_is_wrong_for_one_is_told_to_all_and_said_once_each(start, wrong):
+    everyone = [start(number, 3, then="wrong" if number in wrong else "stay") for number in range(3)]
+    said = [process.communicate(timeout=20)[1] for process in everyone]
+    assert said == ["maxlm: train.steps = x: must be a number\n"] * 3
+    assert {process.returncode for process in everyone} == {2}
 
 
 def test_a_crash_that_comes_of_a_lost_host_is_not_blamed(start):
@@ -99,7 +108,7 @@ def test_a_crash_that_comes_of_a_lost_host_is_not_blamed(start):
 def test_who_did_not_come_is_said_by_those_who_did(start):
     ends = [end(one) for one in [start(number, 4, seconds=2) for number in (0, 2)]]
     assert ends[0] == ends[1]
-    assert ends[0][0] == 2
+    assert ends[0][0] == 6
     assert "2 of 4 processes met at localhost:" in ends[0][1]
     assert "process 1, 3 did not come" in ends[0][1]
 
@@ -124,17 +133,52 @@ def test_one_that_died_while_it_waited_may_come_again(start):
     assert [end(one)[0] for one in (first, *others)] == [0, 0, 0]
 
 
+def test_one_that_vanished_while_it_waited_may_come_again(start):
+    """Stopped, it answers as little as a host that is gone; its kernel still does."""
+    first, early = start(0, 3, then=0.1), start(1, 3, then=0.1)
+    time.sleep(2)
+    early.send_signal(signal.SIGSTOP)
+    others = [start(1, 3, then=0.1), start(2, 3, then=0.1)]
+    assert [end(one)[0] for one in (first, *others)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("hard", "code"), [(4096, 0), (24, 2)])
+def test_more_processes_than_files_are_allowed(hard, code):
+    """As of a thousand hosts, where 1,024 is the usual limit: it is raised, and one that cannot be is named."""
+    port, count = free_port(), 26
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
+    first = subprocess.Popen(
+        [sys.executable, "-c", limited, *map(str, (port, count, 0, 60, 0.1))],
+        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    others = [knock(port, json.dumps({"process": number, "count": count, "host": "h"}), first) for number in range(1, count)]
+    for other in others if code == 0 else ():
+        assert b"still there" in other.recv(100)
+        other.sendall(b'{"here": true}\n')
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == code, err
+    assert code == 0 or "raise ulimit -n" in err
+
+
+def knock(port, hello, there):
+    """A line to process 0 as soon as it listens, upon which `hello` was said; None when the process `there` has ended."""
+    until = time.monotonic() + 30
+    while there.poll() is None:
+        assert time.monotonic() < until
+        try:
+            line = socket.create_connection(("localhost", port), timeout=10)
+            line.sendall(hello.encode() + b"\n")
+        except ConnectionError:
+            time.sleep(0.05)
+        else:
+            return line
+    return None
+
+
 def test_strangers_are_sent_away(start):
     first = start(0, 2, then=0.1)
-    for hello in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b""):
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            try:
-                with socket.create_connection(("localhost", start.port), timeout=1) as stranger:
-                    stranger.sendall(hello)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
+    for hello in ("GET / HTTP/1.1", '{"process": 1}', '{"process": "x", "host": "", "count": 2}', "[]", ""):
+        knock(start.port, hello, first).close()
     assert end(start(1, 2, then=0.1))[0] == 0
     assert end(first)[0] == 0
 
