@@ -19,14 +19,18 @@ SYNC_SECONDS=${SYNC_SECONDS:-60}
 SERVICE=maxlm
 SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
 
+STARTED= # set once `maxlm` runs, whose end is told otherwise
+
 note() { printf 'host %s: %s\n' "$(hostname)" "$*"; }
 
 boot() {
   mkdir -p "$HOME_DIR"
   [[ $0 -ef $HOME_DIR/host.sh ]] || install -m 755 "$0" "$HOME_DIR/host.sh" # `restart` starts it from there
   systemctl stop "$SERVICE" 2>/dev/null || true # an earlier start of the same machine: it saves and ends
+  # After: what a save still needs ends after it when the machine shuts down. docs: systemd.unit(5)
   # KillMode=mixed: SIGTERM goes to this script alone, which hands it on once. docs: systemd.kill(5)
-  systemd-run --unit="$SERVICE" --collect --property=KillMode=mixed --property="TimeoutStopSec=$SAVE_SECONDS" \
+  systemd-run --unit="$SERVICE" --collect --property="After=network-online.target docker.service snapd.service" \
+    --property=LimitNOFILE=1048576 --property=KillMode=mixed --property="TimeoutStopSec=$SAVE_SECONDS" \
     --property="StandardOutput=append:$LOG" --property="StandardError=append:$LOG" bash "$HOME_DIR/host.sh" run
 }
 
@@ -38,6 +42,13 @@ run() {
     install_code
     train
   fi
+}
+
+gone() { # a host that ends before it could train says so: all others wait for it
+  [[ $1 != 0 && -z $STARTED ]] || return 0
+  note "ended with $1 before the run began"
+  [[ ! -f $LOG ]] || gcloud storage cp "$LOG" "$BUCKET/$RUN/logs/$(hostname -s).log" >/dev/null 2>&1 || true
+  echo "$1" | gcloud storage cp - "$BUCKET/$RUN/outcome" || true
 }
 
 install_code() {
@@ -72,7 +83,8 @@ in_container() {
   command -v docker >/dev/null || { note "IMAGE is set and this machine has no docker"; exit 2; }
   case $IMAGE in *.pkg.dev/*) gcloud auth configure-docker "${IMAGE%%/*}" --quiet ;; esac
   docker rm --force "$SERVICE" >/dev/null 2>&1 || true
-  docker run --rm --name "$SERVICE" --network=host "${devices[@]}" --volume="$HOME_DIR:$HOME_DIR" --volume="$LOG:$LOG" --workdir="$HOME_DIR" \
+  STARTED=1
+  docker run --rm --name "$SERVICE" --stop-timeout="$SAVE_SECONDS" --network=host "${devices[@]}" --volume="$HOME_DIR:$HOME_DIR" --volume="$LOG:$LOG" --workdir="$HOME_DIR" \
     --env=BUCKET --env=RUN --env=EXTRA --env=RESTARTS --env=CLUSTER --env=SECRETS "$IMAGE" bash /opt/maxlm/gcp/host.sh train &
   hand_signals_to "$!"
 }
@@ -92,14 +104,16 @@ train() {
     # What an earlier machine has written comes back, so that metrics and events go on where they ended. If it cannot, nothing starts:
     # what is new would be copied over it.
     if [[ ! -d runs/$RUN ]] && gcloud storage ls "$here/run/events.jsonl" >/dev/null 2>&1; then
-      mkdir -p "runs/$RUN"
-      gcloud storage rsync "$here/run" "runs/$RUN" --recursive || { rmdir "runs/$RUN"; return 1; }
+      rm -rf runs/.back && mkdir -p runs/.back
+      gcloud storage rsync "$here/run" runs/.back --recursive
+      mv runs/.back "runs/$RUN" # all of it, or nothing
     fi
     echo "running" | gcloud storage cp - "$here/outcome"
   fi
   keep_sending "$first" &
   local sender=$! code=0
   note "maxlm train config.yml ${words[*]-}"
+  STARTED=1
   "$python" -m maxlm launch --restarts "$RESTARTS" -- train config.yml "${words[@]}" &
   hand_signals_to "$!" || code=$?
   kill "$sender" 2>/dev/null || true
@@ -164,4 +178,5 @@ hand_signals_to() {
   return "$code"
 }
 
+[[ ${1:-boot} == boot ]] || trap 'gone "$?"' EXIT
 "${1:-boot}"

@@ -32,8 +32,10 @@ describe() {
       ;;
     gce) found=$(ask gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)
-      local path='{.status.terminalState},{.metadata.labels.maxlm-run},{.metadata.labels.maxlm-owner}'
+      local path='{.status.terminalState}{.spec.suspend},{.metadata.labels.maxlm-run},{.metadata.labels.maxlm-owner}'
       found=$(ask kubectl get jobset "$1" --output="jsonpath=$path")
+      found=${found/#true,/SUSPENDED,} found=${found/#false,/,}
+      found=${found/#Failedfalse,/Failed,} found=${found/#Completedfalse,/Completed,}
       [[ $found != ,* ]] || found="RUNNING$found" # no terminal state yet
       ;;
   esac || { (($? == 4)) || exit 1; }

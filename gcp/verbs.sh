@@ -25,6 +25,7 @@ verb_create() {
 
 verb_restart() {
   ASSUMED=READY
+  [[ $API == gke || -z $IMAGE${SECRETS[*]-} ]] || die "restart leaves the machines' --image and --secret as create has set them: leave them out here."
   ours_only
   send_code
   forget_outcome
@@ -53,39 +54,6 @@ verb_log() {
   else
     on_host "$(nodes | head -n 1)" 0 'tail -n 1000 -F /var/log/maxlm.log'
   fi
-}
-
-# The bucket says how far the run is, also when no machine is alive.
-verb_watch() {
-  local line outcome code
-  while true; do
-    line=$(states)
-    outcome=$(ask gcloud storage cat "$BUCKET/$RUN/outcome") || { (($? == 4)) || exit 1; }
-    ask gcloud storage cat "$BUCKET/$RUN/latest.jsonl" >"$WORK/latest.jsonl" || { (($? == 4)) || exit 1; }
-    ask gcloud storage cat "$BUCKET/$RUN/run/events.jsonl" >"$WORK/events.jsonl" || { (($? == 4)) || exit 1; }
-    printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/latest.jsonl" "$WORK/events.jsonl")"
-    code=${outcome//[!0-9]/}
-    case $code in
-      '' | 3) ;; # it runs, or was saved and stopped: by you, or because its machines are taken
-      0) say "$RUN is done: fetch it, and delete the machines" ;;
-      2) say "$RUN ended with 2, its input is wrong: see the log" ;;
-      4) say "$RUN ended with 4, training is unhealthy: see the log" ;;
-      *) say "$RUN ended with $code, and its restarts are used up: see the log; restart starts it again" ;;
-    esac
-    [[ $code == '' || $code == 3 ]] || return "$code"
-    [[ -z $ONCE$DRY_RUN ]] || return 0
-    [[ -z $AGAIN || $line != *dead* ]] || verb_resume
-    sleep "$EVERY"
-  done
-}
-
-states() { # of all machines: `READY (up)`, or `RUNNING (up), TERMINATED (dead)`
-  local unit found told=()
-  for unit in $(units); do
-    found=$(describe "$unit")
-    told+=("${found%%,*} ($(life "${found%%,*}"))")
-  done
-  printf '%s\n' "${told[@]}" | sort -u | paste -sd, - | sed 's/,/, /g'
 }
 
 # Recreates what is dead or gone; each new machine starts the run by itself, which goes on from its last checkpoint. The code is the one
@@ -120,7 +88,7 @@ verb_fetch() {
 }
 
 verb_delete() { # all labels are read before the first is deleted
-  local unit found there=()
+  local unit found api=$API there=()
   ASSUMED=READY
   ours_only
   for unit in $(units); do
@@ -129,6 +97,14 @@ verb_delete() { # all labels are read before the first is deleted
   done
   ((${#there[@]})) || say "$NAME has no machine"
   for unit in "${there[@]}"; do remove "$unit"; done
+  case $api in # made with --queued and deleted without it, or the other way round: a request that waits will cost, too
+    tpu) API=queued ;;
+    queued) API=tpu ;;
+  esac
+  if [[ $API != "$api" && -z $DRY_RUN ]] && ((${#there[@]} == 0)); then
+    found=$(describe "$NAME")
+    [[ $found == NONE* ]] || { ours_only; remove "$NAME"; }
+  fi
   say "checkpoints and the run directory stay at $BUCKET/$RUN"
 }
 

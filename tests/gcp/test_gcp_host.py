@@ -106,6 +106,19 @@ def test_what_was_written_before_is_not_lost_where_it_cannot_be_read(cloud, host
     assert (earlier / "metrics.jsonl").read_text() == '{"step":0}\n{"step":1}\n'
 
 
+def test_a_host_that_cannot_begin_says_so(cloud, host):
+    """All others wait for it, and nobody logs in to a thousand hosts to see which."""
+    cloud.answer("secrets versions access", err="PERMISSION_DENIED", code=1)
+    (host / "maxlm.log").write_text("what went wrong\n")
+    cluster = "coordinator=h-0:8476 process_count=2 process_id=1"
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=1, **settings(host, CLUSTER=cluster, SECRETS="HF_TOKEN=t"))
+    assert "ended with 1 before the run began" in done.stdout
+    assert not (host / "launched").exists()
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "1\n"
+    (log,) = (cloud.bucket / "llama3-8b-v5p-128/logs").iterdir()
+    assert log.read_text() == "what went wrong\n"
+
+
 def test_sigterm_reaches_the_run_which_saves_and_its_last_lines_reach_the_bucket(cloud, host):
     process = start(cloud, host, BEHAVE="wait")
     wait_for((host / "ready").exists)

@@ -65,6 +65,54 @@ def test_watch_resumes_what_was_preempted_until_it_is_done(cloud, outcome):
     assert "READY (up)" in done.stdout
 
 
+def test_watch_goes_on_after_a_look_that_failed(cloud):
+    """A token expires, a laptop sleeps: a run takes weeks."""
+    write_run(cloud, "running")
+    cloud.state(NAME, "READY", times=1)
+    cloud.answer("tpu-vm describe", err="ERROR: 503 The service is currently unavailable.\n", code=1, times=2)
+    cloud.state(NAME, "READY")
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out="running\n", times=1)
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out="0\n")
+    done = cloud.run("watch", RUN)
+    assert done.stdout.count("READY (up)") == 2
+    assert done.stderr.count("503") == 2
+
+
+def test_watch_waits_for_room_where_there_is_none(cloud):
+    """What was preempted is deleted, and cannot be made again at once: as a rule, for it was taken because there is no room."""
+    write_run(cloud, "running")
+    cloud.state(NAME, "PREEMPTED", times=2)
+    cloud.answer("tpu-vm create", err="ERROR: There is no more capacity in the zone\n", code=1, times=2)
+    cloud.answer("tpu-vm describe", err="NOT_FOUND\n", code=1, times=4)
+    cloud.state(NAME, "READY")
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out="running\n", times=3)
+    cloud.answer("storage cat gs://mine/llama3-8b-v5p-128/outcome", out="0\n")
+    done = cloud.run("watch", RUN, "--resume", "--spot")
+    assert [words[4] for words in cloud.changes if words[:4] == TPU_VM] == ["delete", "create", "create", "create"]
+    assert done.stderr.count("the zone us-east5-a has none left") == 2
+
+
+def test_a_suspended_jobset_is_resumed(cloud):
+    cloud.answer("get jobset", out="true,maxlm-llama3-8b-tpu7x-128,ada\n")
+    assert "SUSPENDED (dead)" in cloud.run("watch", *GKE, "--once").stdout
+    cloud.run("resume", *GKE)
+    assert [words[:2] for words in cloud.changes if words[0] == "kubectl"] == [["kubectl", "delete"], ["kubectl", "apply"]]
+
+
+@pytest.mark.parametrize(("asked", "verb"), [((), "queued-resources"), (("--queued",), "tpu-vm")])
+def test_delete_finds_what_was_asked_for_in_the_other_way(cloud, asked, verb):
+    """A request that waits becomes a slice some day, and that is paid for."""
+    cloud.answer(f"{verb} describe {NAME} ", f"ACTIVE,{NAME},ada\n")
+    cloud.run("delete", RUN, *asked)
+    assert [words[3:6] for words in cloud.changes] == [[verb, "delete", NAME]]
+
+
+def test_restart_refuses_what_only_create_can_set(cloud):
+    cloud.state(NAME, "READY")
+    assert "as create has set them" in cloud.run("restart", RUN, "--secret", "HF_TOKEN=t", code=2).stderr
+    assert cloud.changes == []
+
+
 @pytest.mark.parametrize("state", ["PREEMPTED", "TERMINATED"])
 def test_resume_recreates_a_dead_slice_as_it_was(cloud, state):
     cloud.run("create", RUN, "--spot")

@@ -12,7 +12,7 @@ from hosts import Hosts, can_make_hosts
 from small_run import command, environment, free_port
 
 from maxlm.runtime.comm.examine import SLOW, slow_hosts, speed_findings
-from maxlm.runtime.comm.hosts import Figures, rounds
+from maxlm.runtime.comm.hosts import Figures, around, rounds
 
 DOCTOR = ("doctor", "--cluster", "--json")
 
@@ -124,6 +124,15 @@ def test_every_host_meets_both_neighbours_and_one_at_a_time(n):
     for pairs in rounds(n):
         hosts = [host for pair in pairs for host in pair]
         assert len(set(hosts)) == len(hosts)
+
+
+@pytest.mark.parametrize("names", [["a"] * 8 + ["b"] * 8, ["a", "a", "b", "b", "c", "c"], ["a", "b", "c"], ["a"]])
+def test_neighbours_are_of_different_hosts(names):
+    """Or a host whose processes reach each other through its memory would hide a network card that is dead."""
+    ring = around(names)
+    assert sorted(ring) == list(range(len(names)))
+    if len(set(names)) > 1:
+        assert all(names[ring[place - 1]] != names[ring[place]] for place in range(len(ring)))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def examine_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]
     say("measuring each host, and its links to its neighbours")
-    figures = measure_hosts()
+    figures = measure_hosts(here.hosts)
     say("measuring all hosts together")
     mesh = Mesh(np.array(jax.devices()), ("all",))
     rows = list(measure(mesh, list(OPERATIONS.values()), fitting(mesh, SIZES, here.hosts)))

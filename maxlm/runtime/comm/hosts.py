@@ -31,8 +31,11 @@ class Figures:
     values: tuple[float, ...]
 
 
-def measure_hosts() -> list[Figures]:
-    """What every host does by itself, in all of its devices at once, and what it exchanges with the neighbour it reaches faster."""
+def measure_hosts(names: Sequence[str]) -> list[Figures]:
+    """What every process does by itself, in all of its devices at once, and what it exchanges with the neighbour it reaches faster.
+
+    `names`: the host of each process; neighbours are on different hosts wherever there are several.
+    """
     side = SIDE.get(jax.default_backend(), LARGE_SIDE)
     copied = COPIED.get(jax.default_backend(), LARGE_COPIED)
     flops = _by_itself(_multiply, np.full((side, side), side**-1.0, np.float32), 2 * side**3)
@@ -41,8 +44,14 @@ def measure_hosts() -> list[Figures]:
     return [
         Figures("matmul", "FLOP/s a device", tuple(local[:, 0].tolist())),
         Figures("memory", "B/s a device", tuple(local[:, 1].tolist())),
-        Figures("links", "B/s each way a device", tuple(_links().tolist())),
+        Figures("links", "B/s each way a device", tuple(_links(around(names)).tolist())),
     ]
+
+
+def around(names: Sequence[str]) -> list[int]:
+    """Processes in a ring, the first of every host, then the second of each: between neighbours is the network, not a host's own memory."""
+    rank = [names[:number].count(name) for number, name in enumerate(names)]
+    return sorted(range(len(names)), key=lambda number: (rank[number], number))
 
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
@@ -63,12 +72,13 @@ def peers(pairs: Sequence[tuple[int, int]]) -> Operation:
     return Operation("exchange", lambda x_NM, axis: lax.ppermute(x_NM, axis, both), lambda n: 1.0)
 
 
-def _links() -> np.ndarray:
+def _links(ring: Sequence[int]) -> np.ndarray:
     """Bytes/s that each process exchanges in the faster of its two pairs, on its own clock: all pairs of a round at once."""
     mesh = _hosts_by_devices()
     n = mesh.shape["host"]
     best = np.full(n, np.nan)
-    for pairs in rounds(n):
+    for places in rounds(n):
+        pairs = [(ring[a], ring[b]) for a, b in places]
         seconds = np.median(each_process(turns(mesh, "host", peers(pairs), EXCHANGED)), axis=1)
         for pair in pairs:
             for number in pair:
