@@ -105,7 +105,7 @@ def agree(facts: Mapping[str, str], problem: str = "") -> None:
             raise UserError(problem)
         return
     said = words("\n".join([socket.gethostname(), problem, *facts.values()]))
-    hosts = [f"{lines[0]} (process {number})" for number, lines in enumerate(said)]
+    hosts = [places.called(lines[0], number) for number, lines in enumerate(said)]
     for host, lines in zip(hosts, said, strict=True):
         if lines[1]:
             raise UserError(f"{host}: {lines[1]}")

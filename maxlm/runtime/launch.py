@@ -17,6 +17,7 @@ from typing import IO
 
 from maxlm.runtime import attempt
 from maxlm.runtime.attempt import Attempt
+from maxlm.runtime.places import called
 from maxlm.runtime.roll_call import LOST
 
 NO_HELP = {0: "", 2: "the input is wrong", 4: "training is unhealthy and would be again"}  # exit codes after which nothing is started
@@ -53,7 +54,7 @@ class End:
         """The hosts that are gone, or whose process hangs, if that was the end."""
         said = "\n".join(self.said)
         numbers = {int(number) for group in _HANGS.findall(said) for number in group.split()}
-        hanging = [f"{self.came.hosts[number]} (process {number})" for number in sorted(numbers) if number < len(self.came.hosts)]
+        hanging = [called(self.came.hosts[number], number) for number in sorted(numbers) if number < len(self.came.hosts)]
         return list(dict.fromkeys([*_LOST.findall(said), *hanging]))
 
 

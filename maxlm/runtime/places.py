@@ -34,6 +34,11 @@ class Place:
         return f"process {self.process} of {self.count} at {self.address}{share}, from {self.launcher}"
 
 
+def called(host: str, process: int) -> str:
+    """How a process is called wherever somebody reads of it."""
+    return f"{host} (process {process})"
+
+
 def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(what names the cluster, the rest) of `key=value` arguments: a cluster is no part of an experiment."""
     named = dict(one.split("=", 1) for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.runtime.places import Place
+from maxlm.runtime.places import Place, called
 
 WRONG = UserError.exit_code
 LOST = 6  # exit code of a run that lost a host, or to which one did not come: started again, it may go on
@@ -101,7 +101,7 @@ class Meeting:
                 _say(line, what)
 
     def _name(self, number: int) -> str:
-        return f"{self.hosts[number]} (process {number})"
+        return called(self.hosts[number], number)
 
 
 def meet(place: Place, seconds: float) -> Meeting:

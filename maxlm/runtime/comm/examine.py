@@ -22,6 +22,7 @@ from maxlm.runtime.comm.page import in_time
 from maxlm.runtime.comm.sizes import in_words
 from maxlm.runtime.doctor import Finding, Report, as_text
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.places import called
 from maxlm.runtime.together import words
 
 SLOW = 1.5  # times as long as the median of the others
@@ -57,7 +58,7 @@ def examine_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
             "with coordinator=HOST:PORT process_count=N process_id=I where no launcher says them."
         )
     kinds = [lines[0] for lines in words(jax.local_devices()[0].device_kind)]
-    names = [f"{host} (process {number})" for number, host in enumerate(here.hosts)]
+    names = [called(host, number) for number, host in enumerate(here.hosts)]
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]
     say("measuring each host, and its links to its neighbours")
