@@ -7,6 +7,7 @@ exit code 2, before anything is created.
 import argparse
 import functools
 import hashlib
+import math
 import re
 import shlex
 import sys
@@ -62,7 +63,13 @@ def find_machine(accelerator: str) -> Machine:
         return by_name[family]
     spelt = {name: name for name in [*tpus, *(name for name, machine in by_name.items() if machine.api == "gce")]}
     spelt |= {f"{by_name[name.rpartition('-')[0]].chip}-{name.rpartition('-')[2]}": name for name in tpus}  # v5e-256 for v5litepod-256
-    near = list(dict.fromkeys(spelt[name] for name in get_close_matches(accelerator.lower(), spelt, n=3, cutoff=0.5)))
+    spelt |= {machine.chip: machine.name for machine in reversed(machines()) if machine.api == "gce"}  # h100 for the first that has it
+    size = accelerator.rpartition("-")[2]
+    kin = [spelt[name] for name in spelt if size.isdigit() and name.rpartition("-")[0] == family.lower() != ""]
+    if kin:  # of a family that is known
+        near = sorted(kin, key=lambda name: abs(math.log(int(name.rpartition("-")[2]) / max(1, int(size)))))[:3]
+    else:
+        near = list(dict.fromkeys(spelt[name] for name in get_close_matches(accelerator.lower(), spelt, n=3, cutoff=0.5)))
     fix = f"did you mean {either(near)}?" if near else f"use a name such as {either(['v5p-128', 'v6e-256', 'a3-megagpu-8g'])}."
     raise UserError(f"accelerator = {accelerator}: no machine of that name is known; {fix}")
 
