@@ -99,7 +99,7 @@ def test_runs_whose_names_a_cloud_does_not_take_do_not_meet():
     ("arguments", "options", "said"),
     [
         ([V5P], {"accelerator": "v5p-129"}, "accelerator = v5p-129: no machine of that name is known; did you mean v5p-128, v5p-"),
-        ([V5P], {"accelerator": "h200"}, "did you mean a3-ultragpu-8g?"),
+        ([V5P], {"accelerator": "h200"}, "did you mean a3-ultragpu-8g, "),
         ([V5P], {"accelerator": "a3-mega-8g"}, "did you mean a3-megagpu-8g"),
         ([V5P], {"accelerator": "v5e-256"}, "did you mean v5litepod-256"),
         ([V5P], {"accelerator": "abacus"}, "use a name such as v5p-128, v6e-256 or a3-megagpu-8g"),
