@@ -91,8 +91,9 @@ def test_a_host_behind_a_slow_link_is_named(tmp_path):
         report = report_of(processes, code=2)
     assert report["hosts"] == [f"host{number} (process {number})" for number in range(4)]
     assert ("links", "2") in problems(report), report["findings"]
-    assert {number for what, number in problems(report) if what == "links"} == {"2"}
-    assert report["speeds"]["links"][2] < 36e6
+    slow = report["speeds"]["links"].pop(2)
+    assert slow < 36e6
+    assert min(report["speeds"]["links"]) > 2 * slow, "a neighbour is judged by its other link"
     assert ("devices", "3") in problems(report) and report["devices"] == ["2 x cpu"] * 3 + ["1 x cpu"]
 
 
