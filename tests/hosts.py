@@ -1,8 +1,10 @@
 """Hosts in miniature: a network namespace each, with a name and an address of its own, joined by a bridge. Needs root and iproute2."""
 
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +14,16 @@ from small_run import child, command, environment
 ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
+@functools.cache
 def can_make_hosts() -> bool:
-    """Whether this machine lets us make namespaces."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
+    """Whether this machine lets us: by making one."""
+    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         return False
-    return subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    try:
+        with tempfile.TemporaryDirectory() as folder, Hosts(Path(folder), 1) as hosts:
+            return hosts.start("host0", ["true"]).wait(30) == 0
+    except (subprocess.SubprocessError, OSError):
+        return False
 
 
 class Hosts:
@@ -29,6 +36,14 @@ class Hosts:
         self._table.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(self.names)))
 
     def __enter__(self) -> "Hosts":
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self) -> None:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
@@ -41,14 +56,13 @@ class Hosts:
                 _ip("-n", space, "link", "set", link, "up")
             _ip("-n", self._switch, "link", "set", name, "up")
             self.mend(name)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for space in [self._space(name) for name in self.names]:
             for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split():
                 os.kill(int(pid), 9)
-            subprocess.run(["ip", "netns", "delete", space], check=False)
-        subprocess.run(["ip", "netns", "delete", self._switch], check=False)
+            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
+        subprocess.run(["ip", "netns", "delete", self._switch], check=False, capture_output=True)
 
     def start(self, name: str, command: Sequence[str], **how: object) -> subprocess.Popen:
         """`command` on a host; `how` as `subprocess.Popen` takes it."""
@@ -132,4 +146,4 @@ class Run:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
