@@ -16,7 +16,7 @@ train: .venv/installed
 	@$(BIN)/maxlm train runs/quickstart $(ARGS)
 
 test: lint .venv/gpu-compiler
-	$(BIN)/python -m pytest -n 2 -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not soak" --durations=20 $(ARGS)
 
 soak: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 -m soak $(ARGS)
