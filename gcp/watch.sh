@@ -31,7 +31,7 @@ look() {
     0) say "$RUN is done: fetch it, and delete the machines" ;;
     2) say "$RUN ended with 2, its input is wrong: see the log" ;;
     4) say "$RUN ended with 4, training is unhealthy: see the log" ;;
-    *) say "$RUN ended with $code, and its restarts are used up: see the log; restart starts it again" ;;
+    *) say "$RUN ended with $code: a host could not begin, or its restarts are used up; see the log; restart starts it again" ;;
   esac
   [[ $code == '' || $code == 3 ]] || { touch "$WORK/ended"; return "$code"; }
   # None is left where an earlier try has deleted what was dead, and found no room for the new: the run has begun, so it is made again.

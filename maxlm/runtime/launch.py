@@ -69,7 +69,7 @@ class Supervisor:
         self._stopped = threading.Event()
 
     def run(self) -> int:
-        """The exit code: that of the last attempt, 1 if it was killed."""
+        """The exit code: that of the last attempt, 1 if it was killed, `STOPPED` if it was asked to stop."""
         before = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             return self._run()
@@ -100,8 +100,8 @@ class Supervisor:
             pause = min(2 * pause, LONGEST_BACKOFF)
 
     def _code_of(self, end: End) -> int:
-        """What to end with, if this is the end: who was asked to stop, and has nothing more to save, is stopped and may go on."""
-        if self._asked is not None and end.code not in NO_HELP:
+        """What to end with, if this is the end: a run that died of being asked to stop had nothing to save yet, and may go on."""
+        if self._asked is not None and (end.code < 0 or end.code == LOST):  # but one that crashed in its save has crashed
             return STOPPED
         return end.code if end.code >= 0 else 1
 

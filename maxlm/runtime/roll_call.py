@@ -113,7 +113,7 @@ def meet(place: Place, seconds: float) -> Meeting:
 
 
 def _wait_for_all(place: Place, seconds: float) -> Meeting:
-    _allow_files(2 * place.count)
+    _allow(_files(place.count))
     until = time.monotonic() + seconds
     own = socket.gethostname()
     lines: dict[int, socket.socket] = {}
@@ -121,7 +121,7 @@ def _wait_for_all(place: Place, seconds: float) -> Meeting:
     refusal, wrong, refused = "", True, []
     with _open(place, until) as listener:
         while not refusal and not _all_there(lines, hosts, place.count):
-            visitor = _visitor(listener, until)
+            visitor = _visitor(listener, until, place)
             if visitor is None:
                 refusal, wrong = _who_is_missing(place, hosts, seconds), False
                 break
@@ -217,7 +217,7 @@ def _open(place: Place, until: float) -> socket.socket:
             time.sleep(RETRY_SECONDS)
 
 
-def _visitor(listener: socket.socket, until: float) -> tuple[socket.socket, int, str, int] | None:
+def _visitor(listener: socket.socket, until: float, place: Place) -> tuple[socket.socket, int, str, int] | None:
     """The next process that comes: its line, number, host, and of how many it was told. None when time is up; others are sent away."""
     while (left := until - time.monotonic()) > 0:
         listener.settimeout(left)
@@ -226,7 +226,8 @@ def _visitor(listener: socket.socket, until: float) -> tuple[socket.socket, int,
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise UserError(
-                    f"{socket.gethostname()} may not open more files, and needs one for each process: raise ulimit -n above {2 * 1024}."
+                    f"{called(socket.gethostname(), place.process)} may not open as many files as {place.count} processes need: "
+                    f"raise ulimit -n to {_files(place.count)}."
                 ) from error
             continue
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
@@ -252,13 +253,17 @@ def _probe_often(line: socket.socket) -> None:
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _allow_files(count: int) -> None:
-    """Let this process have `count` files open beside its own: one a process here, and as many in jax's service."""
+def _files(count: int) -> int:
+    """That process 0 of `count` may have open: one a process here, as many in jax's service, and its own."""
+    return 2 * count + 1024
+
+
+def _allow(files: int) -> None:
+    """Raise the limit of open files as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if soft != resource.RLIM_INFINITY and soft < files:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files if hard == resource.RLIM_INFINITY else min(hard, files), hard))
 
 
 def _is_there(line: socket.socket) -> bool:

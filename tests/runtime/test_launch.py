@@ -119,22 +119,27 @@ def test_a_signal_reaches_the_run_once_and_ends_both(tmp_path, number):
     assert (tmp_path / "tries").read_text() == "x"
 
 
-@pytest.mark.parametrize("when", ["it cannot save yet", "between two attempts"])
-def test_who_is_stopped_with_nothing_to_save_may_go_on(tmp_path, when):
-    """Exit code 3 also where the run dies of the signal, as it does before its first step, or is not running."""
-    script = PRELUDE + ("Path('ready').touch(); time.sleep(60)" if when == "it cannot save yet" else "Path('ready').touch(); sys.exit(1)")
+NOT_YET = "Path('ready').touch(); time.sleep(60)"
+BETWEEN = "Path('ready').touch(); sys.exit(1)"
+IN_ITS_SAVE = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); Path('ready').touch(); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("script", "code"), [(NOT_YET, 3), (BETWEEN, 3), (IN_ITS_SAVE, 1)], ids=["cannot save yet", "between", "crashes"])
+def test_who_is_stopped_with_nothing_to_save_may_go_on(tmp_path, script, code):
+    """Exit code 3 also where the run dies of the signal, as it does before its first step, or is not running; not where its save fails."""
     program = (
         "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
-        f"sys.exit(Supervisor([sys.executable, '-c', {script!r}], restarts=3, backoff=60, say=lambda line: print(line, flush=True)).run())"
+        f"run = [sys.executable, '-c', {PRELUDE + script!r}]\n"
+        "sys.exit(Supervisor(run, restarts=3, backoff=60, say=lambda line: print(line, flush=True)).run())"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    if when == "between two attempts":
+    if script == BETWEEN:
         assert "restart 1 of 3 in 60 s" in process.stdout.readline()
     until = time.monotonic() + 30
     while not (tmp_path / "ready").exists() and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 3
+    assert process.wait(30) == code
 
 
 def test_from_the_command_line(tmp_path):
