@@ -1,19 +1,39 @@
-"""The one error a user's input can raise. The command line prints it as one line and exits with its code, 2."""
+"""Errors that the command line prints as one line, and the exit codes of a process."""
 
 import math
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 SHOWN = 80  # characters of a value that fit in a line
 
 
+class ExitCode(IntEnum):
+    """How a process ended. A supervisor starts a run again after 1, 5, 6 and 7, with a limit, and not after 0, 2 and 4."""
+
+    DONE = 0
+    CRASHED = 1  # our bug
+    WRONG_INPUT = 2  # the same input would fail again
+    STOPPED = 3  # by a signal; the same command goes on
+    UNHEALTHY = 4  # training would fail again
+    HUNG = 5  # something did not end within its limit; the stacks of all threads were printed
+    HOST_LOST = 6  # another host is lost, or did not come
+    UNAVAILABLE = 7  # storage, a credential or another service failed in a way that may pass
+
+
 class UserError(Exception):
     """The user's input cannot be honoured. `str(error)` is one printable line somebody can act on."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split())))
+
+
+class UnavailableError(UserError):
+    """Something outside this program failed in a way that may pass: starting again may help, another input would not."""
+
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class ConfigError(UserError):

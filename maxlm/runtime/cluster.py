@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.places import Place
@@ -38,7 +38,7 @@ class Cluster:
 def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
     """Within it this process is one of the cluster it was started in; to be entered before any device is touched.
 
-    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, or `roll_call.LOST`,
+    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, or HOST_LOST,
     and a line that says why.
 
     Args:
@@ -63,7 +63,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         yield Cluster(str(place), meeting.hosts)
     except BaseException as error:
         line = str(error) if isinstance(error, UserError) else f"{meeting.name()} crashed: {_first_line(error)}"
-        code = error.exit_code if isinstance(error, UserError) else 1
+        code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASHED
         if isinstance(error, UserError):
             sys.stderr.write(f"maxlm: {line}\n")
         else:

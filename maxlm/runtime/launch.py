@@ -15,13 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from maxlm.config.errors import ExitCode
 from maxlm.runtime import attempt
 from maxlm.runtime.attempt import Attempt
 from maxlm.runtime.places import called
-from maxlm.runtime.roll_call import LOST
 
-NO_HELP = {0: "", 2: "the input is wrong", 4: "training is unhealthy and would be again"}  # exit codes after which nothing is started
-STOPPED = 3  # exit code of a run that was asked to stop, and goes on when it is started again
+NO_HELP = {  # exit codes after which nothing is started
+    ExitCode.DONE: "",
+    ExitCode.WRONG_INPUT: "the input is wrong",
+    ExitCode.UNHEALTHY: "training is unhealthy and would be again",
+}
 SAME_STEP = 3  # so many ends in a row at one step, of the same host if one was lost, and it is the step or the host that fails
 LONGEST_BACKOFF = 60.0  # seconds; below what a host waits for the others, so that those that pause and one that comes back do meet
 KEPT_LINES = 200  # of what the run says to stderr, to find reasons in
@@ -40,7 +43,7 @@ class End:
     @property
     def waited(self) -> bool:
         """Whether not all hosts were there to begin with."""
-        return self.code == LOST and not self.came.hosts
+        return self.code == ExitCode.HOST_LOST and not self.came.hosts
 
     def __str__(self) -> str:
         if self.waited:
@@ -96,24 +99,28 @@ class Supervisor:
                 pause = self._backoff
             self._say(f"maxlm launch: the run {end}; {which} in {pause:g} s")
             if self._stopped.wait(pause):
-                return STOPPED
+                return ExitCode.STOPPED
             pause = min(2 * pause, LONGEST_BACKOFF)
 
     def _code_of(self, end: End) -> int:
         """What to end with, if this is the end: a run that died of being asked to stop had nothing to save yet, and may go on."""
-        if self._asked is not None and (end.code < 0 or end.code == LOST):  # but one that crashed in its save has crashed
-            return STOPPED
+        if self._asked is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST):  # but one that crashed in its save has crashed
+            return ExitCode.STOPPED
         return end.code if end.code >= 0 else 1
 
     def _why_not_again(self, ends: Sequence[End]) -> str | None:
         """Why the last end is the last, "" where that needs no words; None: start again."""
         end = ends[-1]
         if self._asked is not None:
-            return "" if end.code in (0, STOPPED) else f"{_signal_name(self._asked)} asked for the end"
+            return "" if end.code in (0, ExitCode.STOPPED) else f"{_signal_name(self._asked)} asked for the end"
         if end.code in NO_HELP:
             return NO_HELP[end.code]
         alike = (end.came.step, end.lost_hosts())
-        same = [one for one in ends[-SAME_STEP:] if (one.came.step, one.lost_hosts()) == alike and not one.waited and one.code != STOPPED]
+        same = [
+            one
+            for one in ends[-SAME_STEP:]
+            if (one.came.step, one.lost_hosts()) == alike and not one.waited and one.code != ExitCode.STOPPED
+        ]
         if len(same) == SAME_STEP:
             where = "before its first step" if end.came.step is None else f"after step {end.came.step:,}"
             last = next((line for line in reversed(end.said) if line.strip()), "nothing")

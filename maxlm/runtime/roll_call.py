@@ -18,11 +18,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime.places import Place, called
 
-WRONG = UserError.exit_code
-LOST = 6  # exit code of a run that lost a host, or to which one did not come: started again, it may go on
 SILENCE_SECONDS = 30  # that a host may not answer before it is held to be lost
 HELLO_SECONDS = 2.0  # for a visitor to say who it is
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would be a burden to whoever knows their names
@@ -34,7 +32,7 @@ _LONGEST = 2**20  # bytes of a line: the names of all hosts
 class NotMetError(UserError):
     """Not all hosts are there. No input need be wrong, so the exit code is another."""
 
-    exit_code = LOST
+    exit_code = ExitCode.HOST_LOST
 
 
 class Meeting:
@@ -52,7 +50,7 @@ class Meeting:
 
         Does not return where it turns out that another one was lost or crashed before, and that ends this process, too.
         """
-        if why is not None and code != WRONG:
+        if why is not None and code != ExitCode.WRONG_INPUT:
             time.sleep(SETTLE_SECONDS)  # most likely it comes of another's end, which is on its way
         self._parted.set()
         self._tell({"end": why, "code": code} if why is not None else {"bye": True})
@@ -78,10 +76,12 @@ class Meeting:
         if self._parted.is_set() or (isinstance(said, dict) and "bye" in said):
             return
         if isinstance(said, str):
-            said = {"end": f"lost {self._name(number)}: {said}", "code": LOST}
+            said = {"end": f"lost {self._name(number)}: {said}", "code": ExitCode.HOST_LOST}
         self._lines.pop(number, None)
         self._tell(said)
-        if said["code"] == WRONG and self._parted.wait(SETTLE_SECONDS):  # what is wrong there is wrong here, and is said by the main thread
+        if said["code"] == ExitCode.WRONG_INPUT and self._parted.wait(
+            SETTLE_SECONDS
+        ):  # what is wrong there is wrong here, and is said by the main thread
             return
         sys.stderr.write(f"maxlm: {said['end']}\n")
         sys.stderr.flush()

@@ -13,6 +13,7 @@ from rich.console import Console
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
+from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
 from maxlm.data.kept import keep_tokenizer
 from maxlm.data.pipeline import Pipeline
@@ -36,7 +37,7 @@ from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.training.loop import Outcome, Session, restore_or_init, train
 from maxlm.training.program import build_program
 
-EXIT_CODES = {"done": 0, "nothing_left": 0, "preempted": 3, "unhealthy": 4}
+EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
 # What a checkpoint must share with the run that continues it: the model, what defines the data order, and the shape of the state.
 IDENTITY = (

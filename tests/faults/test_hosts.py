@@ -10,7 +10,8 @@ import pytest
 from hosts import Hosts, Run, can_make_hosts
 from small_run import command, environment, events, exact, finish, make_workspace, metrics, saved_state, start
 
-from maxlm.runtime.roll_call import LOST, SILENCE_SECONDS
+from maxlm.config.errors import ExitCode
+from maxlm.runtime.roll_call import SILENCE_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
@@ -127,7 +128,7 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
         assert time.monotonic() - began > silence / 2
     lost = "maxlm: lost {} (process {}): nothing came from it for 6 s\n"
     assert ends == {"host0": lost.format("host1", 1), "host1": lost.format("host0", 0), "host2": lost.format("host1", 1)}
-    assert {process.returncode for process in started.values()} == {LOST}
+    assert {process.returncode for process in started.values()} == {ExitCode.HOST_LOST}
 
 
 def test_commands_know_their_host(tmp_path):
