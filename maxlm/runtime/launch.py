@@ -20,7 +20,7 @@ from maxlm.runtime import attempt
 from maxlm.runtime.attempt import Attempt
 from maxlm.runtime.places import called
 
-NO_HELP = {  # exit codes after which nothing is started
+NO_HELP: dict[int, str] = {  # exit codes after which nothing is started
     ExitCode.DONE: "",
     ExitCode.WRONG_INPUT: "the input is wrong",
     ExitCode.UNHEALTHY: "training is unhealthy and would be again",
