@@ -14,7 +14,10 @@ def fill(merged: dict[str, Any], sources: dict[str, str]) -> None:
     data, train = merged.setdefault("data", {}), merged.setdefault("train", {})
     if not isinstance(data, dict) or not isinstance(train, dict):
         return
-    wanted = {"data.seq_len": _seq_len(merged["model"]), "train.global_batch": _devices(merged) * _number(train.get("microbatches"))}
+    wanted: dict[str, Any] = {
+        "data.seq_len": _seq_len(merged["model"]),
+        "train.global_batch": _devices(merged) * _number(train.get("microbatches")),
+    }
     if "store" not in data and "mixture" not in data:
         wanted["data.store"] = STORE
     if "steps" not in train and "tokens" not in train:

@@ -230,7 +230,9 @@ def _parse_override(text: str, files: _Files) -> dict[str, Any]:
     if not equals or not all(parts):
         raise UserError(f"{show(text)!r} is not a setting: write key=value, such as train.steps=100.")
     if len(parts) > MOST_DEEP:
-        raise UserError(f"{show(key)} has {len(parts):,} parts, and no setting has more than {MOST_DEEP}: write key=value, as train.steps=100.")
+        raise UserError(
+            f"{show(key)} has {len(parts):,} parts, and no setting has more than {MOST_DEEP}: write key=value, as train.steps=100."
+        )
     if not _is_unicode(key):
         raise UserError(f"{show(key)} holds half a character (a lone surrogate): take it out.")
     nested: Any = files.parse(value, f"{COMMAND_LINE}, {shorten(key)}") if value.strip() else None

@@ -160,7 +160,9 @@ class ModelConfig(Section):
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
-    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = 0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
+    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = (
+        0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
+    )
 
     @property
     def n_dense(self) -> int:
