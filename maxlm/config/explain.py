@@ -92,9 +92,8 @@ def _unknown_key(place: Place, source: str) -> UserError:
         fix = f"the nearest is {section + '.' if section else ''}{near[0]}"
     else:
         fix = f"it has {', '.join(names)}"
-    return ConfigError(
-        place.key, place.value, f"there is no such setting in {f'`{shorten(section)}`' if section else 'a config'}", fix, source
-    )
+    where = f"`{shorten(section)}`" if section else "a config"
+    return ConfigError(place.key, place.value, f"there is no such setting in {where}", fix, source)
 
 
 def _missing(place: Place, name: str) -> UserError:

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from pydantic_core import PydanticCustomError
 
+from maxlm.config.errors import UserError, shorten
+
 BUCKET = "gs://"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]*[a-z0-9](/[^?#%\\]*)?")
@@ -45,6 +47,15 @@ def stored(path: str) -> str:
     if not ADDRESS.fullmatch(path) or ".." in path.split("/"):
         refuse("be written gs://bucket/folder, the bucket in lower case, without ?, #, % and ..", "write it so, as in gs://corpus/fineweb")
     return path
+
+
+def store_argument(path: str) -> str:
+    """As `stored`, of an argument of the command line. Raises UserError."""
+    try:
+        return stored(path)
+    except PydanticCustomError as error:
+        said = error.context or {}
+        raise UserError(f"{shorten(path)}: must {said['rule']}; {said['fix']}.") from None
 
 
 def same_place(path: str) -> str:

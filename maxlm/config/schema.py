@@ -34,7 +34,7 @@ Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
 Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
 Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, and larger seeds would meet again
-Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, processes, batches in memory
+Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, batches in memory, pods
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_in_float32)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 AtLeastOne = Annotated[Float, Field(ge=1)]
@@ -113,7 +113,7 @@ class MoeConfig(Section):
     top_k: Positive
     d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
     n_shared: Count = 0  # experts, as one feed-forward layer so many times as wide, that every token meets (DeepSeekMoE, arXiv 2401.06066)
-    n_dense: Count = 0  # layers before the first with experts
+    n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
     router: RouterConfig = RouterConfig()
 
 
@@ -160,9 +160,8 @@ class ModelConfig(Section):
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
-    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = (
-        0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
-    )
+    # Modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437).
+    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = 0
 
     @property
     def n_dense(self) -> int:
@@ -299,7 +298,7 @@ class MeshConfig(Section):
     # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
     # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
     zero: Annotated[Literal[1, 2, 3], BeforeValidator(_whole)] = 3
-    slices: Positive = 1  # pods joined by the data-centre network
+    slices: Few = 1  # pods joined by the data-centre network
     across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
 
     def sizes(self) -> dict[str, int]:

@@ -231,10 +231,12 @@ def test_the_shown_config_is_the_resolved_one(write):
     write(base=BASE)
     shown = json.loads(config_command("base", "train.seed=7", "--json"))
     assert shown["train.seed"] == [7, COMMAND_LINE]
+    counted = {key: shown.pop(key) for key in list(shown) if key.startswith("counted.")}
     assert {key: value for key, (value, _) in shown.items()} == dict(flatten(load("base", ["train.seed=7"]).config.model_dump(mode="json")))
     lines = {line.split()[0]: line.split()[1] for line in config_command("base", "train.seed=7").splitlines()}
-    assert set(lines) == set(shown)
+    assert set(lines) == {*shown, *counted}
     assert lines["train.seed"] == "7"
+    assert {key: int(lines[key].replace(",", "")) for key in counted} == {key: value for key, (value, _) in counted.items()}
 
 
 def test_a_diff_shows_what_differs_and_nothing_else(write):
