@@ -100,7 +100,7 @@ def compile_(
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     json_: Json = False,
 ) -> None:
-    """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes; of a model alone, too."""
+    """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
     from maxlm.planning import compile as planning
 
     raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))

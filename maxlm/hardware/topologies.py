@@ -88,9 +88,7 @@ def parse(name: str, slices: int = 1) -> Topology:
     if topology.is_tpu:
         _check_shape(topology)
     elif topology.chips > _MOST_GPUS:
-        raise TopologyError(
-            f"has {topology.chips:,} GPUs, and no cluster has above {_MOST_GPUS:,}", f"write it as in {chip.name.lower()}:1x1x8"
-        )
+        raise TopologyError(f"has {topology.chips:,} GPUs, and {_MOST_GPUS:,} are the most", f"write it as in {chip.name.lower()}:1x1x8")
     return topology
 
 
