@@ -583,7 +583,7 @@ def judge_output(code: int, err: str, seconds: float, *, helped: bool) -> Ending
 
 def judge_process(arguments: list[str]) -> Ending:
     """Run `maxlm ARGUMENTS` as a process of its own."""
-    program = [sys.executable, "-m", "maxlm", *(argument.encode("utf-8", "surrogateescape") for argument in arguments)]
+    program: list[str | bytes] = [sys.executable, "-m", "maxlm", *(argument.encode("utf-8", "surrogateescape") for argument in arguments)]
     ended = subprocess.run(program, capture_output=True, check=False, timeout=300)
     return judge_output(ended.returncode, ended.stderr.decode("utf-8", "replace"), 0.0, helped=bool(ended.stdout))
 

@@ -69,9 +69,7 @@ def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str
     if detail["type"] == "union_tag_not_found":
         return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
     if isinstance(value, str) and value in _leaves(info.annotation):
-        return f"write it in brackets: [{value}]"
-    if isinstance(value, list) and len(value) == 1 and value[0] in choices:
-        return f"write {value[0]} without brackets"
+        return f"write {value} without brackets" if isinstance(detail["loc"][-1], int) else f"write it in brackets: [{value}]"
     wrong = value.get("kind") if isinstance(value, Mapping) else value
     near = get_close_matches(show(wrong), choices, n=1, cutoff=0.5)
     default = info.default if str(info.default) in choices else choices[0]

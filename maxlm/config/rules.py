@@ -430,13 +430,9 @@ def most_generated(config: Config) -> int:
 def _run(config: Config) -> Iterator[Problem]:
     limit = most_generated(config)
     if config.run.sample_prompts and config.run.sample_tokens >= limit:
-        kind = "rows in the table of learned positions" if config.model.max_seq_len else f"tokens, {GENERATED} times data.seq_len or 4096,"
-        yield (
-            "run.sample_tokens",
-            config.run.sample_tokens,
-            f"with a prompt is more than {limit} {kind} at most",
-            f"use {limit // 2} at most",
-        )
+        of = "model.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        rule = f"leaves no room for a prompt in the {limit} tokens there may be ({of})"
+        yield "run.sample_tokens", config.run.sample_tokens, rule, f"use for example {limit // 2}"
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:
