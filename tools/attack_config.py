@@ -270,7 +270,9 @@ def likely(rng: random.Random, bases: Bases) -> Case:
 
 def odd_override(rng: random.Random, bases: Bases) -> Case:
     key = rng.choice((*ODD_KEYS, "a." * 800 + "b", "train.", "model.foo", "optimizer.lr", f"{rng.choice(EVERY_KEY)}x"))
-    return Case("misspelt override", rng.choice(bases.names), overrides=(f"{key}={rng.choice(POOL)}",), misspelt=key != "extends")
+    return Case(
+        "misspelt override", rng.choice(bases.names), overrides=(f"{key}={rng.choice(POOL)}",), misspelt=key not in (*EVERY_KEY, "extends")
+    )
 
 
 def no_override(rng: random.Random, bases: Bases) -> Case:
@@ -427,7 +429,7 @@ def explain(key: str, said: Any, values: Mapping[str, Any], on_command_line: boo
         return "" if meant is None else "null is the default, or derived"
     if type(said) is type(meant) and said == meant:
         return ""
-    if isinstance(said, int) and not isinstance(said, bool) and isinstance(meant, float) and said == meant:
+    if isinstance(said, int) and not isinstance(said, bool) and isinstance(meant, float) and float(said) == meant:
         return "a whole number is a number"
     if on_command_line and holds_text(key) and isinstance(meant, str) and not isinstance(said, str | list | dict):
         return "a number typed where text is wanted"

@@ -90,7 +90,7 @@ def _number(detail: ErrorDetails, value: Any, info: FieldInfo) -> str:
     problem = detail["type"]
     default = None if info.is_required() else info.default
     if problem == "bool_type":
-        return f"write {BOOLEANS.get(str(value).lower(), 'true or false')}"
+        return f"write {BOOLEANS.get(show(value).lower(), 'true or false')}"
     if isinstance(value, str) and _reads_as(int if problem == "int_type" else float, value):
         return f"write {value.strip()} without quotes"
     if problem == "int_type" and isinstance(value, float) and value.is_integer():

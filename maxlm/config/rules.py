@@ -21,7 +21,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be.
 
     `any_mesh`: whether the mesh splits that cluster is not asked. With `sources`, somebody has written the settings: one that does nothing
-    where it stands is refused, too.
+    where it stands is refused, too, and so is a router or a machine that cannot be what is meant.
     """
     said = sources or {}
     _refuse((_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run), config, said)
@@ -31,8 +31,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         if not any_mesh:
             check_devices(config, devices, said)
     if sources is not None:  # else a program has made the config, and may set what will be read by another one
-        _refuse((inert.problems,), config, said)
-        _refuse((_accelerator,), config, said)
+        _refuse((inert.problems, _accelerator, expert_rules.untrained), config, said)
 
 
 def _refuse(rooms: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:

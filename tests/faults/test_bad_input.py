@@ -81,7 +81,10 @@ YAML = {  # the whole file -> words of the message
     CONFIG + "mesh: " + "[" * 3000: ["nested too deeply"],
     "extends: ~nobody-at-all/x": ["~nobody-at-all", "home", "not known"],
     "extends: [" + "a, " * 40 + "a]": ["41 configs", "32 are allowed"],
-    f"model: {{vocab_size: 0x{'f' * 5000}}}\ndata: {{seq_len: 8}}\ntrain: {{global_batch: 8}}": ["model.vocab_size = 0xffff", "at most 9223372036854775807"],
+    f"model: {{vocab_size: 0x{'f' * 5000}}}\ndata: {{seq_len: 8}}\ntrain: {{global_batch: 8}}": [
+        "model.vocab_size = 0xffff",
+        "at most 9223372036854775807",
+    ],
     f"model: {{vocab_size: {'9' * 5000}}}": ["not valid YAML", "4300 digits"],
 }
 
@@ -226,6 +229,7 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     f"model.moe={EXPERTS} ; model.moe.router={{choice: expert, balance_loss: 0.1}}": ["router.balance_loss = 0.1", "choice = expert"],
     f"model.moe={EXPERTS} ; model.moe.router={{choice: expert, bias_rate: 0.1}}": ["router.bias_rate = 0.1", "choice = expert"],
     f"model.moe={EXPERTS} ; model.moe.router.balance_over=sequence": ["router.balance_over = sequence", "balance_loss = 0"],
+    f"model.moe={EXPERTS} ; model.moe.top_k=1": ["model.moe.router.normalize = true", "no gradient", "use false"],
     "model.moe={n_experts: 6, top_k: 2}": ["model.moe.d_ff is missing"],
     "mesh.stage=4": ["mesh.stage = 4", "more than the 2 layers", "use 2 at most"],
     "mesh.stage=2 ; train.stage_chunks=2": ["train.stage_chunks = 2", "4 parts", "2 layers", "use 1 at most"],
