@@ -12,13 +12,17 @@ from small_run import environment, free_port
 
 PROGRAM = """
 import json, sys, time
+import os
 from maxlm.config.errors import UserError
-from maxlm.runtime import roll_call
+from maxlm.runtime import line, meeting as established, roll_call
 from maxlm.runtime.places import Place
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-roll_call.SETTLE_SECONDS = 0.5
+established.SETTLE_SECONDS = 0.5
+if "STOPPED_SECONDS" in os.environ:
+    established.BEAT_SECONDS, established.SUSPECT_SECONDS, established.STOPPED_SECONDS = 0.5, 1.5, float(os.environ["STOPPED_SECONDS"])
+say = lambda text: print(text, file=sys.stderr, flush=True)
 try:
-    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds)
+    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds, line.shared_secret(os.environ), say)
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
