@@ -25,6 +25,11 @@ class Visitor:
     address: str
     since: float
 
+    @property
+    def may_go(self) -> bool:
+        """Whether it has had time to say who it is, so that it can be dropped for another."""
+        return time.monotonic() > self.since + MIN_SECONDS
+
 
 class OutOfFilesError(Exception):
     """This process may not open as many files as it has accepted processes."""
@@ -103,7 +108,8 @@ class Listening:
                     continue  # it has gone again
                 if not self._visitors:
                     raise OutOfFilesError from error
-                self._drop(self._visitors[0])
+                if self._visitors[0].may_go:
+                    self._drop(self._visitors[0])
                 return
             name = plain(address[0])
             try:
@@ -126,7 +132,7 @@ class Listening:
         else:
             return True
         oldest = next(visitor for visitor in self._visitors if visitor.address == full)
-        if time.monotonic() < oldest.since + MIN_SECONDS:
+        if not oldest.may_go:
             return False
         self._drop(oldest)
         return True

@@ -57,7 +57,7 @@ class Meeting:
         if why is not None and code != ExitCode.WRONG_INPUT:
             time.sleep(SETTLE_SECONDS)  # most likely it comes of another's end, which is on its way
             if suspects := self._suspects():
-                self._end(self._stopped(min(suspects)), ExitCode.HOST_LOST)
+                self._end_for_stopped(min(suspects))
         self._parted.set()
         if why is None:
             self._tell("bye")
@@ -103,7 +103,7 @@ class Meeting:
         elif message["kind"] == "end":
             self._leaving.add(number)
             if message["code"] == ExitCode.CRASHED and (suspects := self._suspects()):
-                self._end(self._stopped(min(suspects)), ExitCode.HOST_LOST)
+                self._end_for_stopped(min(suspects))
             self._end(message["why"], message["code"])
 
     def _beat(self) -> None:
@@ -119,7 +119,7 @@ class Meeting:
             self._beat_at = now
             self._tell("beat", silent=sorted(self._overdue(SUSPECT_SECONDS)))
         if overdue := self._overdue(STOPPED_SECONDS):
-            self._end(self._stopped(min(overdue)), ExitCode.HOST_LOST)
+            self._end_for_stopped(min(overdue))
 
     def _overdue(self, seconds: float) -> set[int]:
         """Processes at the other end of a line from which nothing came for `seconds`."""
@@ -131,15 +131,21 @@ class Meeting:
         overdue = self._overdue(SUSPECT_SECONDS)
         return overdue or set(self._silent - {self._place.process})
 
-    def _stopped(self, number: int) -> str:
+    def _end_for_stopped(self, number: int) -> None:
         seconds = time.monotonic() - self._heard_at[number] if number in self._heard_at else SUSPECT_SECONDS
-        return f"lost {self._name(number)}: no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
+        why = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
+        self._end(f"lost {self._name(number)}: {why}", ExitCode.HOST_LOST, waiting=number)
 
-    def _end(self, why: str, code: int) -> None:
-        """End all processes for what has happened to another one; returns only if this one is ending by itself."""
+    def _end(self, why: str, code: int, waiting: int | None = None) -> None:
+        """End all processes for what has happened to another one; returns only if this one is ending by itself.
+
+        `waiting`: a process that will not close its line.
+        """
         if self._parted.is_set():
             return
         self._tell("end", why=why, code=int(code))
+        if waiting is not None:
+            self._lines.pop(waiting, None)
         if code == ExitCode.WRONG_INPUT and self._parted.wait(
             SETTLE_SECONDS
         ):  # what is wrong there is wrong here, and the main thread says it

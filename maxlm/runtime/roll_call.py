@@ -230,13 +230,15 @@ def _go_there(place: Place, seconds: float, secret: bytes) -> Meeting:
     """Connect to process 0. A line that is closed without an answer was a run that is ending there: another try."""
     until = time.monotonic() + seconds
     pause = RETRY_SECONDS
-    why = "nothing"
+    why = stranger = ""
     while (left := until - time.monotonic()) > 0:
         try:
             line = _line_to(place, secret, min(ROUND_TRIP_SECONDS, left))
             answer = _answer(line, place, time.monotonic() + seconds + ANSWER_SECONDS)  # process 0 may have begun to wait just now
         except OSError as error:
             why = error.strerror or str(error)
+        except StrangerError as error:
+            stranger = str(error)
         except LineError as error:
             why = str(error)
         else:
@@ -247,7 +249,7 @@ def _go_there(place: Place, seconds: float, secret: bytes) -> Meeting:
         time.sleep(max(0.0, min(pause * (1 + place.process % 7 / 10), left)))  # not all at the same moment
         pause = min(1.3 * pause, 10 * RETRY_SECONDS)
     raise NotMetError(
-        f"this is {place}, and {place.address} did not answer for {seconds:.0f} s ({why}): "
+        f"this is {place}, and {place.address} did not answer for {seconds:.0f} s ({stranger or why}): "
         "see that process 0 was started, that every host knows that name, and that no firewall closes the port."
     )
 
