@@ -22,7 +22,9 @@ from maxlm.runtime.line import shared_secret
 from maxlm.runtime.places import Place
 from maxlm.runtime.together import words
 
-HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
+HANG_SECONDS = (
+    120  # after which jax's own heartbeat ends all processes, naming nobody; asked every half of it, so never before the roll call's
+)
 INITIALIZE_SECONDS = 30  # for jax to do what all are there for
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
