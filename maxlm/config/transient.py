@@ -11,7 +11,7 @@ from maxlm.config.errors import ExitCode, UserError
 
 Result = TypeVar("Result")
 
-RETRY_DELAYS_S = (1.0, 3.0, 8.0, 18.0)  # between five tries: half a minute in all
+RETRY_DELAYS_S: tuple[float, ...] = (1.0, 3.0, 8.0, 18.0)  # between five tries: half a minute in all
 
 _log = logging.getLogger(__name__)
 
