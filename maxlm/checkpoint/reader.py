@@ -1,6 +1,5 @@
 """Reading one checkpoint and judging it."""
 
-import logging
 from typing import Any
 
 import jax
@@ -30,6 +29,8 @@ def read_checkpoint(
     problem: Exception | None = None
     try:
         page = retried(lambda: manifest.read(folder), f"reading {folder}")
+        if reason := page.disagreement(folder.name):
+            raise DamagedError(reason)
         check_metadata(folder)
         if identity is not None:
             check_identity(page.identity, identity, str(folder))
@@ -64,7 +65,6 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     # Orbax would wait at a barrier for a process whose files are bad until it times out; we agree ourselves, at once.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
-    logging.getLogger("asyncio").addFilter(_worth_saying)  # adding it again changes nothing
     with context:
         arrays = ocp.load(folder, wanted, checkpointable_name=STATE)
     for name, leaf in wanted.items():  # Orbax goes by its own metadata, of which a bit may be wrong
@@ -76,12 +76,6 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
 
 def _kind(found: Any) -> str:
     return f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else type(found).__name__
-
-
-def _worth_saying(record: logging.LogRecord) -> bool:
-    """When one leaf cannot be read, Orbax drops the errors of the others, and asyncio would print a page for each of them."""
-    message = record.getMessage()
-    return not ("exception was never retrieved" in message and "tensorstore" in message)
 
 
 def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:

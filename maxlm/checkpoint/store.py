@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import cluster, digest, manifest
+from maxlm.checkpoint import cluster, digest, manifest, quiet
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.leaves import PARAMS, abstract_leaf, bytes_here, named_leaves
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
@@ -25,6 +25,7 @@ from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)
+_LOOKED_AT = 8  # checkpoints older than the restored one, for their steps
 _PROBE_BYTES = 1 << 20
 _ASIDE = "aside"  # where checkpoints go that a resumed run has left behind
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
@@ -57,6 +58,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
+        quiet.install()
         absolute = str(directory) if "://" in str(directory) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
@@ -181,8 +183,20 @@ class Checkpoints:
                 skipped.append(f"checkpoint {candidate} is damaged: {error}")
                 _log.warning("%s/%s passed over: %s", self.directory, candidate, error)
                 continue
-            return candidate, arrays, position, tuple(skipped)
+            older = [number for number in candidates if number < candidate][:_LOOKED_AT]
+            return candidate, arrays, position, (*skipped, *self._renamed(older))
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. Nothing was changed.")
+
+    def _renamed(self, steps: list[int]) -> list[str]:
+        """Which of these checkpoints are of another step than their names say: one of them may be the newest."""
+        reasons = []
+        for step in steps:
+            try:
+                reason = manifest.read(self.directory / str(step)).disagreement(str(step))
+            except (CheckpointError, DamagedError, OSError):
+                continue  # it is not needed now, and when it is, this will be said
+            reasons += [f"checkpoint {step} is damaged: {reason}"] if reason else []
+        return reasons
 
     def _listed(self) -> tuple[list[int], list[str]]:
         """`steps` and `strays`."""
