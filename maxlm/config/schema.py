@@ -228,6 +228,7 @@ class DataConfig(Section):
     mask_documents: Bool = True  # a token attends only inside its document
     read_threads: Few = 4
     prefetch: Few = 2  # batches held ready on the device
+    on_bad_chunk: Literal["stop", "skip"] = "stop"  # skip: samples that touch a damaged chunk become padding, and an alarm says so
     prepare: PrepareConfig | None = None
 
 

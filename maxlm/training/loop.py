@@ -111,6 +111,8 @@ def _run(session: Session, state: TrainState, start: int, total: int) -> Outcome
             waiting = time.monotonic()
             with goodput.measure("data_wait"):
                 _, batch = next(batches)
+            for problem in session.data.take_problems():
+                session.observers.on_event(Event("alarm", step, data=problem))
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
