@@ -1,5 +1,6 @@
 """Text in, text out, with the model of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -42,9 +43,11 @@ def run_tokenizer(directory: Path) -> Tokenizer:
     return open_tokenizer(str(directory / "tokenizer"))
 
 
-def print_samples(config: Config, directory: Path, params: Parameters, console: Console) -> None:
-    """Continue each of `run.sample_prompts` and print it."""
+def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None:
+    """Continue each of `run.sample_prompts` and print it; none more once `asked()`."""
     for prompt in config.run.sample_prompts:
+        if asked():
+            return
         sampler = Sampler(max_new_tokens=config.run.sample_tokens)
         console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
         console.print(prompt + continue_text(config, params, run_tokenizer(directory), prompt, sampler), markup=False, highlight=False)
