@@ -188,7 +188,7 @@ def _stopping() -> Iterator[StopSignal]:
 
 
 def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Callable[..., None]) -> None:
-    """Write the report, show what the model can do, and say where the report is. Training is over: no failure here changes the exit code."""
+    """Write the report, show what the model can do, and say where the report is. Training is over: no failure here changes its outcome."""
     try:
         told = f"report: {write_report([directory.path], directory.report)}"
     except Exception as error:
