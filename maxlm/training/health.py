@@ -9,7 +9,7 @@ from maxlm.telemetry.alarms import JumpAlarm
 from maxlm.telemetry.observer import Event
 
 SKIPS_IN_A_ROW = 10  # updates that were not finite: the batches differ, so it is the state that is wrong
-BAD_STEPS = 20  # updates in a row at a loss that no healthy model has; loss spikes that recover by themselves mostly do so within them
+BAD_STEPS = 20  # in a row as no healthy model has them; a loss that recovers by itself, or batches of padding only, mostly last less
 BAD_AT_END = 5  # of them are enough where no more updates follow: more than chance, as every one of them is another batch
 DIVERGED = 1.0  # nats above the untrained level: an untrained model stays within some tenths of it, and so does one in its warm-up
 LEARNED = 1.0  # nats below ln(vocabulary) a loss must have come before it can be lost: noise of small batches is some tenths of a nat
@@ -20,8 +20,8 @@ LEAST_NORM_SPREAD = 0.3  # of the natural logarithm; with JUMP_SPREADS a jump is
 
 
 class Health:
-    """Call `saw` after every update. A run is unhealthy, and stops, after `SKIPS_IN_A_ROW` updates that were not finite or `BAD_STEPS`
-    at a bad loss: far above where the run began (it diverged), or back at ln(vocabulary) (it lost what it had learned).
+    """Call `saw` after every update. A run is unhealthy, and stops, after `SKIPS_IN_A_ROW` updates that were not finite, or `BAD_STEPS`
+    without a gradient or at a bad loss: far above where the run began (it diverged), or back at ln(vocabulary) (it lost what it learned).
 
     The levels that this needs are in `levels`, kept in each checkpoint: after a restart it would not be known that the loss was lower.
     """
@@ -75,18 +75,20 @@ class Health:
             return []
         self._skips_in_a_row = 0
         self._first = loss if self._first is None else self._first
-        self._wrong = self._judge(step, loss)
+        self._wrong = self._judge(step, loss, grad_norm)
         self._bad_in_a_row = self._bad_in_a_row + 1 if self._wrong else 0
         if self._bad_in_a_row >= BAD_STEPS:
-            self.condemn(f"{self._wrong}, for {BAD_STEPS} steps in a row; lower optimizer.peak_lr, or look at the data of these steps")
+            self.condemn(f"{BAD_STEPS} bad updates in a row; {self._wrong}; lower optimizer.peak_lr, or look at the data of these steps")
         self._recent.append(loss)
         if len(self._recent) == SMOOTHED:
             self._best = min(self._best, statistics.median(self._recent))
         return self._loss_alarm.saw(step, loss) + self._norm_alarm.saw(step, max(grad_norm, 1e-30))
 
-    def _judge(self, step: int, loss: float) -> str:
-        """What is bad about this loss."""
+    def _judge(self, step: int, loss: float, grad_norm: float) -> str:
+        """What is bad about this update."""
         assert self._first is not None, "set by the caller"
+        if grad_norm == 0:
+            return f"the gradient of step {step} is zero, at a loss of {loss:.4g}: nothing is learned"
         began = max(self._untrained, self._first)
         if loss > began + DIVERGED:
             return f"the loss of step {step}, {loss:.4g}, is more than {DIVERGED:g} nat above that of an untrained model, {began:.4g}"

@@ -25,7 +25,7 @@ class Saving:
         self._session, self._meter = session, meter
         self._saved = start  # step of the newest save, or of the checkpoint that training continues
         self._postponed = False
-        self._blocked_s = 0.0  # that training waited for the newest save
+        self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure = ""  # the newest that was told
 
     def when_due(self, step: int, state: TrainState) -> None:
@@ -60,7 +60,8 @@ class Saving:
             session.checkpoints.save(step, state, position)
         if session.checkpoints.last_failure is not None:
             self._tell_failure(step, str(session.checkpoints.last_failure))  # one that only another process had seen
-        self._saved, self._postponed, self._blocked_s = step, False, time.monotonic() - began
+        self._saved, self._postponed = step, False
+        self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
 
     def finish(self) -> None:
@@ -81,7 +82,8 @@ class Saving:
         if ended.failure is not None:
             self._tell_failure(ended.step, str(ended.failure))
         else:
-            self._session.observers.on_event(Event("save", ended.step, data={"blocked_s": round(self._blocked_s, 4)}))
+            told = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
+            self._session.observers.on_event(Event("save", ended.step, data=told))
 
     def _tell_failure(self, step: int, reason: str) -> None:
         if reason != self._failure:

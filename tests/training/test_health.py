@@ -104,6 +104,11 @@ def test_divergence_from_the_start_stops_and_a_short_run_is_not_done():
     assert "above that of an untrained model" in short.at_end()
 
 
+def test_a_model_without_a_gradient_stops():
+    health, _ = watch([UNTRAINED] * BAD_STEPS, [0.0] * BAD_STEPS)
+    assert "nothing is learned" in health.unhealthy
+
+
 def test_jumps_are_told_once_with_both_levels():
     losses = learning(200) + list(4.0 + 0.1 * np.random.default_rng(1).standard_normal(200))
     health, alarms = watch(losses)
