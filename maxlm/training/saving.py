@@ -26,7 +26,7 @@ class Saving:
         self._saved = start  # step of the newest save, or of the checkpoint that training continues
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
-        self._failure = ""  # the newest that was told
+        self._told_failure = False  # of the newest save
 
     def when_due(self, step: int, state: TrainState) -> None:
         """Save `state` if a save is due or was postponed, and training is healthy; else postpone it, and say so once."""
@@ -58,8 +58,8 @@ class Saving:
         with session.goodput.measure("save"):
             self._tell(None)
             session.checkpoints.save(step, state, position)
-        if session.checkpoints.last_failure is not None:
-            self._tell_failure(step, str(session.checkpoints.last_failure))  # one that only another process had seen
+        if session.checkpoints.last_failure is not None and not self._told_failure:  # another process could not write its part
+            self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         self._saved, self._postponed = step, False
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
@@ -79,16 +79,12 @@ class Saving:
         ended = self._session.checkpoints.ended(wait_s)
         if ended is None:
             return
+        self._told_failure = ended.failure is not None
         if ended.failure is not None:
-            self._tell_failure(ended.step, str(ended.failure))
+            self._alarm("save_failed", ended.step, str(ended.failure))
         else:
             told = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
             self._session.observers.on_event(Event("save", ended.step, data=told))
-
-    def _tell_failure(self, step: int, reason: str) -> None:
-        if reason != self._failure:
-            self._failure = reason
-            self._alarm("save_failed", step, reason)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))
