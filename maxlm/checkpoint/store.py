@@ -44,6 +44,14 @@ class Restored:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ended:
+    """A save that is committed, or why it failed, as this process sees it."""
+
+    step: int
+    failure: CheckpointError | None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Pending:
     step: int
     response: ocp.AsyncResponse[bool]
@@ -65,6 +73,7 @@ class Checkpoints:
         self._identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
+        self._untold: int | None = None  # step of a save of which `ended` has not told
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
 
@@ -126,8 +135,25 @@ class Checkpoints:
             self._reopen_writer()
             raise failed_save(error, step, str(self.directory), needed) from error
         assert response is not None, "forced, so no policy can have declined"
-        self._pending = _Pending(step, response, needed)
+        self._pending, self._untold = _Pending(step, response, needed), step
         return True
+
+    def ended(self, wait_s: float | None = 0.0) -> Ended | None:
+        """How the newest save ended, told once; None while it runs. Asks no other process, and waits for `wait_s` seconds at most (None:
+        until it has ended). To be called before the next `save`, which waits for the one before and says nothing of it.
+        """
+        pending = self._pending
+        if pending is None or self._untold is None:
+            return None
+        failure = None
+        try:
+            pending.response.result(timeout=wait_s)
+        except Exception as error:  # any: it comes from a background thread
+            if isinstance(error, TimeoutError) and wait_s is not None:
+                return None
+            failure = self._explain(error, pending)
+        self._untold = None
+        return Ended(pending.step, failure)
 
     def wait(self) -> None:
         """Waits for the running save. Raises CheckpointError if it failed, or if the last one did and nobody was told."""
@@ -243,10 +269,14 @@ class Checkpoints:
             self.last_failure = None
             return
         error = error or RuntimeError("another process could not write its part")
-        self.last_failure = failed_save(error, pending.step, str(self.directory), pending.needed_bytes)
-        self.last_failure.__cause__ = error
+        self.last_failure = self._explain(error, pending)
         _log.error("%s", self.last_failure)
         self._reopen_writer()
+
+    def _explain(self, error: Exception, pending: _Pending) -> CheckpointError:
+        failure = failed_save(error, pending.step, str(self.directory), pending.needed_bytes)
+        failure.__cause__ = error
+        return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         policies = ocp.training.preservation_policies

@@ -1,5 +1,6 @@
 """Text in, text out, with the model of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -48,10 +49,12 @@ def run_tokenizer(directory: Path) -> Tokenizer:
     return open_tokenizer(str(directory / "tokenizer"))
 
 
-def print_samples(config: Config, directory: Path, params: Parameters, console: Console) -> None:
-    """Continue each of `run.sample_prompts` and print it."""
+def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None:
+    """Continue each of `run.sample_prompts` and print it; none more once `asked()`."""
     tokenizer = run_tokenizer(directory)
     for prompt in config.run.sample_prompts:
+        if asked():
+            return
         room = most_generated(config) - len(tokenizer.encode(prompt))
         console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
         if room < 1:
