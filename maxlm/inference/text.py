@@ -13,6 +13,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models import abstract_parameters
 from maxlm.models.parameters import Parameters
+from maxlm.training.fits import check_generation
 
 
 def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
@@ -24,6 +25,7 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
         raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` named.")
     config = load(str(directory / "config.yml")).config
     tokenizer = run_tokenizer(directory)
+    check_generation(config.model, len(tokenizer.encode(prompt)) + sampler.max_new_tokens)
     checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
     here = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract_parameters(config.model))
