@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 LANES = 128
@@ -24,6 +25,20 @@ def device() -> tuple[str, str]:
         return found.platform, found.device_kind
     platform = jax.default_backend()
     return platform, jax.devices()[0].device_kind if platform in GPUS else ""
+
+
+def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Operands of a matmul whose result is float32, in the dtype they are multiplied in: their own, but float32 on a CPU.
+
+    XLA:CPU gives some bfloat16 matmuls with a float32 result to a library and some to code that refuses them when it runs ("Unsupported
+    element type for DotThunk::Execute: BF16 x BF16 = F32", jax 0.10.2); which ones depends on shapes, layouts and the CPU. A product of two
+    bfloat16 numbers is exact in float32, so the result is the same but for the order of the sum.
+    """
+    if device()[0] != "cpu":
+        return left, right
+    if jnp.bfloat16 in (left.dtype, right.dtype):
+        logged("matmuls with a float32 result", "in float32", "XLA:CPU refuses some in bfloat16")
+    return left.astype(jnp.float32), right.astype(jnp.float32)
 
 
 @functools.cache

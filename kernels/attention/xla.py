@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.platform import multiplied
+
 # B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, V that of values, N query blocks
 
 QUERY_BLOCK = 1024  # scores of at most this many queries exist at a time
@@ -119,7 +121,7 @@ def _scores(
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)
-    scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32)
+    scores_BGRST = scale * jnp.einsum("BSGRK,BTGK->BGRST", *multiplied(q_BSGRK, k_BTGK), preferred_element_type=jnp.float32)
     if softcap is not None:
         scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
     # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.visits import Visits, of_groups, of_rows
+from maxlm.kernels.platform import multiplied
 
 # M rows, E experts, K and N what weights map from and to, G = E N, T rows of a tile
 
@@ -27,7 +28,8 @@ def _product(
         rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
         weights_KN = jax.lax.dynamic_slice_in_dim(w_KG, visits.groups_R[rank] * wide, wide, axis=1)
         contracted = ((1,), (1 if transposed else 0,)), ((), ())
-        new = jax.lax.dot_general(_tile(x, start, tile), weights_KN, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
+        rows_TK, weights_KN = multiplied(_tile(x, start, tile), weights_KN)
+        new = jax.lax.dot_general(rows_TK, weights_KN, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
         kept = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new, _tile(out, start, tile))
         return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
 
@@ -48,6 +50,7 @@ def _weights_gradient(
         rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
         mine_T1 = _mine(visits, rank, start, tile)
         x_TK, dout_TN = (jnp.where(mine_T1, _tile(a, start, tile), 0) for a in (x_MK, dout_MN))
+        x_TK, dout_TN = multiplied(x_TK, dout_TN)
         new_KN = jax.lax.dot_general(x_TK, dout_TN, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         column = visits.groups_R[rank] * wide
         sum_KN = new_KN + jax.lax.dynamic_slice_in_dim(total_KG, column, wide, axis=1)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.linear_cross_entropy.xla import Sums, chunked
+from maxlm.kernels.platform import multiplied
 
 # B batch, S sequence, D model width, V vocabulary
 
@@ -146,5 +147,5 @@ __all__ = ["CrossEntropySums", "Layout", "linear_cross_entropy"]
 
 def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], softcap: float | None) -> Float[Array, "B S V"]:
     """All logits in float32, as the loss sees them: for generation and tests."""
-    logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, w_VD, preferred_element_type=jnp.float32)
+    logits_BSV = jnp.einsum("BSD,VD->BSV", *multiplied(x_BSD, w_VD), preferred_element_type=jnp.float32)
     return logits_BSV if softcap is None else softcap * jnp.tanh(logits_BSV / softcap)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.platform import multiplied
+
 # B batch, S sequence, D model width, V local vocabulary, C chunks, s positions of one chunk
 
 Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
@@ -63,7 +65,7 @@ def _one_chunk(
     vocab_axes: tuple[str, ...],
     gradients: bool,
 ) -> tuple[Sums, jax.Array, jax.Array]:
-    logits_BsV = jnp.einsum("BsD,VD->BsV", x_BsD, w_VD, preferred_element_type=jnp.float32)
+    logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
     if softcap is not None:
         logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
     top_Bs = jnp.max(logits_BsV, axis=-1)
@@ -83,5 +85,5 @@ def _one_chunk(
     dlogits_BsV = (dlogits_BsV * weights_Bs[..., None]).astype(x_BsD.dtype)
     dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
     # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
-    dw_DV = jnp.einsum("BsD,BsV->DV", x_BsD, dlogits_BsV, preferred_element_type=jnp.float32)
+    dw_DV = jnp.einsum("BsD,BsV->DV", *multiplied(x_BsD, dlogits_BsV), preferred_element_type=jnp.float32)
     return sums, dx_BsD, dw_DV.T

@@ -24,8 +24,11 @@ from maxlm.data.readers import read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, documents_in, find_files
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router
+from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
+PROCESS_BYTES = 10 << 20  # of a Python process that tokenizes, at the very least
+WORD_BYTES = 56  # of a word of the tokenizer that is trained: a string in a list and in a table
 LOCK = ".lock"
 SOURCES = "sources.json"
 CONTENT = "the content of data.prepare.sources"
@@ -56,6 +59,7 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
         raise ConfigError("data.prepare", None, "says what the store is made of", "set data.prepare.sources")
     if config.store is None:
         raise ConfigError("data.store", None, "is where the tokens go", "set it to a folder or gs://bucket/folder")
+    _check_sizes(config.prepare)
     store = config.store.rstrip("/")
     files = find_files(config.prepare.sources)
     of_files = digests(files, _known_digests(store))
@@ -66,6 +70,18 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     with _locked(store):
         job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress), of_files)
         return _existing(store, settings) or _make(job, settings)
+
+
+def _check_sizes(config: PrepareConfig) -> None:
+    """Refuse what the machine's memory cannot hold."""
+    host = host_memory()
+    sizes = {"workers": (config.workers, PROCESS_BYTES, "use 0 for one process a core")}
+    if config.tokenizer.path is None:
+        sizes["tokenizer.vocab_size"] = config.tokenizer.vocab_size, WORD_BYTES, "use 4096 to 262144"
+    for field, (count, each, fix) in sizes.items():
+        if host is not None and count * each > host:
+            rule = f"takes at least {in_bytes(count * each)} of memory, and this machine has {in_bytes(host)}"
+            raise ConfigError(f"data.prepare.{field}", count, rule, fix)
 
 
 def _known_digests(store: str) -> Digests:

@@ -15,6 +15,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models import abstract_parameters
 from maxlm.models.parameters import Parameters
+from maxlm.training.fits import check_generation
 
 
 def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
@@ -31,6 +32,7 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
+    check_generation(config.model, length)
     checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
     here = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract_parameters(config.model))

@@ -40,7 +40,7 @@ class Mixing(nnx.Module):
         width, heads = config.d_model, config.n_heads
         rope = config.rope_local if local and config.rope_local else config.rope
         self.local = local
-        self.window = config.window if local else None
+        self.window = min(config.window, jnp.iinfo(jnp.int32).max) if local and config.window else None  # positions are int32
         self.scale = (config.attention_scale or config.head_dim**-0.5) * score_gain(rope)
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs

@@ -12,10 +12,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from maxlm.config import ConfigError
 from maxlm.config.schema import ModelConfig
 from maxlm.models.decoder import Decoder
 from maxlm.parallel import partition_spec
 
+MOST = 2**61  # of a size
 STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run in it
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
@@ -77,7 +79,34 @@ def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameter
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Trained numbers in the model."""
+    """Trained numbers in the model. Takes no longer for a deep model: blocks of a kind are alike, so two depths say what one more adds.
+
+    Raises ConfigError for a size that alone is more than any memory holds.
+    """
+    _check_sizes(config)
+    dense, ahead = min(config.n_dense, 1), min(config.mtp_depth, 1)
+    least = _count(_of_depth(config, dense, ahead))
+    total = least
+    if config.n_dense > dense:
+        total += (config.n_dense - dense) * (_count(_of_depth(config, dense + 1, ahead)) - least)
+    if config.mtp_depth > ahead:
+        total += (config.mtp_depth - ahead) * (_count(_of_depth(config, dense, ahead + 1)) - least)
+    return total
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """A sum of two sizes must stay below 2^63, which the dims of arrays are counted in."""
+    sizes = {f"model.{field}": size for field, size in config if type(size) is int and field != "window"}
+    sizes |= {f"model.latent.{field}": size for field, size in config.latent or () if type(size) is int}
+    if config.moe is not None:
+        sizes |= {f"model.moe.{field}": size for field, size in config.moe if type(size) is int}
+        sizes["model.moe.n_shared"] *= config.moe.d_ff
+    field = max(sizes, key=lambda field: sizes[field])
+    if sizes[field] > MOST:
+        raise ConfigError(field, sizes[field], "is more than the memory of any machine holds", "lower it")
+
+
+def _count(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_parameters(config)))
 
 
@@ -93,6 +122,13 @@ def count_active_parameters(config: ModelConfig) -> int:
         if "expert" in variable.axes or variable.axes == ("choices", "embed_act"):  # matrices and biases of experts
             idle += math.prod(variable.shape) // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
     return count_parameters(config) - idle
+
+
+def _of_depth(config: ModelConfig, dense: int, ahead: int) -> ModelConfig:
+    """`config` with `dense` layers before as many with experts as it has, and `ahead` modules that predict further ahead."""
+    layers = config.n_layers - config.n_dense + dense
+    moe = config.moe and config.moe.model_copy(update={"n_dense": dense})
+    return config.model_copy(update={"n_layers": layers, "mtp_depth": ahead, "moe": moe})
 
 
 @functools.lru_cache(maxsize=16)

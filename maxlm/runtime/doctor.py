@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxlm.hardware.chips import chip_of
+from maxlm.hardware.host import host_memory
 from maxlm.runtime.accelerators import Accelerator, find_accelerators, remedy
 
 GIB = 2**30
@@ -23,6 +25,7 @@ SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensors
 PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # extra -> the packages that bring the platform
 PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # extra -> jax's name for it
 PROBE_SECONDS = 120  # a TPU slice answers only when all of its hosts ask
+LOW_FILES = 1024  # open at a time
 LOW_MEMORY, LOW_DISK, NO_DISK = 4 * GIB, 10 * GIB, GIB
 
 
@@ -57,16 +60,18 @@ def examine() -> Report:
     """Look at this machine. Changes nothing; devices are asked for in a process of their own, so a broken driver cannot take this one."""
     versions = {name: _version(name) for name in (*SHOWN, *(name for names in PLUGINS.values() for name in names))}
     devices = ask_for_devices([sys.executable, "-m", "maxlm.runtime.probe"])
-    disk, memory = shutil.disk_usage(Path.cwd()).free, _memory()
+    disk, memory = shutil.disk_usage(Path.cwd()).free, host_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [
         python_finding(sys.version_info[:2]),
         *package_findings(importlib.metadata.requires("maxlm") or [], _version),
         *device_findings(devices, find_accelerators(), versions, os.environ.get("JAX_PLATFORMS", "")),
+        *training_findings(devices),
         *cache_findings(devices["compilation_cache"]),
         Finding("cores", "ok", str(cores)),
         memory_finding(memory),
         disk_finding(disk, Path.cwd()),
+        files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
     ]
     facts = {"python": platform.python_version(), "system": platform.platform(), "versions": versions, **devices}
     return Report(tuple(findings), {**facts, "cores": cores, "memory_bytes": memory, "disk_free_bytes": disk})
@@ -87,7 +92,7 @@ def as_text(report: Report, ready: str = "This machine is ready.") -> str:
 
 def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:
     """What the probe says: `platform`, `devices` and `compilation_cache`; or `error`, in a line, where jax could not start."""
-    nothing: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None}
+    nothing: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None, "training": None}
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -172,6 +177,25 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
                 yield Finding(name, "ok", version)
 
 
+def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:
+    """Whether an update of a small model, in the default precision, could be computed on one of the devices."""
+    if devices["error"]:
+        return
+    if devices["training"] is None:
+        yield Finding("training", "ok", "a small model was trained for a step, in bfloat16")
+    else:
+        fix = "try precision.compute=float32, and report this if that trains"
+        yield Finding("training", "problem", f"a small model cannot be trained in bfloat16: {devices['training']}", fix)
+
+
+def files_finding(most: int) -> Finding:
+    """Whether a process may have as many files open as a run needs; `most` as the system says, which is negative for no limit."""
+    if 0 <= most < LOW_FILES:
+        fix = f"raise it to {LOW_FILES}: ulimit -Hn {LOW_FILES}, or LimitNOFILE in systemd"
+        return Finding("open files", "warning", f"{most} at most, and checkpoints of a large model and many hosts need more", fix)
+    return Finding("open files", "ok", "no limit" if most < 0 else f"{most:,} at most")
+
+
 def cache_findings(folder: str | None) -> Iterator[Finding]:
     """Whether compiled programs can be kept in `folder`, so that a restart need not compile again."""
     if folder is None:
@@ -223,16 +247,3 @@ def _version(name: str) -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def _memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory this process may use: the machine's, or less where a container has a limit."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    try:
-        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

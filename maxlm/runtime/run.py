@@ -28,6 +28,7 @@ from maxlm.runtime import attempt, cluster
 from maxlm.runtime.changes import changes
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
+from maxlm.runtime.expected import check_cluster
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
@@ -38,6 +39,7 @@ from maxlm.telemetry.observer import Event, Observer, Observers
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.training import fits
 from maxlm.training.loop import Outcome, Session, restore_or_init, train
 from maxlm.training.program import build_program
 
@@ -72,6 +74,7 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     with (
         cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here,
         RunLog() as log,
+        fits.explain_out_of_memory("training"),
     ):
         return _run(config, console, show, goodput, here, log)
 
@@ -82,7 +85,10 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     primary = jax.process_index() == 0
     attempt.joined(here.hosts)
+    check_cluster(config, jax.devices())
     mesh = build_mesh(config)
+    together = max(here.hosts.count(here.hosts[jax.process_index()]), 1)  # processes of this host, which share its memory
+    fits.check(config, dict(mesh.shape), jax.devices(), together)
     data, held_out = _open_alike(config)
     program = build_program(config, mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
@@ -90,6 +96,8 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
     cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
     start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
+    if start.step < config.total_steps:
+        fits.check_compiled(program.step, jax.local_devices()[0], together)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)

@@ -56,7 +56,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
             params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
         else:
             apart, sums, grad_norm = update_apart(update, state.opt_state, batch)
-            due = ((done + 1) % outer.every == 0) | (state.step + 1 == config.total_steps)
+            due = ((done + 1) % min(outer.every, config.total_steps) == 0) | (state.step + 1 == config.total_steps)
             params, opt_state = meet(outer, state.params, apart, due)
         proposed = state.advance(params, opt_state)
         loss = sums.nll / jnp.maximum(sums.tokens, 1)

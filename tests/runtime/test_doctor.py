@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.runtime import doctor
+from maxlm.runtime import doctor, probe
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.doctor import (
     GIB,
@@ -18,7 +18,9 @@ from maxlm.runtime.doctor import (
     cache_findings,
     device_findings,
     disk_finding,
+    files_finding,
     package_findings,
+    training_findings,
 )
 
 CPU = {"platform": "cpu", "devices": [{"kind": "cpu", "memory_bytes": None}], "compilation_cache": None, "error": None}
@@ -184,3 +186,24 @@ def test_on_this_machine_it_prints_one_json_object():
     assert report["platform"] == "cpu"
     assert len(report["devices"]) == 8  # tests/conftest.py
     assert report["versions"]["jax"] and report["cores"] >= 1 and report["disk_free_bytes"] > 0
+
+
+def test_a_machine_that_cannot_train_is_not_ready():
+    """`doctor` said ready where the default precision crashed."""
+    (finding,) = training_findings({**CPU, "training": "INTERNAL: Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"})
+    assert finding.state == "problem" and "DotThunk" in finding.found and "precision.compute=float32" in finding.fix
+    (finding,) = training_findings({**CPU, "training": None})
+    assert finding.state == "ok"
+    assert list(training_findings({**CPU, "error": "no devices"})) == []
+
+
+def test_the_probe_trains_as_a_run_does(monkeypatch):
+    """In the default precision; where XLA refuses a matmul, it says so."""
+    assert probe.try_to_train() is None
+    monkeypatch.setattr(probe.fits, "host_memory", lambda: 10**6)
+    assert "of memory" in (probe.try_to_train() or "")
+
+
+def test_few_open_files_are_told():
+    assert files_finding(256).state == "warning" and "ulimit" in files_finding(256).fix
+    assert files_finding(20_000).state == files_finding(-1).state == "ok"

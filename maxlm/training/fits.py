@@ -1,0 +1,210 @@
+"""Whether a run fits the memory there is: by a lower bound before anything is built, by the compiler's figures before the first step, and,
+where both were passed and it still does not, in one line.
+"""
+
+import contextlib
+import logging
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from maxlm.config import UserError
+from maxlm.config.schema import Config, ModelConfig, Section
+from maxlm.hardware.chips import chip_of
+from maxlm.hardware.host import host_memory, in_bytes
+from maxlm.models import count_parameters
+
+FLOAT32, INT32 = 4, 4  # bytes
+ARRAYS = 5  # of a batch, each of int32 or float32
+VMEM_BYTES = 128 << 20  # of a TPU: what its compiler keeps there takes nothing of its HBM
+THREADS = 2**15  # at once in one process: more are refused by Linux as it is set up, and make nothing faster
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes so many bytes of a device, at least, and how to make it smaller."""
+
+    name: str
+    bytes: int
+    remedy: str
+
+
+def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], processes: int = 1) -> None:
+    """Raise UserError if `config` cannot fit on a mesh of `sizes`, by what it needs at least. Builds no array, however large the model.
+
+    `processes`: of this run on this host, which share its memory where devices are CPUs.
+    """
+    threads = config.data.read_threads
+    if threads > THREADS:
+        raise UserError(f"data.read_threads = {threads}: a process cannot have so many threads; use 4 to 64.")
+    parts = least(config, sizes)
+    limit = memory_of_a_device(devices[0], processes)
+    if limit is not None:
+        _compare("training", parts, limit, devices[0])
+        if config.run.sample_prompts:
+            shared = tuple(Part(p.name, p.bytes // len(devices), p.remedy) for p in cached(config.model, config.run.sample_tokens))
+            _compare("generating run.sample_tokens", shared, limit, devices[0])
+    host = host_memory()
+    if host is not None:
+        _compare("reading batches", _read(config), host // processes, None)
+
+
+def check_generation(model: ModelConfig, length: int) -> None:
+    """Raise UserError if parameters and the cache of `length` positions cannot fit on the device that generates."""
+    device = jax.devices()[0]
+    limit = memory_of_a_device(device, 1)
+    if limit is not None:
+        weights = Part("parameters", FLOAT32 * count_parameters(model), "use a device with more memory")
+        _compare("generating", (weights, *cached(model, length)), limit, device)
+
+
+def check_compiled(step: Any, device: jax.Device, processes: int = 1) -> None:
+    """Raise UserError if the compiled `step` needs more memory than `device` has, by the compiler's own figures."""
+    limit, found = memory_of_a_device(device, processes), step.memory_analysis()
+    if limit is None or found is None:
+        return
+    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    parts = (
+        Part("the state and the batch", kept, "split the state over more devices with mesh.fsdp, or make the model smaller"),
+        Part("activations and gradients", found.temp_size_in_bytes, _FEWER_ACTIVATIONS),
+    )
+    _compare("a step as it is compiled", parts, limit, device)
+
+
+def memory_of_a_device(device: jax.Device, processes: int) -> int | None:
+    """Bytes that one device may hold; a CPU's share of the machine's memory. None where nobody says."""
+    if device.platform == "cpu":
+        host = host_memory()
+        return None if host is None else host // (processes * jax.local_device_count())
+    chip = chip_of(device.device_kind)
+    stated = (device.memory_stats() or {}).get("bytes_limit")
+    limit = stated or (None if chip is None else chip.hbm_bytes_per_device)
+    return limit + VMEM_BYTES if limit is not None and device.platform == "tpu" else limit
+
+
+_FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, data.seq_len or what memory.remat keeps"
+
+
+def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
+    """What a device of a mesh of `sizes` holds during a step, at least. In integers: no size is too large for it.
+
+    State in float32; either all gradients, or what the backward pass of a microbatch starts from, which is one tensor as wide as the model
+    a layer and the logits of one part of the loss; a sum of gradients over microbatches is beside both. State is split evenly.
+    """
+    model, train = config.model, config.train
+    number = 2 if config.precision.compute == "bfloat16" else FLOAT32
+    numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
+    moments = 2 if config.optimizer.name == "adamw" else 1  # of Muon's matrices
+    copies = 1 + moments
+    if config.optimizer.outer is not None:
+        copies = 2 + -(-config.optimizer.outer.workers // sizes["data"]) * (1 + moments)
+    tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
+    rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
+    kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
+    logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
+    gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
+    smaller = f"lower {_largest(model)}, or split the state over more devices with mesh.fsdp"
+    state = Part("parameters and optimizer state", FLOAT32 * copies * numbers, smaller)
+    activations = (
+        Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
+        Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
+    )
+    beside = Part("gradients", gradients, smaller)
+    if train.microbatches > 1:
+        return (state, beside, *activations, *_batches(config, sizes))
+    either = (beside,) if gradients > kept + logits else activations
+    return (state, *either, *_batches(config, sizes))
+
+
+def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
+    one = ARRAYS * INT32 * config.tokens_per_step // math.prod(sizes.values())
+    ready = min(config.data.prefetch, config.total_steps)
+    return (
+        Part("a batch", one, f"lower {_longest(config)}"),
+        Part(f"{ready:,} batches ready", ready * one, "lower data.prefetch"),
+    )
+
+
+def _read(config: Config) -> tuple[Part, ...]:
+    """What a process holds while it makes a batch: its rows, and the number of every row."""
+    rows, numbers = -(-config.train.global_batch // jax.process_count()), 8 * config.train.global_batch
+    return (Part("a batch", INT32 * (ARRAYS + 1) * rows * config.data.seq_len + numbers, f"lower {_longest(config)}"),)
+
+
+def cached(model: ModelConfig, length: int) -> tuple[Part, ...]:
+    """Keys and values of `length` positions, float32, as generation holds them."""
+    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
+    bytes_ = FLOAT32 * model.n_layers * length * model.n_kv_heads * (model.head_dim + value_dim)
+    return (Part(f"keys and values of {length:,} positions", bytes_, "ask for fewer tokens (run.sample_tokens, or --tokens)"),)
+
+
+def _longest(config: Config) -> str:
+    batch, length = config.train.global_batch, config.data.seq_len
+    return f"train.global_batch = {batch}" if batch >= length else f"data.seq_len = {length}"
+
+
+def _largest(model: ModelConfig) -> str:
+    """The setting of the model that, made as small as can be, leaves the fewest parameters."""
+    tried = {f"model.{field}": (size, model.model_copy(update={field: 1})) for field, size in _sizes(model)}
+    for name, section in (("moe", model.moe), ("latent", model.latent)):
+        for field, size in _sizes(section):
+            assert section is not None, "it has sizes"
+            tried[f"model.{name}.{field}"] = size, model.model_copy(update={name: section.model_copy(update={field: 1})})
+    left = {field: count_parameters(smaller) for field, (_, smaller) in tried.items()}
+    field = min(left, key=left.__getitem__)
+    return f"{field} = {tried[field][0]}"
+
+
+def _sizes(section: Section | None) -> Iterator[tuple[str, int]]:
+    return ((field, value) for field, value in section or () if type(value) is int and value > 1)
+
+
+def _compare(doing: str, parts: Sequence[Part], limit: int, device: jax.Device | None) -> None:
+    """Raise UserError unless the sum of `parts` is within `limit`."""
+    needed, most = sum(part.bytes for part in parts), max(parts, key=lambda part: part.bytes)
+    if needed <= limit:
+        return
+    where = "this machine" if device is None or device.platform == "cpu" else f"a {device.device_kind}"
+    if device is not None and device.platform == "cpu" and jax.local_device_count() > 1:
+        where = f"each of this machine's {jax.local_device_count()} CPU devices"
+    raise UserError(
+        f"{doing} needs at least {in_bytes(needed)} of memory, and {where} has {in_bytes(limit)}; "
+        f"{in_bytes(most.bytes)} of it for {most.name}: {most.remedy}."
+    )
+
+
+_USED = re.compile(r"Used ([\d.]+\w?) of ([\d.]+\w?) (\w+)")  # a TPU's compiler
+_ASKED = re.compile(r"allocat\w*\s+([\d.]+ ?[KMGTP]?i?[Bb](?:ytes)?)\b")
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Iterator[None]:
+    """Turn running out of memory, of a device or of the host, into a UserError of one line; the whole of it goes to the log."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        text = str(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and not _is_out_of_memory(text):
+            raise
+        _log.info("out of memory while %s", doing, exc_info=error)
+        used, asked = _USED.search(text), _ASKED.search(text)
+        if used is not None:
+            told = f" (it needs {used[1]}B of {used[3]}, which has {used[2]}B)"
+        else:
+            told = f" (it asked for {_readable(asked[1])} more)" if asked is not None else ""
+        where = "this machine" if isinstance(error, MemoryError) or jax.default_backend() == "cpu" else f"a {jax.devices()[0].device_kind}"
+        raise UserError(f"{where} ran out of memory while {doing}{told}; {remedy}.") from None
+
+
+def _readable(figure: str) -> str:
+    return in_bytes(int(figure.removesuffix(" bytes"))) if figure.endswith(" bytes") else figure
+
+
+def _is_out_of_memory(text: str) -> bool:
+    return re.search(r"out of memory|RESOURCE_EXHAUSTED.*allocat|ran out of memory", text, re.IGNORECASE | re.DOTALL) is not None

@@ -1,0 +1,42 @@
+"""The default precision on a CPU: no matmul is left to XLA that XLA:CPU may refuse when it runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import run_steps, tiny_program
+
+from maxlm.kernels.platform import multiplied
+
+REFUSED = re.compile(r"dot_general.*\(tensor<[\dx]*bf16>, tensor<[\dx]*bf16>\) -> tensor<[\dx]*f32>")
+MODELS = {
+    "dense": {},
+    "experts": {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}},
+    "latent": {"n_kv_heads": 8, "latent": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_matmul_of_the_step_reads_bfloat16_and_gives_float32(name):
+    """XLA:CPU refuses some of them, by shape and machine: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"."""
+    lowered = tiny_program(1, model=MODELS[name], precision={"compute": "bfloat16"}).lower().as_text()
+    assert "bf16" in lowered and "dot_general" in lowered
+    assert [line for line in lowered.splitlines() if REFUSED.search(line)] == []
+
+
+def test_a_product_that_xla_refuses_in_bfloat16_runs():
+    """Its batch dim comes second in one operand; without the conversion jax 0.10.2 refuses it on every CPU that was tried."""
+    left, right = (jax.random.normal(jax.random.key(n), shape, jnp.bfloat16) for n, shape in enumerate([(8, 4, 16), (4, 16, 32)]))
+    product = jax.jit(lambda *operands: jnp.einsum("nej,ejl->nel", *multiplied(*operands), preferred_element_type=jnp.float32))(left, right)
+    exact = np.einsum("nej,ejl->nel", np.asarray(left, np.float64), np.asarray(right, np.float64))
+    np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_in_bfloat16_are_those_in_float32_within_its_rounding():
+    losses = {}
+    for compute in ("bfloat16", "float32"):
+        _, seen = run_steps(tiny_program(1, precision={"compute": compute}), 3)
+        losses[compute] = [float(metrics.loss) for metrics in seen]
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=5e-3)
