@@ -60,9 +60,7 @@ def print_samples(config: Config, directory: Path, params: Parameters, console: 
         room = most_generated(config) - len(tokenizer.encode(prompt))
         console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
         if room < 1:
-            console.print(
-                f"nothing: the prompt has the {most_generated(config):,} tokens that the model takes", markup=False, highlight=False
-            )
+            console.print(f"nothing: the prompt fills the {most_generated(config):,} tokens there may be", markup=False, highlight=False)
             continue
         sampler = Sampler(max_new_tokens=min(config.run.sample_tokens, room))
         console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False)

@@ -1,0 +1,32 @@
+"""The sample at the end of a run fits the positions that its model has."""
+
+import io
+
+import numpy as np
+from rich.console import Console
+
+from maxlm.config.schema import Config
+from maxlm.inference import text
+
+
+class ByteTokenizer:
+    """A token a byte."""
+
+    def encode(self, words: str) -> np.ndarray:
+        return np.frombuffer(words.encode(), np.uint8)
+
+
+def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
+    config = Config(
+        model={"vocab_size": 256, "d_model": 8, "n_layers": 1, "n_heads": 1, "d_ff": 8, "positions": "learned", "max_seq_len": 32},
+        data={"store": "unused", "seq_len": 32},
+        train={"steps": 1, "global_batch": 1},
+        run={"sample_prompts": ["a" * 20, "a" * 40], "sample_tokens": 30},
+    )
+    asked = []
+    monkeypatch.setattr(text, "run_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr(text, "continue_text", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or "!")
+    said = io.StringIO()
+    text.print_samples(config, tmp_path, {}, Console(file=said, width=200))
+    assert asked == [12]
+    assert "a" * 20 + "!" in said.getvalue() and "fills the 32 tokens" in said.getvalue()
