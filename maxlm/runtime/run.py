@@ -61,12 +61,10 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     Raises UserError before anything is written if the config cannot be honoured.
     """
     goodput = Goodput()
-    look_for_devices()
-    with (
-        cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here,
-        RunLog() as log,
-    ):
-        return _run(config, console, show, goodput, here, log)
+    with RunLog() as log:
+        look_for_devices()
+        with cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here:
+            return _run(config, console, show, goodput, here, log)
 
 
 def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster, log: RunLog) -> int:
@@ -91,7 +89,7 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
         directory.write_config(dump(config))
         if primary:
             keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-        observers.on_event(Event("start", start.step, data=_facts(config, here.description)))
+        observers.on_event(Event("start", start.step, data=_facts(config, here.description, directory.path)))
         outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         observers.on_event(Event("stop", outcome.step, data=summary))
@@ -139,7 +137,7 @@ def _prepare(config: Config) -> None:
         )
 
 
-def _facts(config: Config, joined: str) -> dict[str, Any]:
+def _facts(config: Config, joined: str, folder: Path) -> dict[str, Any]:
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
@@ -147,6 +145,8 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
         "device_kind": first.device_kind,
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
+        "total_tokens": config.total_steps * config.tokens_per_step,
+        "folder": str(folder),
         "version": maxlm.__version__,
         "cluster": joined,
     }
@@ -154,7 +154,7 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
-    """Observers that are closed, however the block ends."""
+    """Observers that are closed, however the block ends; what they could not write is told."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if attempt.VARIABLE in os.environ:
         active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
@@ -164,7 +164,8 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
     try:
         yield observers
     finally:
-        observers.close()
+        for problem in observers.close():
+            console.print(problem, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
 """log.txt holds what was logged before its folder was there, and nothing that was logged is lost without one."""
 
 import logging
+import sys
+import time
+import warnings
 
 import pytest
 
@@ -9,9 +12,9 @@ from maxlm.telemetry.log import RunLog
 
 @pytest.fixture
 def named():
-    log = logging.getLogger("maxlm.somewhere")
+    log, before = logging.getLogger("maxlm.somewhere"), list(logging.getLogger().handlers)
     yield log
-    assert not [handler for handler in logging.getLogger().handlers if type(handler).__module__ == "logging.handlers"], "left behind"
+    assert set(logging.getLogger().handlers) == set(before), "left behind"
 
 
 def test_what_came_before_the_file_is_in_it(named, tmp_path):
@@ -36,4 +39,41 @@ def test_another_process_writes_it(named, capsys):
     with RunLog() as log:
         log.write_to(None)
         named.warning("said elsewhere")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("where", ["", "some.library"])
+def test_no_logger_writes_to_the_console_meanwhile(where, named, tmp_path, capsys):
+    """Neither a handler that was there, nor the one that absl installs with its first line when the root logger has none."""
+    library = logging.getLogger(where)
+    before = logging.StreamHandler(sys.stderr)
+    library.addHandler(before)
+    try:
+        with RunLog() as log:
+            log.write_to(tmp_path / "log.txt")
+            logging.basicConfig()
+            library.error("a library fails")
+            named.warning("a problem")
+            warnings.warn("a warning", stacklevel=1)
+        assert capsys.readouterr().err == ""
+        library.error("after")
+        assert "after" in capsys.readouterr().err
+    finally:
+        library.removeHandler(before)
+    text = (tmp_path / "log.txt").read_text()
+    assert "a library fails" in text
+    assert "a problem" in text
+    assert "a warning" in text
+
+
+def test_a_file_that_cannot_be_written_delays_nobody_and_says_nothing(named, tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    began = time.monotonic()
+    with RunLog() as log:
+        log.write_to(tmp_path / "file" / "log.txt")
+        for number in range(100):
+            named.warning("line %d", number)
+        assert time.monotonic() - began < 3
+        (tmp_path / "file").unlink()
+    assert len((tmp_path / "file" / "log.txt").read_text().splitlines()) >= 100
     assert capsys.readouterr().err == ""
