@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlm.telemetry.append import AppendFile
 from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.attempts import Sign, killed
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
@@ -32,8 +33,17 @@ class FileObserver:
             run.metrics.touch()
             _drop_torn_line(run.events)
             self._events = AppendFile(run.events)
+            self._note_the_kill()
             self._metrics = _Steps(run.metrics)
             self._routing = _Steps(run.routing) if run.routing.exists() else None
+
+    def _note_the_kill(self) -> None:
+        """An attempt that ended without a word is noted while its records are there: those of steps that are done again will go."""
+        events = [event for item in read_objects(self._run.events) if item is not None and (event := Event.of(item)) is not None]
+        signs = (sign for item in read_objects(self._run.metrics) if item is not None and (sign := Sign.of(item)) is not None)
+        event = killed(events, signs)
+        if event is not None and self._events is not None:
+            self._events.append(event.to_json().encode() + b"\n")
 
     def on_step(self, record: StepRecord) -> None:
         if self._metrics is None:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
@@ -70,9 +70,23 @@ class Event:
     time: float = field(default_factory=time.time)  # seconds since 1970
     data: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> "Event | None":
+        """From the object of a line; None when it is no event."""
+        kind, step, when = item.get("kind"), item.get("step"), item.get("time")
+        if not isinstance(kind, str) or not is_step(step) or not isinstance(when, int | float) or isinstance(when, bool):
+            return None
+        data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
+        return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps
+
     def to_json(self) -> str:
         """One line of strict JSON, `data` beside kind, step and time."""
         return dumps({**self.data, "kind": self.kind, "step": self.step, "time": round(self.time, 3)})
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """A number of updates, as files hold it."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 class Observer(Protocol):

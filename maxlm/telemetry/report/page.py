@@ -14,7 +14,7 @@ from maxlm.telemetry.report import experts
 from maxlm.telemetry.report.charts import FULL, Line, chart
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
-from maxlm.telemetry.report.summary import Figures, Status, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
 from maxlm.telemetry.words import count, duration, figure, percent, sentence
 
 COLORS = 8  # in the palette; a ninth run starts it again
@@ -28,6 +28,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 PARTS = {
     "startup": "starting and compiling",
     "step": "training steps",
+    "lost": "steps done again",
     "data_wait": "waiting for data",
     "eval": "evaluating",
     "save": "waiting for saves",
@@ -105,6 +106,7 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("MFU", lambda f: None if f.mfu is None else percent(f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: None if f.data_wait is None else percent(f.data_wait), "of a step's time"),
     ("Time", lambda f: None if f.seconds is None else duration(f.seconds), "on the clock, all attempts"),
+    ("Goodput", lambda f: None if f.goodput is None else percent(f.goodput), "of that time, on steps that count"),
 )
 
 
@@ -200,9 +202,11 @@ def _goodput(runs: Sequence[Run]) -> str:
             for part, share, value in shares
         )
         head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>')
-    hint = '<p class="note">Time of attempts that ended without a word (killed) is not in here.</p>'
-    return f"<section><h2>Where the time went</h2>{''.join(bars)}{hint}</section>" if bars else ""
+        number, pause = len(run.attempts), between_attempts(run)
+        pauses = f"; between them nothing ran for {duration(pause)} that is not in here" if pause >= 0.05 else ""
+        note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
+        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
+    return f"<section><h2>Where the time went</h2>{''.join(bars)}</section>" if bars else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:
