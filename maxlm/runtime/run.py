@@ -31,6 +31,7 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers
+from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
@@ -54,33 +55,38 @@ IDENTITY = (
 Showing = Callable[[Config, Path, Parameters, Console], None]
 
 
-def run(config: Config, console: Console, show: Showing, named: Mapping[str, str] | None = None) -> int:
+def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] | None = None) -> int:
     """Train as `config` says; returns the process's exit code. `show` is called with the parameters of a finished run,
     `named` is what the command line says of the cluster.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
-    goodput = Goodput()
-    with RunLog() as log:
-        look_for_devices()
-        with cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here:
-            return _run(config, console, show, goodput, here, log)
+    look_for_devices()
+    with (
+        cluster.joined(named or {}, functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)) as here,
+        RunLog() as log,
+    ):
+        return _run(config, phases, show, here, log)
 
 
-def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster, log: RunLog) -> int:
-    keep_compiled_programs()
+def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunLog) -> int:
+    console, goodput = phases.console, Goodput(began=phases.began)
+    with phases("looking for devices"):
+        keep_compiled_programs()
     if jax.process_count() > 1:
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
-    primary = jax.process_index() == 0
+    primary = phases.primary = jax.process_index() == 0
     attempt.joined(here.hosts)
     mesh = build_mesh(config)
-    data, held_out = _open_alike(config)
+    data, held_out = _open_alike(config, phases)
     program = build_program(config, mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
     saved = config.checkpoint.dir or str(directory.checkpoints)
     cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
-    start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
+    with phases(f"{restoring}compiling the step"):
+        start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
@@ -89,7 +95,8 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
         directory.write_config(dump(config))
         if primary:
             keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-        observers.on_event(Event("start", start.step, data=_facts(config, here.description, directory.path)))
+        facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+        observers.on_event(Event("start", start.step, data=facts))
         outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         observers.on_event(Event("stop", outcome.step, data=summary))
@@ -114,13 +121,15 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     return {**{key: str(value) for key, value in values.items()}, "tokenizer": tokenizer_hash}
 
 
-def _open_alike(config: Config) -> tuple[Pipeline, Pipeline | None]:
+def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
     """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
     opened, problem = None, ""
     try:
         if config.data.prepare is not None:
+            phases.say("preparing the data")
             _prepare(config)
-        opened = open_data(config)
+        with phases("reading the data"):
+            opened = open_data(config)
     except UserError as error:
         problem = str(error)
     cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
