@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import FULL, Line, chart
+from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
@@ -146,23 +146,41 @@ def _charts(runs: Sequence[Run]) -> str:
         losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
         losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
     unit = "nats a token, lower is better"
-    linear, log = chart("Loss", unit, losses, size=FULL), chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL)
+    frame = _frame(runs)
+    linear = chart("Loss", unit, losses, size=FULL, frame=frame)
+    log = chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL, frame=frame)
     parts = []
     if linear:
         switch = (
             '<input type="radio" name="scale" id="linear" checked><label for="linear">linear</label>'
             '<input type="radio" name="scale" id="log"><label for="log">logarithmic</label>'
         )
-        parts.append(f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs)}</div>')
+        parts.append(
+            f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
+        )
     for title, unit, key, zero in CHARTS:
         lines = [
             Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
         ]
         if key.endswith("_s") and key != "tokens_per_s":
             lines, unit = _in_handy_seconds(lines, unit)
-        parts.append(chart(title, unit, lines, zero=zero))
+        parts.append(chart(title, unit, lines, zero=zero, frame=frame))
     drawn = "".join(parts)
     return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _frame(runs: Sequence[Run]) -> Frame:
+    """Every chart spans all steps of the runs, so that one whose figures end early shows where."""
+    steps = [
+        float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
+    ]
+    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, _color(i)) for i, run in enumerate(runs)])
+
+
+def _marks(run: Run, color: int) -> Marks:
+    starts = [attempt.first_step for attempt in run.attempts[1:]]
+    rollbacks = [event.step for event in run.events if event.kind == "rollback"]
+    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], color)
 
 
 def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
@@ -173,12 +191,17 @@ def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
     return [replace(line, series=Series(line.series.steps_N, 1e3 * line.series.values_N)) for line in lines], f"milliseconds {unit}".strip()
 
 
-def _loss_legend(runs: Sequence[Run]) -> str:
-    second = "" if len(runs) > 1 else " c1"
-    first = "" if len(runs) > 1 else " c0"
-    if not any(len(eval_loss(run).steps_N) for run in runs):
-        return ""
-    return f'<p class="legend"><span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out</p>'
+def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
+    """Which line is which, and what marks say; "" where nothing needs saying."""
+    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
+    said = []
+    if any(len(eval_loss(run).steps_N) for run in runs):
+        said.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
+    if any(marks.restarts for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
+    if any(marks.skips for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
+    return f'<p class="legend">{" ".join(said)}</p>' if said else ""
 
 
 def _legend(runs: Sequence[Run]) -> str:
