@@ -35,6 +35,7 @@ from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training.loop import Outcome, Session, restore_or_init, train
 from maxlm.training.program import build_program
 
@@ -61,6 +62,8 @@ def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] 
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
+    if config.run.wandb is not None:
+        check_wandb(config.run.wandb)
     look_for_devices()
     with (
         cluster.joined(named or {}, functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)) as here,
@@ -169,6 +172,8 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
         active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
+    if config.run.wandb is not None and primary:
+        active.append(WandbObserver(config.run.wandb, directory, config.model_dump(mode="json")))
     observers = Observers(active)
     try:
         yield observers
