@@ -1,6 +1,7 @@
 """log.txt holds what was logged before its folder was there, and nothing that was logged is lost without one."""
 
 import logging
+import subprocess
 import sys
 import time
 import warnings
@@ -77,3 +78,28 @@ def test_a_file_that_cannot_be_written_delays_nobody_and_says_nothing(named, tmp
         (tmp_path / "file").unlink()
     assert len((tmp_path / "file" / "log.txt").read_text().splitlines()) >= 100
     assert capsys.readouterr().err == ""
+
+
+ABSL = """
+import sys
+from pathlib import Path
+from absl import logging
+from maxlm.telemetry.log import RunLog
+if sys.argv[2] == "before":
+    logging.error("this one comes before the run")  # absl installs a handler on stderr with its first line
+with RunLog() as log:
+    log.write_to(Path(sys.argv[1]))
+    try:
+        raise OSError("no room")
+    except OSError:
+        logging.exception("a save failed")
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "not before"])
+def test_a_traceback_that_absl_logs_is_in_the_file_alone(tmp_path, when):
+    """As orbax does, in a dozen threads, when a disk is full under an asynchronous save."""
+    done = subprocess.run([sys.executable, "-c", ABSL, str(tmp_path / "log.txt"), when], capture_output=True, text=True, check=True)
+    assert "a save failed" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in (tmp_path / "log.txt").read_text()
