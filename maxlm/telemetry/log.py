@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from maxlm.telemetry.append import AppendFile
 from maxlm.telemetry.background import Background
@@ -91,5 +92,14 @@ def _console_handlers() -> Iterator[tuple[logging.Logger, logging.Handler]]:
     loggers = [logging.getLogger(), *(item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger))]
     for logger in loggers:
         for handler in tuple(logger.handlers):
-            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if isinstance(handler, logging.StreamHandler) and _is_console(handler.stream):
                 yield logger, handler
+
+
+def _is_console(stream: Any) -> bool:
+    if stream in (sys.stdout, sys.stderr):
+        return True
+    try:
+        return stream.fileno() in (1, 2)  # also one that stood in for stderr while a spinner turned
+    except (OSError, AttributeError, ValueError):
+        return False

@@ -84,9 +84,13 @@ ABSL = """
 import sys
 from pathlib import Path
 from absl import logging
+from rich.console import Console
 from maxlm.telemetry.log import RunLog
 if sys.argv[2] == "before":
     logging.error("this one comes before the run")  # absl installs a handler on stderr with its first line
+elif sys.argv[2] == "under a spinner":  # which puts something in the place of stderr
+    with Console(force_terminal=True).status("importing"):
+        logging.error("this one comes before the run")
 with RunLog() as log:
     log.write_to(Path(sys.argv[1]))
     try:
@@ -96,7 +100,7 @@ with RunLog() as log:
 """
 
 
-@pytest.mark.parametrize("when", ["before", "not before"])
+@pytest.mark.parametrize("when", ["before", "under a spinner", "not before"])
 def test_a_traceback_that_absl_logs_is_in_the_file_alone(tmp_path, when):
     """As orbax does, in a dozen threads, when a disk is full under an asynchronous save."""
     done = subprocess.run([sys.executable, "-c", ABSL, str(tmp_path / "log.txt"), when], capture_output=True, text=True, check=True)
