@@ -307,14 +307,6 @@ class CheckpointConfig(Section):
     keep_every: Positive | None = None  # steps whose checkpoints are kept for ever
 
 
-class WandbConfig(Section):
-    """Weights & Biases: the figures of a run there too. Needs `pip install maxlm[wandb]`."""
-
-    project: Text
-    entity: Text | None = None  # None: the account's own
-    mode: Literal["online", "offline"] = "online"  # offline: into the run's folder, for `wandb sync` later
-
-
 class RunConfig(Section):
     """Where the run writes: `dir`/`name`/."""
 
@@ -322,7 +314,7 @@ class RunConfig(Section):
     dir: Text = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
-    wandb: WandbConfig | None = None
+    wandb: Text | None = None  # a project at Weights & Biases; its own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count
     sample_prompts: tuple[Text, ...] = ()  # continued and printed at the end
     sample_tokens: Positive = 64
 

@@ -9,19 +9,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import WandbConfig
 from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 
 
-def check_wandb(settings: WandbConfig) -> None:
-    """Raises ConfigError where the package, or the key that `online` needs, is missing: nothing may ask for it later."""
+def check_wandb(project: str) -> None:
+    """Raises ConfigError where the package is missing, or the key that only WANDB_MODE=offline does without: nothing may ask for it later."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder named wandb, where wandb writes by itself, is no package
-        raise ConfigError("run.wandb", settings.model_dump(), "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
-    if settings.mode == "online" and not _has_key():
+        raise ConfigError("run.wandb", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
+    if os.environ.get("WANDB_MODE", "online") == "online" and not _has_key():
         rule = "no API key was found in WANDB_API_KEY or ~/.netrc"
-        raise ConfigError("run.wandb.mode", settings.mode, rule, "run `wandb login`, or set run.wandb.mode=offline")
+        raise ConfigError("run.wandb", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
 
 
 class WandbObserver:
@@ -30,8 +29,8 @@ class WandbObserver:
     The first call connects, and is made again while the service is not reached. Nothing is written before it.
     """
 
-    def __init__(self, settings: WandbConfig, run: RunDirectory, config: Mapping[str, Any]) -> None:
-        self._settings, self._directory, self._config = settings, run, config
+    def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
+        self._project, self._directory, self._config = project, run, config
         self._run: Any = None
 
     def on_step(self, record: StepRecord) -> None:
@@ -60,9 +59,7 @@ class WandbObserver:
         path = self._directory.path.resolve()
         try:
             run = wandb.init(
-                project=self._settings.project,
-                entity=self._settings.entity,
-                mode=self._settings.mode,
+                project=self._project,
                 name=path.name,
                 id=sha256(str(path).encode()).hexdigest()[:16],
                 resume="allow",

@@ -8,12 +8,15 @@ import types
 import pytest
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import RunConfig, WandbConfig
+from maxlm.config.schema import RunConfig
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 
-OFFLINE = WandbConfig(project="p", mode="offline")
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
 
 
 def installed():
@@ -57,7 +60,7 @@ def observed(tmp_path, monkeypatch):
     def make(down=0):
         double = Double(down)
         monkeypatch.setitem(sys.modules, "wandb", double.module())
-        return double, WandbObserver(OFFLINE, RunDirectory(tmp_path / "r", primary=True), {"model": {"d_model": 8}})
+        return double, WandbObserver("p", RunDirectory(tmp_path / "r", primary=True), {"model": {"d_model": 8}})
 
     return make
 
@@ -77,7 +80,7 @@ def test_figures_are_logged_over_steps(observed, record):
     assert "mfu" not in double.logged[0]
     assert double.logged[-1] == {"step": 2, "eval_loss": 2.5}
     assert double.metrics == [(("*",), {"step_metric": "step"})]
-    assert double.inits[0]["mode"] == "offline"
+    assert double.inits[0]["project"] == "p"
     assert double.inits[0]["config"] == {"model": {"d_model": 8}}
     assert (len(double.inits), double.finished) == (1, 1)
 
@@ -105,13 +108,13 @@ def test_a_service_that_is_not_reached_is_tried_again(observed, record):
 def test_without_the_package_it_is_refused_in_a_line(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"run\.wandb = .*not installed; run `pip install 'maxlm\[wandb\]'`"):
-        check_wandb(OFFLINE)
+        check_wandb("p")
     monkeypatch.undo()
     if not installed():
         (tmp_path / "wandb").mkdir()  # as wandb itself makes them
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ConfigError, match="not installed"):
-            check_wandb(OFFLINE)
+            check_wandb("p")
 
 
 def test_online_without_a_key_is_refused_before_anything_asks_for_it(monkeypatch, tmp_path):
@@ -119,13 +122,13 @@ def test_online_without_a_key_is_refused_before_anything_asks_for_it(monkeypatch
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    online = WandbConfig(project="p")
+    check_wandb("p")
+    monkeypatch.delenv("WANDB_MODE")
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        check_wandb(online)
+        check_wandb("p")
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
-    check_wandb(online)
-    check_wandb(OFFLINE)
+    check_wandb("p")
 
 
 def test_it_is_off_by_default():
@@ -138,7 +141,7 @@ def test_it_is_off_by_default():
 def test_offline_with_the_real_package(tmp_path, record):
     """Without a network; the figures are in the file that `wandb sync` sends."""
     run = RunDirectory.create(tmp_path, "r")
-    observers = Observers([WandbObserver(OFFLINE, run, {"model": {"d_model": 8}})])
+    observers = Observers([WandbObserver("p", run, {"model": {"d_model": 8}})])
     for step in range(1, 21):
         observers.on_step(record(step, loss=1000.25 + step))
     assert observers.close(within_s=60) == []
