@@ -14,7 +14,7 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def check_wandb(project: str) -> None:
-    """Raises ConfigError where the package is missing, or the key that only WANDB_MODE=offline does without: nothing may ask for it later."""
+    """Raises ConfigError without the package, or without the key that only WANDB_MODE=offline spares: nothing may ask for it later."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder named wandb, where wandb writes by itself, is no package
         raise ConfigError("run.wandb", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
