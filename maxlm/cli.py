@@ -68,10 +68,14 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
     settings = load(config, rest).config
     from rich.console import Console
 
-    from maxlm.inference.text import print_samples
-    from maxlm.runtime.run import run
+    from maxlm.telemetry.phases import Phases
 
-    raise typer.Exit(run(settings, Console(), print_samples, cluster))
+    phases = Phases(Console())
+    with phases("importing libraries"):
+        from maxlm.inference.text import print_samples
+        from maxlm.runtime.run import run
+
+    raise typer.Exit(run(settings, phases, print_samples, cluster))
 
 
 @app.command(name="config")

@@ -340,6 +340,7 @@ class RunConfig(Section):
     dir: LocalPath = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
+    wandb: Text | None = None  # a project at Weights & Biases; its own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count
     sample_prompts: tuple[Text, ...] = ()  # continued and printed at the end
     sample_tokens: Positive = 64
 

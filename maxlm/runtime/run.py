@@ -36,9 +36,11 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers
+from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
 from maxlm.training.loop import Outcome, Session, restore_or_init, train
 from maxlm.training.program import build_program
@@ -63,41 +65,46 @@ class Showing(Protocol):
     def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None: ...
 
 
-def run(config: Config, console: Console, show: Showing, named: Mapping[str, str] | None = None) -> int:
+def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] | None = None) -> int:
     """Train as `config` says; returns the process's exit code. `show` is called at the end of a finished run, `named` is what the command
     line says of the cluster.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
-    goodput = Goodput()
+    if config.run.wandb is not None:
+        check_wandb(config.run.wandb)
     look_for_devices()
     with (
-        cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here,
+        cluster.joined(named or {}, functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)) as here,
         RunLog() as log,
         fits.explain_out_of_memory("training"),
     ):
-        return _run(config, console, show, goodput, here, log)
+        return _run(config, phases, show, here, log)
 
 
-def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here: Cluster, log: RunLog) -> int:
-    keep_compiled_programs()
+def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunLog) -> int:
+    console, goodput = phases.console, Goodput(began=phases.began)
+    with phases("looking for devices"):
+        keep_compiled_programs()
     if jax.process_count() > 1:
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
-    primary = jax.process_index() == 0
+    primary = phases.primary = jax.process_index() == 0
     attempt.joined(here.hosts)
     check_cluster(config, jax.devices())
     mesh = build_mesh(config)
     together = max(here.hosts.count(here.hosts[jax.process_index()]), 1)  # processes of this host, which share its memory
     fits.check(config, dict(mesh.shape), jax.devices(), together)
-    data, held_out = _open_alike(config)
+    data, held_out = _open_alike(config, phases)
     program = build_program(config, mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
     saved = config.checkpoint.dir or str(directory.checkpoints)
     cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
-    start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
-    if start.step < config.total_steps:
-        fits.check_compiled(program.step, jax.local_devices()[0], together)
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
+    with phases(f"{restoring}compiling the step"):
+        start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
+        if start.step < config.total_steps:
+            fits.check_compiled(program.step, jax.local_devices()[0], together)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
@@ -110,7 +117,8 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
             directory.write_config(dump(config))
             if primary:
                 keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-            observers.on_event(Event("start", start.step, data=_facts(config, here.description)))
+            facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+            observers.on_event(Event("start", start.step, data=facts))
             outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
@@ -135,13 +143,15 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     return {**{key: str(value) for key, value in values.items()}, "tokenizer": tokenizer_hash}
 
 
-def _open_alike(config: Config) -> tuple[Pipeline, Pipeline | None]:
+def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
     """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
     opened, problem = None, ""
     try:
         if config.data.prepare is not None:
+            phases.say("preparing the data")
             _prepare(config)
-        opened = open_data(config)
+        with phases("reading the data"):
+            opened = open_data(config)
     except UserError as error:
         problem = str(error)
     cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
@@ -158,7 +168,7 @@ def _prepare(config: Config) -> None:
         )
 
 
-def _facts(config: Config, joined: str) -> dict[str, Any]:
+def _facts(config: Config, joined: str, folder: Path) -> dict[str, Any]:
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
@@ -166,6 +176,8 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
         "device_kind": first.device_kind,
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
+        "total_tokens": config.total_steps * config.tokens_per_step,
+        "folder": str(folder),
         "version": maxlm.__version__,
         "cluster": joined,
     }
@@ -173,17 +185,20 @@ def _facts(config: Config, joined: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
-    """Observers that are closed, however the block ends."""
+    """Observers that are closed, however the block ends; what they could not write is told."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if attempt.VARIABLE in os.environ:
         active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
+    if config.run.wandb is not None and primary:
+        active.append(WandbObserver(config.run.wandb, directory, config.model_dump(mode="json")))
     observers = Observers(active)
     try:
         yield observers
     finally:
-        observers.close()
+        for problem in observers.close():
+            console.print(problem, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

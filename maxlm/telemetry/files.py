@@ -3,9 +3,11 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from maxlm.telemetry.append import AppendFile
 from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.attempts import Sign, killed
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
@@ -16,18 +18,32 @@ class FileObserver:
 
     The same holds of `routing.jsonl`, which has a line for each record that says how tokens met experts; without any there is no such file.
     Events are history and are never removed. Does nothing on a process that is not the primary one.
+
+    A call that raised OSError, as on a full disk, may be made again: no line is torn, doubled or left out.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._metrics: _Steps | None = None
         self._routing: _Steps | None = None
-        self._events: TextIO | None = None
+        self._events: AppendFile | None = None
+        self._last_event: Event | None = None
         if run.primary:
+            run.events.touch()
+            run.metrics.touch()
             _drop_torn_line(run.events)
-            self._events = run.events.open("a", buffering=1, encoding="utf-8")
+            self._events = AppendFile(run.events)
+            self._note_the_kill()
             self._metrics = _Steps(run.metrics)
             self._routing = _Steps(run.routing) if run.routing.exists() else None
+
+    def _note_the_kill(self) -> None:
+        """An attempt that ended without a word is noted while its records are there: those of steps that are done again will go."""
+        events = [event for item in read_objects(self._run.events) if item is not None and (event := Event.of(item)) is not None]
+        signs = (sign for item in read_objects(self._run.metrics) if item is not None and (sign := Sign.of(item)) is not None)
+        event = killed(events, signs)
+        if event is not None and self._events is not None:
+            self._events.append(event.to_json().encode() + b"\n")
 
     def on_step(self, record: StepRecord) -> None:
         if self._metrics is None:
@@ -42,7 +58,9 @@ class FileObserver:
     def on_event(self, event: Event) -> None:
         if self._events is None:
             return
-        self._events.write(event.to_json() + "\n")
+        if event is not self._last_event:
+            self._events.append(event.to_json().encode() + b"\n")
+            self._last_event = event
         if event.kind in ("restore", "rollback"):
             self.rewind(event.step)
 
@@ -60,16 +78,22 @@ class FileObserver:
 
 
 class _Steps:
-    """A file of JSON lines whose steps rise, open at its end, where no torn line is left."""
+    """A file of JSON lines whose steps rise, and where no torn line is left."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file, self._last_step = self._open()
+        self._file = AppendFile(path)
+        self._last_step = self._read_last_step()
+        self._last_line = b""
 
     def append(self, record: Mapping[str, Any]) -> None:
+        """The same record again, right after it, changes nothing."""
+        line = dumps(record).encode() + b"\n"
+        if line == self._last_line:
+            return
         self.rewind(record["step"] - 1)
-        self._file.write(dumps(record) + "\n")
-        self._last_step = record["step"]
+        self._file.append(line)
+        self._last_step, self._last_line = record["step"], line
 
     def rewind(self, step: int) -> None:
         """Keeps the records of steps <= `step`."""
@@ -80,17 +104,17 @@ class _Steps:
             for line, record in read_lines(self._path):
                 if record is not None and _step(record) <= step:
                     file.write(line)  # as it is: to write the loads of many experts anew takes ten times as long
-        self._file, self._last_step = self._open()
+        self._file, self._last_line = AppendFile(self._path), b""
+        self._last_step = self._read_last_step()
 
     def close(self) -> None:
         self._file.close()
 
-    def _open(self) -> tuple[TextIO, float]:
-        """(the file, its last step or -1)."""
+    def _read_last_step(self) -> float:
+        """-1 if there is none."""
         _drop_torn_line(self._path)
         steps = (_step(record) for record in read_objects(self._path) if record is not None) if self._path.exists() else iter(())
-        last = max(steps, default=-1)
-        return self._path.open("a", buffering=1, encoding="utf-8"), last
+        return max(steps, default=-1)
 
 
 def _step(record: dict) -> float:

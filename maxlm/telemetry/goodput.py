@@ -10,17 +10,17 @@ PARTS: tuple[Part, ...] = ("startup", "step", "data_wait", "eval", "save", "othe
 
 
 class Goodput:
-    """A clock with one hand: at any moment the time goes to one part. Begins in `startup` (imports, restore, compilation).
+    """A clock with one hand: at any moment the time goes to one part. Begins in `startup` (imports, restore, compilation), at `began`.
 
     Not for several threads: it measures what the training loop waits for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, began: float | None = None) -> None:
         self._clock = clock
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self._part: Part = "startup"
         self._starting = True
-        self._since = clock()
+        self._since = clock() if began is None else began
 
     def started(self) -> None:
         """The first step is done: from here on unclaimed time is `other`. May be said again."""

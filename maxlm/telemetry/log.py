@@ -1,43 +1,105 @@
-"""log.txt of a run: what modules log, from before its folder is there; of maxlm's own from INFO on."""
+"""log.txt of a run: what modules and libraries log, from before its folder is there; of maxlm's own from INFO on."""
 
 import logging
-from logging.handlers import MemoryHandler
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from maxlm.telemetry.append import AppendFile
+from maxlm.telemetry.background import Background
 
 _KEPT = 10_000  # lines before there is a file
+_CLOSE_S = 2.0
 
 
 class RunLog:
-    """Use it in a `with`. What was logged when that ends, and no file had come, is told on stderr from WARNING on."""
+    """Use it in a `with`: meanwhile no logger writes to the console. A full or hung disk under the file delays nobody.
+
+    What was logged when it ends, and no file had come, is told on stderr from WARNING on.
+    """
 
     def __init__(self) -> None:
-        self._early = MemoryHandler(_KEPT, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-        self._handler: logging.Handler = self._early
+        self._handler = _Handler()
+        self._console: list[tuple[logging.Logger, logging.Handler]] = []
 
     def __enter__(self) -> "RunLog":
         logging.getLogger("maxlm").setLevel(logging.INFO)  # which implementation of an operation was chosen, and why
-        logging.getLogger().addHandler(self._handler)
+        self._console = list(_console_handlers())
+        for logger, handler in self._console:
+            logger.removeHandler(handler)
+        logging.getLogger().addHandler(self._handler)  # with a handler there, no library installs its own (absl does)
+        logging.captureWarnings(True)
         return self
 
     def write_to(self, path: Path | None) -> None:
         """Write all of it to `path`; None: to nowhere, since another process does."""
-        self._change(logging.FileHandler(path) if path else logging.NullHandler())
+        self._handler.write_to(path)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._handler is self._early and logging.lastResort is not None:
-            self._change(logging.lastResort)
+        logging.captureWarnings(False)
         logging.getLogger().removeHandler(self._handler)
-        if self._handler is not logging.lastResort:
-            self._handler.close()
+        for logger, handler in self._console:
+            logger.addHandler(handler)
+        self._handler.close()
 
-    def _change(self, handler: logging.Handler) -> None:
-        if handler is not logging.lastResort:
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        for record in self._early.buffer:
-            if record.levelno >= handler.level:
-                handler.handle(record)
-        logging.getLogger().removeHandler(self._early)
-        logging.getLogger().addHandler(handler)
-        self._early.close()
-        self._handler = handler
+
+class _Handler(logging.Handler):
+    """Keeps records until there is a file, which is written by a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._early: deque[logging.LogRecord] | None = deque(maxlen=_KEPT)
+        self._file: AppendFile | None = None
+        self._background: Background | None = None
+
+    def write_to(self, path: Path | None) -> None:
+        self.acquire()
+        try:
+            early, self._early = self._early or (), None
+            if path is not None:
+                self._file = AppendFile(path)
+                self._background = Background("log.txt", self._file.close)
+                for record in early:
+                    self.emit(record)
+        finally:
+            self.release()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._early is not None:
+            self._early.append(record)
+        elif self._background is not None and self._file is not None:
+            self._background.put(self._file.append, (self.format(record) + "\n").encode(errors="replace"))
+
+    def close(self) -> None:
+        for record in self._early or ():
+            if logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+                logging.lastResort.handle(record)
+        self._early = None
+        if self._background is not None:
+            self._background.finish(time.monotonic() + _CLOSE_S)
+            self._background.join()
+            self._background = None
+        super().close()
+
+
+def _console_handlers() -> Iterator[tuple[logging.Logger, logging.Handler]]:
+    """Handlers that write to the console, each with its logger."""
+    loggers = [logging.getLogger(), *(item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger))]
+    for logger in loggers:
+        for handler in tuple(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and _is_console(handler.stream):
+                yield logger, handler
+
+
+def _is_console(stream: Any) -> bool:
+    if stream in (sys.stdout, sys.stderr):
+        return True
+    try:
+        return stream.fileno() in (1, 2)  # also one that stood in for stderr while a spinner turned
+    except (OSError, AttributeError, ValueError):
+        return False

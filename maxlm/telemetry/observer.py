@@ -1,17 +1,20 @@
-"""What training tells the world, and the one interface those who listen implement. Nobody who listens can stop training by failing."""
+"""What training reports, and the interface of those that follow it. None of them can stop or delay training."""
 
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
+from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.strict_json import dumps
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop"]
+EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop", "observer", "killed"]
+CLOSE_S = 10.0  # for all observers together
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,14 @@ class StepRecord:
     tflops_per_device: float | None  # 10^12 FLOP/s
     mfu: float | None  # share of the peak, 0 to 1; None where the peak is unknown
     data_wait_s: float  # of a step, waiting for its batch
+    time: float = field(default_factory=time.time, compare=False)  # when it was known, seconds since 1970
     extra: Mapping[str, float] = field(default_factory=dict)  # z_loss, skipped, eval_loss, ...; with experts Balance.figures()
     balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure by name, `extra` beside the others; not `balance`, which is more than figures."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("extra", "balance")}
+        known["time"] = round(self.time, 3)
         return {**known, **self.extra, **known}  # an extra never hides a figure of ours
 
     def to_json(self) -> str:
@@ -45,14 +50,18 @@ class StepRecord:
 class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
-    start     step it starts from; `parameters devices device_kind processes total_steps version`
-    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken)
-    save      step whose save began; `blocked_s` the loop waited for it, `failed_before` why the save before it failed
+    start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
+              command began, `changed` (setting -> old and new value)
+    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
+    save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it, `failed_before` why the save before it failed
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
     eval      `eval_loss` (nats a token), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
+    killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
+              attempt; `goodput`, as far as records tell
+    observer  an observer failed, was switched off or writes again: `name reason`
     stop      last step; `reason` (done, nothing_left, preempted, unhealthy ...), `message`, `goodput` (see goodput.py), `eval_loss`
     """
 
@@ -61,13 +70,27 @@ class Event:
     time: float = field(default_factory=time.time)  # seconds since 1970
     data: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> "Event | None":
+        """From the object of a line; None when it is no event."""
+        kind, step, when = item.get("kind"), item.get("step"), item.get("time")
+        if not isinstance(kind, str) or not is_step(step) or not isinstance(when, int | float) or isinstance(when, bool):
+            return None
+        data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
+        return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps
+
     def to_json(self) -> str:
         """One line of strict JSON, `data` beside kind, step and time."""
         return dumps({**self.data, "kind": self.kind, "step": self.step, "time": round(self.time, 3)})
 
 
+def is_step(value: Any) -> TypeGuard[int]:
+    """A number of updates, as files hold it."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
 class Observer(Protocol):
-    """Listens to training, in the thread of the loop: be quick."""
+    """Follows training, in a thread of its own. A call that raises OSError is made again later, so it must leave nothing half done."""
 
     def on_step(self, record: StepRecord) -> None: ...
     def on_event(self, event: Event) -> None: ...
@@ -75,37 +98,40 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Tells several observers. One that raises is logged, closed and told no more; the others and training go on."""
+    """Passes records and events on to several observers, each in a thread of its own. No call here waits or fails.
+
+    An observer that raises OSError is given the same again until it succeeds; one that raises anything else is closed and gets no more.
+    The others learn of it by an `observer` event.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._active = list(observers)
+        self._step = 0
+        self._active: list[tuple[Observer, Background]] = []
+        for observer in observers:
+            name = type(observer).__name__
+            self._active.append((observer, Background(name, observer.close, functools.partial(self._report, name))))
 
     def on_step(self, record: StepRecord) -> None:
-        for observer in tuple(self._active):
-            self._tell(observer, "on_step", record)
+        self._step = record.step
+        for observer, background in self._active:
+            background.put(observer.on_step, record)
 
     def on_event(self, event: Event) -> None:
-        for observer in tuple(self._active):
-            self._tell(observer, "on_event", event)
+        self._step = event.step
+        for observer, background in self._active:
+            background.put(observer.on_event, event)
 
-    def close(self) -> None:
-        """Closes every observer still active. A second call does nothing."""
-        for observer in tuple(self._active):
-            self._tell(observer, "close")
-        self._active.clear()
+    def close(self, within_s: float = CLOSE_S) -> list[str]:
+        """Closes every observer, in `within_s` seconds at most; what was lost, in sentences. A second call does nothing."""
+        deadline = time.monotonic() + within_s
+        closing, self._active = self._active, []
+        for _, background in closing:
+            background.finish(deadline)
+        problems = [f"{type(observer).__name__}: {problem}" for observer, background in closing if (problem := background.join())]
+        for problem in problems:
+            log.warning("%s", problem)
+        return problems
 
-    def _tell(self, observer: Observer, method: str, *args: StepRecord | Event) -> None:
-        try:
-            getattr(observer, method)(*args)
-        except Exception:
-            self._active.remove(observer)
-            log.exception("%s failed in %s and is switched off; training goes on without it", type(observer).__name__, method)
-            if method != "close":
-                self._close_quietly(observer)
-
-    @staticmethod
-    def _close_quietly(observer: Observer) -> None:
-        try:
-            observer.close()  # a console must give the terminal back, a file its last lines
-        except Exception:
-            log.debug("closing %s failed too", type(observer).__name__, exc_info=True)
+    def _report(self, name: str, reason: str, error: Exception | None) -> None:
+        log.log(logging.ERROR if error else logging.WARNING, "%s: %s", name, reason, exc_info=error)
+        self.on_event(Event("observer", self._step, data={"name": name, "reason": reason}))

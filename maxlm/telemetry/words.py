@@ -58,10 +58,10 @@ def sentence(event: Event) -> str:
     data = event.data
     match event.kind:
         case "start":
-            return f"Started at step {event.step:,}{_of_total(data)}{_hardware(data)}"
+            return f"Started at step {event.step:,}{_of_total(data)}{_hardware(data)}{_size(data)}{_folder(data)}{_changed(data)}"
         case "restore":
             damaged = "".join(f"; passed over: {reason}" for reason in data.get("passed_over", ()))
-            return f"Restored the checkpoint of step {event.step:,}{_took(data)}{damaged}"
+            return f"Restored the checkpoint of step {event.step:,}{_took(data)}{damaged}{_changed(data)}"
         case "save":
             failed = f"; the save before failed: {data['failed_before']}" if data.get("failed_before") else ""
             return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}{failed}"
@@ -78,6 +78,10 @@ def sentence(event: Event) -> str:
             return f"Rolled back{back} to step {event.step:,}{_because(data)}"
         case "preempt":
             return f"Told to stop at step {event.step:,}{_because(data)}"
+        case "killed":
+            return f"Killed or crashed after step {event.step:,}: no end of this attempt was recorded"
+        case "observer":
+            return f"{data.get('name') or 'An observer'} at step {event.step:,}{_because(data)}"
         case "stop":
             reason = f" ({data['reason']})" if data.get("reason") else ""
             message = f": {data['message']}" if data.get("message") else ""
@@ -97,6 +101,29 @@ def _of_total(data: Mapping[str, Any]) -> str:
 def _hardware(data: Mapping[str, Any]) -> str:
     devices, kind = data.get("devices"), data.get("device_kind")
     return f" on {devices} x {kind}" if devices and kind else ""
+
+
+def _size(data: Mapping[str, Any]) -> str:
+    figures = (("parameters", data.get("parameters")), ("tokens", data.get("total_tokens")))
+    known = [f"{count(value)} {unit}" for unit, value in figures if isinstance(value, int | float)]
+    return f": {', '.join(known)}" if known else ""
+
+
+def _folder(data: Mapping[str, Any]) -> str:
+    return f", in {data['folder']}" if data.get("folder") else ""
+
+
+def _changed(data: Mapping[str, Any]) -> str:
+    """Settings that are not what they were."""
+    changed = data.get("changed")
+    if not isinstance(changed, Mapping) or not changed:
+        return ""
+    pairs = [f"{key} {_was(value)}" for key, value in changed.items()]
+    return f"; changed: {', '.join(pairs)}"
+
+
+def _was(value: Any) -> str:
+    return f"from {value[0]} to {value[1]}" if isinstance(value, list | tuple) and len(value) == 2 else f"to {value}"
 
 
 def _took(data: Mapping[str, Any]) -> str:

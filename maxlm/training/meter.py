@@ -22,7 +22,6 @@ DETAILED_RECORDS = 1000  # of a run: about so many records say what each expert 
 class _Pending(NamedTuple):
     step: int
     metrics: Metrics
-    data_wait_s: float
 
 
 class Meter:
@@ -48,9 +47,13 @@ class Meter:
         self.health = Health(config.model.vocab_size, levels)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
-        """Update number `step` was dispatched; the one before is read now, while it runs."""
+        """Update number `step` was dispatched; the one before is read now, while it runs.
+
+        The wait for the batch of `step` lay between the reads of the two updates before, so it is a share of that time.
+        """
+        self._waited += data_wait_s
         self.flush()
-        self._pending = _Pending(step, metrics, data_wait_s)
+        self._pending = _Pending(step, metrics)
 
     def pause(self) -> None:
         """Time until now was not spent on steps."""
@@ -60,11 +63,11 @@ class Meter:
         """Read the step that is still pending; waits for it to finish."""
         if self._pending is None:
             return
-        step, device_metrics, waited = self._pending
+        step, device_metrics = self._pending
         self._pending = None
         metrics: Metrics = jax.device_get(device_metrics)
         now = time.monotonic()
-        self._steps, self._seconds, self._waited = self._steps + 1, self._seconds + now - self._since, self._waited + waited
+        self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
         self._since = now
         balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)

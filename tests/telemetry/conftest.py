@@ -20,6 +20,7 @@ def record():
             "tflops_per_device": 0.01,
             "mfu": None,
             "data_wait_s": 0.001,
+            "time": 1000.0 + 0.1 * step,
         }
         return StepRecord(step=step, **{**values, **changes})
 

@@ -5,7 +5,21 @@ import re
 import numpy as np
 import pytest
 
-from maxlm.telemetry.report.charts import HALF, LEFT, TOP, Line, chart, log_ticks, min_max, running_median, tick_label, ticks
+from maxlm.telemetry.report.charts import (
+    FULL,
+    HALF,
+    LEFT,
+    TOP,
+    Frame,
+    Line,
+    Marks,
+    chart,
+    log_ticks,
+    min_max,
+    running_median,
+    tick_label,
+    ticks,
+)
 from maxlm.telemetry.report.load import Series
 
 
@@ -106,3 +120,67 @@ def test_labels_are_short():
         "1.5M",
         "-1e-3",
     ]
+
+
+def axis(svg):
+    return tuple(float(v) for v in re.search(r'data-y="(\S+) (\S+)"', svg).groups())
+
+
+def falling(n=400, start=8.0, end=3.0):
+    return end + (start - end) * np.exp(-np.arange(n) / (n / 8))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("n", [100, 400, 5000])
+def test_one_spike_does_not_flatten_the_chart_and_is_marked(log, n):
+    values_N = falling(n)
+    values_N[n // 2] = 300.0
+    svg = chart("Loss", "nats", [Line("a", series(values_N), 0)], log=log)
+    low, high = axis(svg)
+    assert 2.5 < low < 3
+    assert 8 < high < 14  # the beginning is seen
+    assert "1 extreme point beyond the axis" in svg
+    marked = re.search(r'class="beyond c0" d="M(\d+) ', svg)
+    assert int(marked.group(1)) + 4 == pytest.approx(LEFT + HALF.plot_w * (n // 2) / (n - 1), abs=1)
+
+
+def test_a_run_that_diverges_at_its_end_is_seen_to():
+    values_N = np.concatenate([falling(400), np.geomspace(3, 89, 12)])
+    assert axis(chart("Loss", "nats", [Line("a", series(values_N), 0)]))[1] > 40
+
+
+def test_the_pointer_is_given_steps_and_values_of_the_points_drawn():
+    """Of lines with other steps too: a held-out loss of step 200 is not one of step 189."""
+    few = Series(np.array([100.0, 200.0]), np.array([4.0, 3.5]))
+    svg = chart("Loss", "nats", [Line("training", series(falling(200)), 0), Line("held-out", few, 1, dots=True)])
+    groups = re.findall(
+        r'data-label="([^"]+)" data-steps="([^"]+)" data-values="([^"]+)"><polyline class="line[^"]*" points="([^"]+)"', svg
+    )
+    assert [name for name, *_ in groups] == ["training", "held-out"]
+    for _, steps, values, points in groups:
+        assert len(steps.split()) == len(values.split()) == len(points.split())
+    assert groups[1][1:3] == ("100 200", "4 3.5")
+    assert groups[0][1].split()[188] == "189"
+    assert float(groups[0][2].split()[188]) == pytest.approx(falling(200)[188], rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [HALF, FULL])
+@pytest.mark.parametrize(("low", "high"), [(2.9, 8.5), (3.0, 3.9), (0.1, 1.0), (7.9, 11.1), (0.0, 1e-3)])
+def test_a_linear_axis_has_at_least_four_ticks(size, low, high):
+    svg = chart("Loss", "nats", [Line("a", series([low, high]), 0)], size=size)
+    assert svg.count('text-anchor="end"') - 1 >= 4  # one is the word below the axis
+
+
+def test_a_figure_that_ends_early_is_drawn_on_all_steps_and_marks_say_why():
+    frame = Frame(1, 200, [Marks(restarts=[50], skips=[141, 142], color=0)])
+    svg = chart("Gradient norm", "", [Line("a", series(np.ones(140)), 0)], frame=frame)
+    last = max(x for x, _ in coordinates(svg))
+    assert last == pytest.approx(LEFT + HALF.plot_w * 139 / 199, abs=0.1)
+    restart = re.search(r'class="restart c0" d="M(\d+) ', svg)
+    assert int(restart.group(1)) == pytest.approx(LEFT + HALF.plot_w * 49 / 199, abs=1)
+    assert re.search(r'class="skip" d="([^"]+)"', svg).group(1).count("M") == 2
+
+
+def test_a_hundred_thousand_marks_are_one_a_pixel():
+    frame = Frame(1, 100_000, [Marks(skips=range(1, 100_001))])
+    assert len(chart("Loss", "nats", [Line("a", series([3.0, 2.0]), 0)], frame=frame)) < 20_000

@@ -1,6 +1,10 @@
 """log.txt holds what was logged before its folder was there, and nothing that was logged is lost without one."""
 
 import logging
+import subprocess
+import sys
+import time
+import warnings
 
 import pytest
 
@@ -9,9 +13,9 @@ from maxlm.telemetry.log import RunLog
 
 @pytest.fixture
 def named():
-    log = logging.getLogger("maxlm.somewhere")
+    log, before = logging.getLogger("maxlm.somewhere"), list(logging.getLogger().handlers)
     yield log
-    assert not [handler for handler in logging.getLogger().handlers if type(handler).__module__ == "logging.handlers"], "left behind"
+    assert set(logging.getLogger().handlers) == set(before), "left behind"
 
 
 def test_what_came_before_the_file_is_in_it(named, tmp_path):
@@ -37,3 +41,69 @@ def test_another_process_writes_it(named, capsys):
         log.write_to(None)
         named.warning("said elsewhere")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("where", ["", "some.library"])
+def test_no_logger_writes_to_the_console_meanwhile(where, named, tmp_path, capsys):
+    """Neither a handler that was there, nor the one that absl installs with its first line when the root logger has none."""
+    library = logging.getLogger(where)
+    before = logging.StreamHandler(sys.stderr)
+    library.addHandler(before)
+    try:
+        with RunLog() as log:
+            log.write_to(tmp_path / "log.txt")
+            logging.basicConfig()
+            library.error("a library fails")
+            named.warning("a problem")
+            warnings.warn("a warning", stacklevel=1)
+        assert capsys.readouterr().err == ""
+        library.error("after")
+        assert "after" in capsys.readouterr().err
+    finally:
+        library.removeHandler(before)
+    text = (tmp_path / "log.txt").read_text()
+    assert "a library fails" in text
+    assert "a problem" in text
+    assert "a warning" in text
+
+
+def test_a_file_that_cannot_be_written_delays_nobody_and_says_nothing(named, tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    began = time.monotonic()
+    with RunLog() as log:
+        log.write_to(tmp_path / "file" / "log.txt")
+        for number in range(100):
+            named.warning("line %d", number)
+        assert time.monotonic() - began < 3
+        (tmp_path / "file").unlink()
+    assert len((tmp_path / "file" / "log.txt").read_text().splitlines()) >= 100
+    assert capsys.readouterr().err == ""
+
+
+ABSL = """
+import sys
+from pathlib import Path
+from absl import logging
+from rich.console import Console
+from maxlm.telemetry.log import RunLog
+if sys.argv[2] == "before":
+    logging.error("this one comes before the run")  # absl installs a handler on stderr with its first line
+elif sys.argv[2] == "under a spinner":  # which puts something in the place of stderr
+    with Console(force_terminal=True).status("importing"):
+        logging.error("this one comes before the run")
+with RunLog() as log:
+    log.write_to(Path(sys.argv[1]))
+    try:
+        raise OSError("no room")
+    except OSError:
+        logging.exception("a save failed")
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "under a spinner", "not before"])
+def test_a_traceback_that_absl_logs_is_in_the_file_alone(tmp_path, when):
+    """As orbax does, in a dozen threads, when a disk is full under an asynchronous save."""
+    done = subprocess.run([sys.executable, "-c", ABSL, str(tmp_path / "log.txt"), when], capture_output=True, text=True, check=True)
+    assert "a save failed" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" in (tmp_path / "log.txt").read_text()

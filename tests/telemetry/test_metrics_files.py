@@ -73,7 +73,7 @@ def test_a_torn_last_line_is_cut_and_nothing_is_glued_to_it(run, cut, write):
     files = write(run, [4])
     files.on_event(Event("save", 4))
     assert steps_in(run) == [1, 2, 4]
-    assert [json.loads(line)["kind"] for line in run.events.read_text().splitlines()] == ["start", "save"]
+    assert [json.loads(line)["kind"] for line in run.events.read_text().splitlines()] == ["start", "killed", "save"]
 
 
 def test_garbage_in_the_middle_survives_a_rewind_only_as_absence(run, write):

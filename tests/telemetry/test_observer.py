@@ -1,12 +1,18 @@
-"""Observers cannot stop training; what they write is strict JSON."""
+"""Observers cannot stop or delay training; what they write is strict JSON."""
 
 import json
 import logging
 import math
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
+from maxlm.telemetry import background
+from maxlm.telemetry.background import Background
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.strict_json import dumps
 
@@ -18,7 +24,7 @@ class Recorder:
     def _note(self, method, item):
         self.seen.append((method, item))
         if method in self.fails_in:
-            raise OSError(f"no {method}")
+            raise ValueError(f"no {method}")
 
     def on_step(self, item):
         self._note("on_step", item)
@@ -30,6 +36,10 @@ class Recorder:
         self._note("close", None)
 
 
+def steps_seen(observer):
+    return [item.step for method, item in observer.seen if method == "on_step"]
+
+
 @pytest.mark.parametrize("method", ["on_step", "on_event", "close"])
 def test_a_failing_observer_is_logged_once_and_switched_off(method, caplog, record):
     before, bad, after = Recorder(), Recorder({method}), Recorder()
@@ -38,14 +48,29 @@ def test_a_failing_observer_is_logged_once_and_switched_off(method, caplog, reco
         for step in range(3):
             observers.on_step(record(step))
             observers.on_event(Event("save", step))
+        problems = observers.close()
         observers.close()
-        observers.close()
-    assert before.seen == after.seen
-    assert len(before.seen) == 7
+    for good in (before, after):
+        told = [item for item in good.seen if not (isinstance(item[1], Event) and item[1].kind == "observer")]
+        assert [name for name, _ in told] == ["on_step", "on_event"] * 3 + ["close"]
+        assert steps_seen(good) == [0, 1, 2]
     assert sum(item[0] == method for item in bad.seen) == 1
     assert bad.seen[-1][0] == "close"  # it was given the chance to tidy up, once
     assert len(caplog.records) == 1
     assert "Recorder" in caplog.text
+    assert len(problems) == 1
+    assert problems[0].startswith("Recorder: ")
+
+
+def test_the_others_learn_that_one_is_switched_off(record):
+    bad, good = Recorder({"on_step"}), Recorder()
+    observers = Observers([bad, good])
+    observers.on_step(record(7))
+    until(lambda: any(isinstance(item, Event) for _, item in good.seen))
+    observers.close()
+    told = [item for _, item in good.seen if isinstance(item, Event)]
+    assert [(event.kind, event.step, event.data["name"]) for event in told] == [("observer", 7, "Recorder")]
+    assert "no on_step" in told[0].data["reason"]
 
 
 def test_closing_a_failed_observer_may_fail_too(record):
@@ -56,13 +81,129 @@ def test_closing_a_failed_observer_may_fail_too(record):
     assert [method for method, _ in bad.seen] == ["on_step", "close"]
 
 
-def test_a_keyboard_interrupt_is_not_swallowed(record):
-    class Interrupted(Recorder):
-        def on_step(self, item):
-            raise KeyboardInterrupt
+def until(there, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not there():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
 
+
+class Disk(Recorder):
+    """A disk that is full while `full` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.full = True
+
+    def _note(self, method, item):
+        if self.full and method != "close":
+            raise OSError(28, "No space left on device", "metrics.jsonl")
+        super()._note(method, item)
+
+
+def test_what_could_not_be_written_is_written_later_in_order(record, caplog):
+    disk, other = Disk(), Recorder()
+    observers = Observers([disk, other])
+    for step in range(50):
+        observers.on_step(record(step))
+        observers.on_event(Event("save", step))
+    until(lambda: "No space left" in caplog.text)
+    assert disk.seen == []
+    disk.full = False
+    until(lambda: len([item for item in disk.seen if item[0] == "on_step"]) == 50)
+    until(lambda: sum(getattr(item, "kind", "") == "observer" for _, item in other.seen) == 2)
+    assert observers.close() == []
+    assert [item for item in disk.seen if getattr(item[1], "kind", "") != "observer"] == [
+        *((method, item) for method, item in other.seen if getattr(item, "kind", "") != "observer")
+    ]
+    told = [item.data["reason"] for _, item in other.seen if getattr(item, "kind", "") == "observer"]
+    assert told[0].startswith("cannot write: No space left on device (metrics.jsonl)")
+    assert told[1].startswith("writes again after ")
+    assert told[1].endswith("nothing was lost")
+    assert caplog.text.count("cannot write") == 1
+
+
+def test_a_disk_that_stays_full_is_given_up_within_the_limit_and_it_is_told(record):
+    disk = Disk()
+    observers = Observers([disk])
+    for step in range(5):
+        observers.on_step(record(step))
+    began = time.monotonic()
+    problems = observers.close(within_s=0.3)
+    assert time.monotonic() - began < 10
+    assert problems[0].startswith("Disk: ")
+    assert "lost" in problems[0] or "not known to be written" in problems[0]
+
+
+def test_an_observer_that_hangs_delays_neither_training_nor_its_end(record, tmp_path):
+    """As a network file system that hangs: a FIFO that nobody reads blocks whoever opens it, and no signal helps."""
+    os.mkfifo(tmp_path / "metrics")
+
+    class Hung(Recorder):
+        def on_step(self, item):
+            (tmp_path / "metrics").open("wb").close()
+
+    hung, good = Hung(), Recorder()
+    observers = Observers([hung, good])
+    began = time.monotonic()
+    for step in range(1000):
+        observers.on_step(record(step))
+    assert time.monotonic() - began < 5
+    until(lambda: len(steps_seen(good)) == 1000)
+    began = time.monotonic()
+    problems = observers.close(within_s=0.3)
+    assert time.monotonic() - began < 10
+    assert len(problems) == 1
+    assert problems[0].startswith("Hung: did not end in time; 1,000 records ")
+
+
+def test_a_call_that_takes_long_is_reported_once(record, monkeypatch):
+    monkeypatch.setattr(background, "BLOCKED_S", 0.0)
+    let_go, good = threading.Event(), Recorder()
+
+    class Slow(Recorder):
+        def on_step(self, item):
+            let_go.wait(30)
+
+    observers = Observers([Slow(), good])
+    for step in range(100):
+        observers.on_step(record(step))
+        time.sleep(0.001)
+    let_go.set()
+    observers.close()
+    told = [item.data["reason"] for _, item in good.seen if getattr(item, "kind", "") == "observer" and item.data["name"] == "Slow"]
+    assert sum("has not returned" in reason for reason in told) == 1
+
+
+def test_of_too_many_records_the_oldest_are_dropped_and_counted():
+    let_go, seen = threading.Event(), []
+    line = Background("line", close=lambda: None, kept=10)
+    line.put(lambda _: let_go.wait(30) and None, None)
+    until(lambda: line._queue.qsize() == 0)
+    for number in range(25):
+        line.put(seen.append, number)
+    let_go.set()
+    line.finish(time.monotonic() + 30)
+    assert line.join() == "15 records are lost"
+    assert seen == list(range(15, 25))
+
+
+def test_a_keyboard_interrupt_reaches_the_loop_and_not_an_observer(record):
+    let_go = threading.Event()
+
+    class Slow(Recorder):
+        def on_step(self, item):
+            let_go.wait(30)
+            super().on_step(item)
+
+    slow = Slow()
+    observers = Observers([slow])
+    observers.on_step(record(1))
     with pytest.raises(KeyboardInterrupt):
-        Observers([Interrupted()]).on_step(record())
+        signal.raise_signal(signal.SIGINT)
+    let_go.set()
+    assert observers.close() == []
+    assert steps_seen(slow) == [1]
 
 
 def reject(text):
@@ -89,7 +230,7 @@ def test_an_extra_does_not_hide_a_figure(record):
 
 
 def test_a_record_holds_the_keys_others_rely_on(record):
-    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s"}
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s", "time"}
     assert set(json.loads(record().to_json())) == keys
 
 

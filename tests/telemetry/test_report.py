@@ -233,3 +233,24 @@ def test_telemetry_needs_no_jax():
         "maxlm.telemetry.goodput; assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_restarts_and_skipped_updates_are_marked_and_charts_span_all_steps(tmp_path, record):
+    run = RunDirectory.create(tmp_path, "r")
+    for first, last in ((0, 60), (50, 100)):
+        files = FileObserver(run)
+        files.on_event(Event("start", first, 1000.0 + first, START))
+        for step in range(first + 1, last + 1):
+            files.on_step(record(step, grad_norm=1.0 if step < 70 else float("nan")))
+        files.close()
+    with run.events.open("a") as file:
+        file.write(Event("skip", 70, 1080.0, {"reason": "loss nan"}).to_json() + "\n")
+    html = report_of(tmp_path, run.path)
+    drawn = re.findall(r"<figure>.*?</figure>", html)
+    assert any("Gradient norm" in figure for figure in drawn)
+    for figure in drawn:
+        assert 'class="restart' in figure
+        assert 'class="skip"' in figure
+        assert ">100</text>" in figure  # the last step is on the axis
+    assert "restart" in Page(html).text
+    assert "skipped update" in Page(html).text

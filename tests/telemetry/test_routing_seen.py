@@ -287,7 +287,7 @@ def test_alarms_are_events_of_the_run_and_a_skip_names_the_layer(train):
 def test_tensorboard_gets_a_scalar_a_layer(record):
     written = {}
     board = TensorBoardObserver(None)
-    board._write = lambda figures, step: written.update(figures)
+    board._write = lambda figures, step, when: written.update(figures)
     board.on_step(record(5, balance=balance(COLLAPSE, 3)))
     assert {name: value for name, value in written.items() if "/" in name} == {
         "experts/layer_03/load_max": 1.0,

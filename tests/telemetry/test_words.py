@@ -1,10 +1,11 @@
 """Figures and events as people say them."""
 
 import math
+from typing import get_args
 
 import pytest
 
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.words import count, duration, figure, percent, sentence
 
 
@@ -39,9 +40,15 @@ def test_figures_and_shares():
     assert [percent(v) for v in (0.4123, 0.0004, 0.0, 1.0, None, math.nan)] == ["41.2%", "<0.1%", "0.0%", "100.0%", "–", "–"]
 
 
-@pytest.mark.parametrize("kind", ["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop", "of a later version"])
+@pytest.mark.parametrize("kind", [*get_args(EventKind), "of a later version"])
 @pytest.mark.parametrize(
-    "data", [{}, {"seconds": None, "reason": None, "eval_loss": "x", "from_step": "y", "total_steps": [1], "devices": 3}]
+    "data",
+    [
+        {},
+        {"seconds": None, "reason": None, "eval_loss": "x", "from_step": "y", "total_steps": [1], "devices": 3},
+        {"name": None, "changed": 5, "parameters": "x", "total_tokens": None, "folder": ""},
+        {"changed": {"a": 1, "b": [], "c": [1, 2, 3]}},
+    ],
 )
 def test_every_event_has_a_sentence_whatever_its_data(kind, data):
     said = sentence(Event(kind, 1234, 0.0, data))
@@ -56,6 +63,16 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
             Event("start", 0, 0.0, {"total_steps": 1000, "devices": 8, "device_kind": "TPU v5p"}),
             "Started at step 0 of 1,000 on 8 x TPU v5p",
         ),
+        (
+            Event("start", 0, 0.0, {"total_steps": 9, "parameters": 8_030_261_248, "total_tokens": 15e12, "folder": "runs/a"}),
+            "Started at step 0 of 9: 8.03 B parameters, 15 T tokens, in runs/a",
+        ),
+        (
+            Event("restore", 5, 0.0, {"changed": {"optimizer.peak_lr": [0.001, 0.003], "data.store": ["a", "b"]}}),
+            "Restored the checkpoint of step 5; changed: optimizer.peak_lr from 0.001 to 0.003, data.store from a to b",
+        ),
+        (Event("killed", 12, 0.0), "Killed or crashed after step 12: no end of this attempt was recorded"),
+        (Event("observer", 3, 0.0, {"name": "FileObserver", "reason": "cannot write"}), "FileObserver at step 3: cannot write"),
         (Event("save", 500, 0.0, {"seconds": 0.42}), "Saved step 500 in 0.42 s"),
         (Event("save", 500, 0.0, {"blocked_s": 0.004}), "Saved step 500; training waited 4 ms"),
         (Event("eval", 500, 0.0, {"eval_loss": 3.25}), "Evaluated at step 500: held-out loss 3.25"),

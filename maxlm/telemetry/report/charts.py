@@ -28,6 +28,24 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened to a run, drawn on each of its charts. `color` as in Line."""
+
+    restarts: Sequence[int] = ()  # began again, or rolled back: with so many updates done
+    skips: Sequence[int] = ()  # updates that were not applied
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What charts of one page share: the steps they span, and what happened when."""
+
+    first_step: float
+    last_step: float
+    marks: Sequence[Marks] = ()
+
+
+@dataclass(frozen=True)
 class Size:
     """Of a chart, in units of its drawing; the page scales it."""
 
@@ -64,23 +82,26 @@ class Axis:
         return np.log10(np.maximum(values_N, 1e-300)) if self.log else values_N
 
 
-def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, size: Size = HALF) -> str:
+def chart(
+    title: str, unit: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, size: Size = HALF, frame: Frame | None = None
+) -> str:
     """A figure with a caption, or "" when nothing was measured. `zero`: the axis begins at 0. Titles are unique on a page."""
     lines = [Line(line.label, _positive(line.series) if log else line.series, line.color, line.dots) for line in lines]
     lines = [line for line in lines if len(line.series.steps_N)]
     if not lines:
         return ""
-    x = _x_axis(lines)
+    x = _x_axis(lines, frame)
     y = _y_axis(lines, log, zero)
     beyond = f" · {y.outside:,} extreme {'point' if y.outside == 1 else 'points'} beyond the axis" if y.outside else ""
     clip = f"{''.join(filter(str.isalpha, title))}-{int(log)}"
+    marks = "".join(_draw_marks(mark, x, size) for mark in (frame.marks if frame is not None else ()))
     return (
         f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit + beyond)}</span></figcaption>'
         f'<svg class="chart" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(_in_words(title, lines))}" '
-        f'data-plot="{LEFT} {TOP} {size.plot_w} {size.plot_h}" data-x="{x.low!r} {x.high!r}" '
-        f'data-y="{y.low!r} {y.high!r}" data-log="{int(log)}">'
+        f'data-plot="{LEFT} {TOP} {size.plot_w} {size.plot_h}" data-y="{y.low!r} {y.high!r}">'
         f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{size.plot_w + 8}" height="{size.plot_h + 8}"/></clipPath>'
-        f'{_grid(x, y, size)}<g clip-path="url(#{clip})">{"".join(_draw(line, x, y, size) for line in lines)}</g></svg></figure>'
+        f'{_grid(x, y, size)}{marks}<g clip-path="url(#{clip})">{"".join(_draw(line, x, y, size) for line in lines)}</g>'
+        f"{''.join(_draw_beyond(line, x, y, size) for line in lines)}</svg></figure>"
     )
 
 
@@ -89,9 +110,11 @@ def _positive(series: Series) -> Series:
     return Series(series.steps_N[keep], series.values_N[keep])
 
 
-def _x_axis(lines: Sequence[Line]) -> Axis:
+def _x_axis(lines: Sequence[Line], frame: Frame | None) -> Axis:
     low = min(float(line.series.steps_N[0]) for line in lines)
     high = max(float(line.series.steps_N[-1]) for line in lines)
+    if frame is not None:
+        low, high = min(low, frame.first_step), max(high, frame.last_step)
     return Axis(low, high) if high > low else Axis(low - 1, high + 1)
 
 
@@ -99,18 +122,30 @@ def _y_axis(lines: Sequence[Line], log: bool, zero: bool) -> Axis:
     """All points, unless a few far outliers (compilation, a pause, a spike) would press the rest flat."""
     values_N = np.concatenate([line.series.values_N for line in lines])
     low, high = float(values_N.min()), float(values_N.max())
-    outside = 0
-    if not log and len(values_N) >= 20:
-        core_low, core_high = (float(v) for v in np.percentile(values_N, (2, 98)))
-        reach = 2.5 * (core_high - core_low) or max(abs(core_high), 1e-12)
-        low, high = max(low, core_low - reach), min(high, core_high + reach)
-        outside = int(((values_N < low) | (values_N > high)).sum())
+    limits = [_robust(line.series.values_N, log) for line in lines]
+    low, high = max(low, min(limit[0] for limit in limits)), min(high, max(limit[1] for limit in limits))
     if zero:
         low = min(0.0, low)
+    outside = int(((values_N < low) | (values_N > high)).sum())
     if log:
-        return Axis(low / 1.05, high * 1.05, True)
+        return Axis(low / 1.05, high * 1.05, True, outside)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return Axis(low if zero and low == 0 else low - margin, high + margin, False, outside)
+
+
+def _robust(values_N: NDArray[np.float64], log: bool) -> tuple[float, float]:
+    """Between what a chart shows: all but the outer hundredths, a half more on either side, and where the series begins and ends.
+
+    A single point is neither its beginning nor its end: the first step is compiled, the last may be the spike.
+    """
+    if len(values_N) < 20:
+        return float(values_N.min()), float(values_N.max())
+    scaled_N = np.log10(values_N) if log else values_N
+    low, high = (float(v) for v in np.percentile(scaled_N, (2, 98)))
+    reach = 0.5 * (high - low) or (0.1 if log else max(abs(high), 1e-12))
+    begins, ends = float(np.median(scaled_N[:5])), float(np.median(scaled_N[-5:]))
+    low, high = min(low - reach, begins, ends), max(high + reach, begins, ends)
+    return (10**low, 10**high) if log else (low, high)
 
 
 def _points(series: Series, x: Axis, y: Axis, size: Size) -> str:
@@ -120,17 +155,45 @@ def _points(series: Series, x: Axis, y: Axis, size: Size) -> str:
 
 
 def _draw(line: Line, x: Axis, y: Axis, size: Size) -> str:
-    attributes = f'class="c{line.color}" data-label="{escape(line.label)}"'
     shown = min_max(line.series, size.plot_w)
     points = _points(shown, x, y, size)
     if len(shown.steps_N) == 1 or (line.dots and len(shown.steps_N) <= MANY):
         circles = "".join(f'<circle cx="{a}" cy="{b}" r="3"/>' for a, b in (pair.split(",") for pair in points.split()))
-        return f'<g {attributes}><polyline class="line dashed" points="{points}"/>{circles}</g>'
+        return f'<g {_attributes(line, shown)}><polyline class="line dashed" points="{points}"/>{circles}</g>'
     if len(line.series.steps_N) <= MANY:
-        return f'<g {attributes}><polyline class="line" points="{points}"/></g>'
-    middle = _points(running_median(line.series), x, y, size)
+        return f'<g {_attributes(line, line.series)}><polyline class="line" points="{points}"/></g>'
+    trend = running_median(line.series)
     dashed = " dashed" if line.dots else ""
-    return f'<g {attributes}><polyline class="raw" points="{points}"/><polyline class="line{dashed}" points="{middle}"/></g>'
+    middle = f'<polyline class="line{dashed}" points="{_points(trend, x, y, size)}"/>'
+    return f'<g {_attributes(line, trend, ", median")}><polyline class="raw" points="{points}"/>{middle}</g>'
+
+
+def _attributes(line: Line, series: Series, what: str = "") -> str:
+    """Colour, and for the pointer the name, steps and values of the points of the main line."""
+    steps, values = " ".join(f"{step:.0f}" for step in series.steps_N), " ".join(f"{value:.5g}" for value in series.values_N)
+    return f'class="c{line.color}" data-label="{escape(line.label + what)}" data-steps="{steps}" data-values="{values}"'
+
+
+def _draw_beyond(line: Line, x: Axis, y: Axis, size: Size) -> str:
+    """A triangle at the edge for what lies beyond the axis, at most one a pixel."""
+    paths = []
+    for beyond_N, py, slope in ((line.series.values_N > y.high, TOP, 6), (line.series.values_N < y.low, TOP + size.plot_h, -6)):
+        paths += [f"M{px - 4} {py + slope}l4 {-slope}l4 {slope}z" for px in _pixels(line.series.steps_N[beyond_N], x, size)]
+    return f'<path class="beyond c{line.color}" d="{"".join(paths)}"/>' if paths else ""
+
+
+def _draw_marks(marks: Marks, x: Axis, size: Size) -> str:
+    bottom = TOP + size.plot_h
+    restarts = "".join(f"M{px} {TOP}V{bottom}" for px in _pixels(np.array(marks.restarts, np.float64), x, size))
+    skips = "".join(f"M{px - 3} {bottom}l3 -7l3 7z" for px in _pixels(np.array(marks.skips, np.float64), x, size))
+    drawn = f'<path class="restart c{marks.color}" d="{restarts}"/>' if restarts else ""
+    return drawn + (f'<path class="skip" d="{skips}"/>' if skips else "")
+
+
+def _pixels(steps_N: NDArray[np.float64], x: Axis, size: Size) -> list[int]:
+    """Where steps within the axis lie, each pixel once."""
+    within_N = steps_N[(steps_N >= x.low) & (steps_N <= x.high)]
+    return np.unique(np.rint(LEFT + size.plot_w * x.share(within_N)).astype(np.int64)).tolist() if len(within_N) else []
 
 
 def min_max(series: Series, pixels: int) -> Series:
@@ -159,10 +222,13 @@ def running_median(series: Series, points: int = MANY) -> Series:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers within the range: multiples of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / wanted
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    """Round numbers within the range, about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10((high - low) / wanted))
+    choices = [_multiples(low, high, power * factor) for factor in (1, 2, 5, 10)]
+    return min(choices, key=lambda found: abs(math.log(max(len(found), 0.5) / wanted)))
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
     first = math.ceil(low / step)
     return [float((first + index) * step) for index in range(int(high / step - first + 1e-9) + 1)]
 
@@ -180,7 +246,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def _grid(x: Axis, y: Axis, size: Size) -> str:
     right, bottom = size.width - RIGHT, TOP + size.plot_h
     parts = []
-    for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+    for value in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high, size.plot_h // 40):
         py = TOP + size.plot_h * (1 - float(y.share(np.array([value]))[0]))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')

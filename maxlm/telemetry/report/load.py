@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.attempts import Attempt, Sign, attempts_of
+from maxlm.telemetry.observer import Event, is_step
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
@@ -51,6 +53,17 @@ class Run:
 
     def get(self, name: str) -> Series:
         return self.series.get(name, EMPTY)
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """As events and records tell."""
+        return attempts_of(self.events, self._signs)
+
+    def _signs(self) -> list[Sign]:
+        columns = [
+            dict(zip(*(values.tolist() for values in self.get(name)), strict=True)) for name in ("time", "step_time_s", "data_wait_s")
+        ]
+        return [Sign(int(step), *(column[step] for column in columns)) for step in columns[0] if all(step in column for column in columns)]
 
     @property
     def last_step(self) -> int:
@@ -103,16 +116,12 @@ def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         return
     bad = 0
     for item in read_objects(path):
-        if item is None or not _is_step(item.get("step")):
+        if item is None or not is_step(item.get("step")):
             bad += 1
         else:
             yield item
     if bad:
         notes.append(f"{path.name}: {bad} {'line' if bad == 1 else 'lines'} could not be read and {'is' if bad == 1 else 'are'} left out.")
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
@@ -152,7 +161,7 @@ def _read_routing(path: Path, config: dict[str, Any], notes: list[str]) -> Loads
         return None
     steps = sorted(found)
     dense = flatten(config).get("model.moe.n_dense", 0)
-    return Loads(np.array(steps, np.float64), np.stack([found[step] for step in steps]), dense if _is_step(dense) else 0)
+    return Loads(np.array(steps, np.float64), np.stack([found[step] for step in steps]), dense if is_step(dense) else 0)
 
 
 def _counts(load: Any) -> NDArray[np.int64] | None:
@@ -166,13 +175,7 @@ def _counts(load: Any) -> NDArray[np.int64] | None:
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Event]:
-    events = []
-    for item in _objects(path, notes):
-        kind, when = item.get("kind"), item.get("time")
-        if isinstance(kind, str) and isinstance(when, int | float):
-            data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
-            events.append(Event(kind, item["step"], float(when), data))  # type: ignore[arg-type]  # of a later version perhaps
-    return events
+    return [event for item in _objects(path, notes) if (event := Event.of(item)) is not None]
 
 
 def eval_loss(run: Run) -> Series:

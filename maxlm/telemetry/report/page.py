@@ -11,10 +11,10 @@ import numpy as np
 
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import FULL, Line, chart
+from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
-from maxlm.telemetry.report.summary import Figures, Status, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
 from maxlm.telemetry.words import count, duration, figure, percent, sentence
 
 COLORS = 8  # in the palette; a ninth run starts it again
@@ -28,6 +28,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 PARTS = {
     "startup": "starting and compiling",
     "step": "training steps",
+    "lost": "steps done again",
     "data_wait": "waiting for data",
     "eval": "evaluating",
     "save": "waiting for saves",
@@ -105,6 +106,7 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("MFU", lambda f: None if f.mfu is None else percent(f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: None if f.data_wait is None else percent(f.data_wait), "of a step's time"),
     ("Time", lambda f: None if f.seconds is None else duration(f.seconds), "on the clock, all attempts"),
+    ("Goodput", lambda f: None if f.goodput is None else percent(f.goodput), "of that time, on steps that count"),
 )
 
 
@@ -144,23 +146,41 @@ def _charts(runs: Sequence[Run]) -> str:
         losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
         losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
     unit = "nats a token, lower is better"
-    linear, log = chart("Loss", unit, losses, size=FULL), chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL)
+    frame = _frame(runs)
+    linear = chart("Loss", unit, losses, size=FULL, frame=frame)
+    log = chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL, frame=frame)
     parts = []
     if linear:
         switch = (
             '<input type="radio" name="scale" id="linear" checked><label for="linear">linear</label>'
             '<input type="radio" name="scale" id="log"><label for="log">logarithmic</label>'
         )
-        parts.append(f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs)}</div>')
+        parts.append(
+            f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
+        )
     for title, unit, key, zero in CHARTS:
         lines = [
             Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
         ]
         if key.endswith("_s") and key != "tokens_per_s":
             lines, unit = _in_handy_seconds(lines, unit)
-        parts.append(chart(title, unit, lines, zero=zero))
+        parts.append(chart(title, unit, lines, zero=zero, frame=frame))
     drawn = "".join(parts)
     return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _frame(runs: Sequence[Run]) -> Frame:
+    """Every chart spans all steps of the runs, so that one whose figures end early shows where."""
+    steps = [
+        float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
+    ]
+    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, _color(i)) for i, run in enumerate(runs)])
+
+
+def _marks(run: Run, color: int) -> Marks:
+    starts = [attempt.first_step for attempt in run.attempts[1:]]
+    rollbacks = [event.step for event in run.events if event.kind == "rollback"]
+    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], color)
 
 
 def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
@@ -171,12 +191,17 @@ def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
     return [replace(line, series=Series(line.series.steps_N, 1e3 * line.series.values_N)) for line in lines], f"milliseconds {unit}".strip()
 
 
-def _loss_legend(runs: Sequence[Run]) -> str:
-    second = "" if len(runs) > 1 else " c1"
-    first = "" if len(runs) > 1 else " c0"
-    if not any(len(eval_loss(run).steps_N) for run in runs):
-        return ""
-    return f'<p class="legend"><span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out</p>'
+def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
+    """Which line is which, and what marks say; "" where nothing needs saying."""
+    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
+    said = []
+    if any(len(eval_loss(run).steps_N) for run in runs):
+        said.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
+    if any(marks.restarts for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
+    if any(marks.skips for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
+    return f'<p class="legend">{" ".join(said)}</p>' if said else ""
 
 
 def _legend(runs: Sequence[Run]) -> str:
@@ -200,9 +225,11 @@ def _goodput(runs: Sequence[Run]) -> str:
             for part, share, value in shares
         )
         head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>')
-    hint = '<p class="note">Time of attempts that ended without a word (killed) is not in here.</p>'
-    return f"<section><h2>Where the time went</h2>{''.join(bars)}{hint}</section>" if bars else ""
+        number, pause = len(run.attempts), between_attempts(run)
+        pauses = f"; between them nothing ran for {duration(pause)} that is not in here" if pause >= 0.05 else ""
+        note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
+        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
+    return f"<section><h2>Where the time went</h2>{''.join(bars)}</section>" if bars else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:

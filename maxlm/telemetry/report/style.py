@@ -21,7 +21,7 @@ p.note{margin:.3rem 0}
 background:var(--panel);color:var(--soft)}
 .chip.good{background:var(--good-bg);color:var(--good)}.chip.warn{background:var(--warn-bg);color:var(--warn)}
 .chip.bad{background:var(--bad-bg);color:var(--bad)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(112px,1fr));gap:10px;margin:1.4rem 0 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:10px;margin:1.4rem 0 0}
 .cards div{background:var(--panel);border-radius:8px;padding:11px 12px}
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.08rem;letter-spacing:-.01em;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
 .cards small{display:block;line-height:1.3;font-size:.78rem}
@@ -50,7 +50,7 @@ svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .loss label{align-self:start;z-index:1}
 .bar{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px;margin:.4rem 0 .7rem}
 .part{background:var(--part)}.startup{--part:var(--p4)}.step{--part:var(--p2)}.data_wait{--part:var(--p1)}
-.eval{--part:var(--p0)}.save{--part:var(--p3)}.other{--part:var(--p7)}
+.eval{--part:var(--p0)}.save{--part:var(--p3)}.lost{--part:var(--bad)}.other{--part:var(--p7)}
 .keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}
 .keys b{font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;max-height:34rem;overflow-y:auto}
@@ -61,12 +61,14 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
-.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback{background:var(--bad)}.dot.restore{background:var(--p3)}
+.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
 #tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;
 padding:.35em .7em;border-radius:6px;
 white-space:pre;font-variant-numeric:tabular-nums;z-index:9}
+.restart{stroke:var(--c);stroke-width:1;stroke-dasharray:1 3;fill:none}.skip{fill:var(--bad)}.beyond{fill:var(--c)}
+.legend svg{width:1em;height:1em;overflow:visible;margin-left:1em}
 .cursor{stroke:var(--soft);stroke-dasharray:2 3}
 @media(max-width:760px){main{padding:24px 16px}svg text{font-size:17px}
 .loss>div{overflow-x:auto}.loss svg.chart{width:900px}.loss svg text{font-size:13px}}
@@ -86,31 +88,34 @@ svg.heat{display:block;width:100%;height:auto;overflow:visible}
 .dot.alarm{background:var(--bad)}
 """
 
-# The values under the pointer are read back from the drawn points, so the page carries no second copy of the data.
+# The pointer shows the points of the main lines; a line without a point at that step says which step its own is of.
 JS = """
 const tip=document.getElementById('tip'),NS='http://www.w3.org/2000/svg';
 const say=v=>v!==0&&(Math.abs(v)<1e-3||Math.abs(v)>=1e7)?v.toExponential(3):
   Number(v.toPrecision(4)).toLocaleString('en-US',{maximumFractionDigits:6});
+const numbers=text=>text.split(' ').map(Number),count=step=>step.toLocaleString('en-US');
 for(const svg of document.querySelectorAll('svg.chart')){
-  const d=svg.dataset,log=d.log==='1',[L,T,W,H,x0,x1,y0,y1]=[d.plot,d.x,d.y].join(' ').split(' ').map(Number);
-  const lines=[...svg.querySelectorAll('g[data-label]')].map(g=>({name:g.dataset.label,
-    points:g.querySelector('.line').getAttribute('points').split(' ').map(p=>p.split(',').map(Number))}));
-  const value=py=>{const s=1-(py-T)/H;return log?10**(Math.log10(y0)+s*Math.log10(y1/y0)):y0+s*(y1-y0)};
+  const [L,T,W,H]=numbers(svg.dataset.plot);
+  const lines=[...svg.querySelectorAll('g[data-label]')].map(g=>{
+    const steps=numbers(g.dataset.steps),values=numbers(g.dataset.values);
+    return {name:g.dataset.label,points:g.querySelector('.line').getAttribute('points').split(' ')
+      .map((p,i)=>({x:Number(p.split(',')[0]),step:steps[i],value:values[i]}))}});
   const cursor=document.createElementNS(NS,'line');cursor.setAttribute('class','cursor');
   cursor.setAttribute('y1',T);cursor.setAttribute('y2',T+H);
   cursor.style.display='none';svg.append(cursor);
+  const hide=()=>{tip.hidden=true;cursor.style.display='none'};
   svg.addEventListener('pointermove',e=>{
     const box=svg.getBoundingClientRect(),px=(e.clientX-box.left)*svg.viewBox.baseVal.width/box.width;
-    if(px<L||px>L+W){tip.hidden=true;cursor.style.display='none';return}
-    const here=lines.filter(l=>l.points[0][0]-8<=px&&px<=l.points[l.points.length-1][0]+8);
-    if(!here.length){tip.hidden=true;cursor.style.display='none';return}
-    const near=here.map(l=>[l.name,l.points.reduce((a,b)=>Math.abs(b[0]-px)<Math.abs(a[0]-px)?b:a)]);
-    const at=near.reduce((a,b)=>Math.abs(b[1][0]-px)<Math.abs(a[1][0]-px)?b:a)[1][0];
-    tip.textContent='step '+Math.round(x0+(at-L)/W*(x1-x0)).toLocaleString('en-US')+'\\n'
-      +near.map(([n,p])=>n+'  '+say(value(p[1]))).join('\\n');
-    cursor.setAttribute('x1',at);cursor.setAttribute('x2',at);cursor.style.display='';tip.hidden=false;
+    if(px<L||px>L+W)return hide();
+    const here=lines.filter(l=>l.points[0].x-8<=px&&px<=l.points[l.points.length-1].x+8);
+    if(!here.length)return hide();
+    const near=here.map(l=>({name:l.name,at:l.points.reduce((a,b)=>Math.abs(b.x-px)<Math.abs(a.x-px)?b:a)}));
+    const at=near.map(n=>n.at).reduce((a,b)=>Math.abs(b.x-px)<Math.abs(a.x-px)?b:a);
+    tip.textContent='step '+count(at.step)+'\\n'
+      +near.map(n=>n.name+'  '+say(n.at.value)+(n.at.step===at.step?'':'  (step '+count(n.at.step)+')')).join('\\n');
+    cursor.setAttribute('x1',at.x);cursor.setAttribute('x2',at.x);cursor.style.display='';tip.hidden=false;
     tip.style.left=Math.min(e.clientX+16,innerWidth-tip.offsetWidth-8)+'px';tip.style.top=Math.min(e.clientY+16,innerHeight-tip.offsetHeight-8)+'px';
   });
-  svg.addEventListener('pointerleave',()=>{tip.hidden=true;cursor.style.display='none'});
+  svg.addEventListener('pointerleave',hide);
 }
 """

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class Figures:
     mfu: float | None
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time of all attempts
+    goodput: float | None  # share of it that went to steps which count
     attempts: int
     skipped: int
     hardware: str
@@ -64,6 +66,7 @@ def figures_of(run: Run) -> Figures:
         mfu=_median(run.get("mfu")),
         data_wait=waited,
         seconds=_wall_time(run),
+        goodput=_goodput(run),
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         hardware=_hardware(told),
@@ -107,15 +110,19 @@ def in_words(run: Run, f: Figures) -> list[str]:
 
 
 def goodput_of(run: Run) -> dict[str, float]:
-    """Seconds by part, over all attempts that said so when they stopped; {} when none did."""
-    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for event in run.events:
-        goodput = event.data.get("goodput")
-        parts = goodput.get("seconds") if isinstance(goodput, dict) else None
-        for part, value in (parts if isinstance(parts, dict) else {}).items():
-            name = part if part in seconds else "other"
-            seconds[name] += _number(value) or 0.0
+    """Seconds by part over all attempts, with `lost` apart from `step`; {} when nothing was recorded."""
+    seconds: dict[str, float] = dict.fromkeys((*PARTS, "lost"), 0.0)
+    for attempt in run.attempts:
+        for part, value in attempt.seconds.items():
+            seconds[part] += value
+        seconds["step"] -= attempt.lost_s
+        seconds["lost"] += attempt.lost_s
     return seconds if any(seconds.values()) else {}
+
+
+def between_attempts(run: Run) -> float:
+    """Seconds from the end of an attempt to the beginning of the next, together."""
+    return sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
 
 
 def _what(run: Run, f: Figures) -> str:
@@ -159,25 +166,15 @@ def _hardware(told: dict[str, Any]) -> str:
 
 
 def _wall_time(run: Run) -> float | None:
-    """Each attempt from its start to its last event, or as long as its steps took when it was killed without a word."""
-    step_time = run.get("step_time_s")
-    starts = [i for i, event in enumerate(run.events) if event.kind == "start"]
-    if not starts:
-        return _step_seconds(step_time, 0, math.inf) or None
-    attempts = [run.events[i:j] for i, j in zip(starts, [*starts[1:], len(run.events)], strict=True)]
-    begun = [max(event.step for event in attempt if event.kind in ("start", "restore")) for attempt in attempts]
-    total = 0.0
-    for attempt, first_step, next_step in zip(attempts, begun, [*begun[1:], math.inf], strict=True):
-        last_step = attempt[-1].step if attempt[-1].kind == "stop" else next_step  # what it did beyond was lost, and its records with it
-        total += max(attempt[-1].time - attempt[0].time, _step_seconds(step_time, first_step, last_step))
-    return total or None
+    if not run.attempts:  # no events: as long as the steps took
+        step_time = run.get("step_time_s")
+        return float((np.diff(step_time.steps_N, prepend=0.0) * step_time.values_N).sum()) or None
+    return sum(attempt.wall_s for attempt in run.attempts) or None
 
 
-def _step_seconds(step_time: Series, after: float, until: float) -> float:
-    """Seconds of the steps in (after, until]; a record stands for all steps since the one before."""
-    steps_N = step_time.steps_N
-    here = (steps_N > after) & (steps_N <= until)
-    return float((np.diff(steps_N, prepend=0.0) * step_time.values_N)[here].sum()) if len(steps_N) else 0.0
+def _goodput(run: Run) -> float | None:
+    seconds = goodput_of(run)
+    return seconds["step"] / sum(seconds.values()) if seconds else None
 
 
 def _settled(series: Series) -> float | None:

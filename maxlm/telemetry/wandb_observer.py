@@ -1,0 +1,85 @@
+"""The figures of a run at Weights & Biases, or in files for `wandb sync`. The package is an extra and is imported late."""
+
+import importlib.util
+import netrc
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+from urllib.parse import urlsplit
+
+from maxlm.config.errors import ConfigError
+from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord
+from maxlm.telemetry.run_dir import RunDirectory
+
+
+def check_wandb(project: str) -> None:
+    """Raises ConfigError without the package, or without the key that only WANDB_MODE=offline spares: nothing may ask for it later."""
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # a folder named wandb, where wandb writes by itself, is no package
+        raise ConfigError("run.wandb", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
+    if os.environ.get("WANDB_MODE", "online") == "online" and not _has_key():
+        rule = "no API key was found in WANDB_API_KEY or ~/.netrc"
+        raise ConfigError("run.wandb", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
+
+
+class WandbObserver:
+    """Logs the figures of every record, and held-out losses, over `step`. A restart goes on in the same run of theirs.
+
+    The first call connects, and is made again while the service is not reached. Nothing is written before it.
+    """
+
+    def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
+        self._project, self._directory, self._config = project, run, config
+        self._run: Any = None
+
+    def on_step(self, record: StepRecord) -> None:
+        figures = record.to_dict()
+        del figures["time"]
+        self._log(figures)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "eval":
+            self._log({"step": event.step, "eval_loss": event.data.get("eval_loss")})
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _log(self, figures: Mapping[str, Any]) -> None:
+        if self._run is None:
+            self._run = self._connect()
+        self._run.log({name: value for name, value in figures.items() if value is not None})
+
+    def _connect(self) -> Any:
+        """Raises OSError when the service is not reached."""
+        import wandb
+
+        path = self._directory.path.resolve()
+        try:
+            run = wandb.init(
+                project=self._project,
+                name=path.name,
+                id=sha256(str(path).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(path),
+                config=dict(self._config),
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, finish_timeout=CLOSE_S),
+            )
+        except wandb.errors.AuthenticationError:
+            raise
+        except wandb.errors.CommError as error:
+            raise OSError(f"Weights & Biases is not reached: {error}") from error
+        run.define_metric("*", step_metric="step")  # their own count of steps cannot go back, as a rollback does
+        return run
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

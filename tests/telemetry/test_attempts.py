@@ -1,0 +1,116 @@
+"""The time of a run is that of all its attempts, those that were killed included; work done again is lost."""
+
+import json
+
+import pytest
+
+from maxlm.telemetry.files import FileObserver
+from maxlm.telemetry.goodput import PARTS
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report import write_report
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.summary import between_attempts, figures_of, goodput_of
+from maxlm.telemetry.run_dir import RunDirectory
+
+STARTUP_S, FIRST_S, STEP_S = 3.0, 2.0, 0.1
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path, "r")
+
+
+@pytest.fixture
+def attempt(run, record):
+    """Writes an attempt as a run does: it restores `restored` and does steps up to `last`; `began` is its command's beginning."""
+
+    def write(began, restored, last, *, stopped=False, saved=None):
+        now = began + STARTUP_S
+        files = FileObserver(run)
+        files.on_event(Event("start", restored, now, {"startup_s": STARTUP_S}))
+        if restored:
+            files.on_event(Event("restore", restored, now))
+        for step in range(restored + 1, last + 1):
+            now += FIRST_S if step == restored + 1 else STEP_S
+            files.on_step(record(step, time=now, step_time_s=STEP_S, data_wait_s=0.01))
+        if saved is not None:
+            now += 0.5
+            files.on_event(Event("save", saved, now, {"blocked_s": 0.5}))
+        if stopped:
+            parts = {"startup": STARTUP_S + FIRST_S, "step": (last - restored - 1) * STEP_S}
+            files.on_event(Event("stop", last, now, {"reason": "done", "goodput": {"wall_s": sum(parts.values()), "seconds": parts}}))
+        files.close()
+        return now
+
+    return write
+
+
+def kinds(run):
+    return [json.loads(line)["kind"] for line in run.events.read_text().splitlines()]
+
+
+def test_attempts_that_were_killed_count_in_full(run, attempt):
+    """37 kills, each with 60 steps since the last save at ten more than before: all of their time is in the report."""
+    now, whole = 1000.0, 0.0
+    for number in range(37):
+        ended = attempt(now, 10 * number, 10 * number + 60)
+        whole += ended - now
+        now = ended + 1.0
+    ended = attempt(now, 370, 400, stopped=True)
+    whole += ended - now
+    seen = load_run(run.path)
+    figures = figures_of(seen)
+    assert figures.attempts == len(seen.attempts) == 38
+    assert figures.seconds == pytest.approx(whole, abs=0.1)
+    assert between_attempts(seen) == pytest.approx(37.0, abs=0.1)
+    seconds = goodput_of(seen)
+    assert sum(seconds.values()) == pytest.approx(whole, abs=0.1)
+    assert set(seconds) == {*PARTS, "lost"}
+    assert seconds["startup"] == pytest.approx(38 * (STARTUP_S + FIRST_S), abs=0.1)
+    assert seconds["lost"] == pytest.approx(37 * 59 * 0.09 * 50 / 60, rel=0.01)
+    assert figures.goodput == pytest.approx(seconds["step"] / whole, rel=1e-3)
+    page = write_report([run.path], run.report).read_text()
+    assert "in 38 attempts; between them nothing ran for" in page
+    assert "steps done again" in page
+
+
+def test_a_kill_is_noted_once_before_its_records_go(run, attempt):
+    attempt(1000.0, 0, 30, saved=20)
+    assert kinds(run) == ["start", "save"]
+    attempt(1100.0, 20, 25)
+    attempt(1200.0, 20, 40, stopped=True)
+    assert kinds(run) == ["start", "save", "killed", "start", "restore", "killed", "start", "restore", "stop"]
+    FileObserver(run).close()
+    assert kinds(run)[-1] == "stop"  # an end that is on record needs no note
+    first, second, third = load_run(run.path).attempts
+    assert (first.first_step, first.last_step, second.last_step, third.last_step) == (0, 30, 25, 40)
+    assert first.wall_s == pytest.approx(STARTUP_S + FIRST_S + 29 * STEP_S + 0.5, abs=0.01)
+    assert first.seconds["save"] == 0.5
+    assert first.lost_s == pytest.approx(first.seconds["step"] / 3)
+    assert third.lost_s == 0
+
+
+def test_of_a_run_that_has_not_ended_the_records_tell_the_time(run, attempt):
+    ended = attempt(1000.0, 0, 50)
+    figures = figures_of(load_run(run.path))
+    assert figures.seconds == pytest.approx(ended - 1000.0, abs=0.01)
+
+
+def test_a_checkpoint_that_was_passed_over_costs_the_attempts_before_too(run, attempt):
+    attempt(1000.0, 0, 40, stopped=True)
+    attempt(1100.0, 40, 60, stopped=True)
+    attempt(1200.0, 20, 80, stopped=True)
+    first, second, third = load_run(run.path).attempts
+    assert first.lost_s == pytest.approx(first.seconds["step"] / 2)
+    assert second.lost_s == second.seconds["step"]
+    assert third.lost_s == 0
+
+
+@pytest.mark.parametrize("goodput", [None, 5, {"seconds": 7}, {"seconds": {"step": "x", "startup": -1, "new": 2.0, "save": 1e999}}])
+def test_any_figures_of_an_end_make_an_attempt(run, goodput):
+    run.metrics.write_text("")
+    lines = [Event("start", 0, 1000.0, {"startup_s": "x"}), Event("stop", 5, 1010.0, {"goodput": goodput})]
+    run.events.write_text("".join(event.to_json() + "\n" for event in lines))
+    (attempt,) = load_run(run.path).attempts
+    assert attempt.wall_s == 10.0
+    assert sum(attempt.seconds.values()) == pytest.approx(10.0)
