@@ -17,7 +17,9 @@ import jax
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
+from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.places import Place
+from maxlm.runtime.signals import beside_preemption_service
 from maxlm.runtime.together import words
 
 HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
@@ -38,8 +40,8 @@ class Cluster:
 def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
     """Within it this process is one of the cluster it was started in; to be entered before any device is touched.
 
-    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, or HOST_LOST,
-    and a line that says why.
+    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, STOPPED by a signal, or
+    HOST_LOST, and a line that says why.
 
     Args:
         named: what the command line says of the cluster, see `places.find`.
@@ -62,9 +64,10 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         _initialize(place)
         yield Cluster(str(place), meeting.hosts)
     except BaseException as error:
-        line = str(error) if isinstance(error, UserError) else f"{meeting.name()} crashed: {_first_line(error)}"
-        code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASHED
-        if isinstance(error, UserError):
+        expected = isinstance(error, UserError | Stopped)
+        line = str(error) if expected else f"{meeting.name()} crashed: {_first_line(error)}"
+        code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
+        if expected:
             sys.stderr.write(f"maxlm: {line}\n")
         else:
             traceback.print_exc()
@@ -81,15 +84,16 @@ def _first_line(error: BaseException) -> str:
 
 def _initialize(place: Place) -> None:
     host, _, port = place.address.rpartition(":")
-    jax.distributed.initialize(
-        coordinator_address=f"{host}:{int(port) + 1}",  # beside the roll call
-        num_processes=place.count,
-        process_id=place.process,
-        local_device_ids=place.devices,
-        cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-        initialization_timeout=INITIALIZE_SECONDS,
-        heartbeat_timeout_seconds=HANG_SECONDS,
-    )
+    with beside_preemption_service():
+        jax.distributed.initialize(
+            coordinator_address=f"{host}:{int(port) + 1}",  # beside the roll call
+            num_processes=place.count,
+            process_id=place.process,
+            local_device_ids=place.devices,
+            cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
+            initialization_timeout=INITIALIZE_SECONDS,
+            heartbeat_timeout_seconds=HANG_SECONDS,
+        )
 
 
 def agree(facts: Mapping[str, str], problem: str = "") -> None:

@@ -21,7 +21,7 @@ from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import attempt, cluster
+from maxlm.runtime import attempt, cluster, deadline, lock
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
@@ -50,6 +50,7 @@ IDENTITY = (
     "optimizer.outer.workers",
 )
 
+ENDS_SECONDS = 10.0  # beyond its grace time, in which a run that was asked to end is gone for certain
 
 Showing = Callable[[Config, Path, Parameters, Console], None]
 
@@ -62,10 +63,8 @@ def run(config: Config, console: Console, show: Showing, named: Mapping[str, str
     """
     goodput = Goodput()
     look_for_devices()
-    with (
-        cluster.joined(named or {}, functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)) as here,
-        RunLog() as log,
-    ):
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say):
         return _run(config, console, show, goodput, here, log)
 
 
@@ -87,17 +86,18 @@ def _run(config: Config, console: Console, show: Showing, goodput: Goodput, here
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
     log.write_to(directory.log if primary else None)
+    deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with _observing(config, directory, console, primary) as observers, _stopping() as stop:
         directory.write_config(dump(config))
         if primary:
             keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
         observers.on_event(Event("start", start.step, data=_facts(config, here.description)))
-        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
+        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.gives_up), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         observers.on_event(Event("stop", outcome.step, data=summary))
     checkpoints.close()
     if primary:
-        _conclude(config, directory, console, outcome, show)
+        _conclude(config, directory, console, outcome, show, asked=stop.asked is not None)
     return EXIT_CODES[outcome.status]
 
 
@@ -176,13 +176,30 @@ def _stopping() -> Iterator[StopSignal]:
         stop.close()
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Showing) -> None:
-    """Show what the model can do, write the report, and say where it is."""
-    if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
-        show(config, directory.path, outcome.state.params, console)
+@contextlib.contextmanager
+def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """No other run writes in the directories of this one. A run that was asked to end is given its grace time. Raises UserError alike."""
+    places = {(Path(config.run.dir) / config.run.name).absolute(): "run.dir"}
+    if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
+        places.setdefault(Path(config.checkpoint.dir).absolute(), "checkpoint.dir")
+    with contextlib.ExitStack() as locks:
+        problem = ""
+        try:
+            for place, field in places.items() if jax.process_index() == 0 else ():
+                locks.enter_context(lock.held(place, field, deadline.grace_seconds() + ENDS_SECONDS, say))
+        except UserError as error:
+            problem = str(error)
+        cluster.agree({}, problem)
+        yield
+
+
+def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Showing, *, asked: bool) -> None:
+    """Write the report, show what the model can do unless the run was asked to end, and say where the report is."""
     try:
         told = f"report: {write_report([directory.path], directory.report)}"
     except Exception as error:  # the run is done and saved, and other hosts wait for this one to end
         told = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
+    if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1 and not asked:
+        show(config, directory.path, outcome.state.params, console)
     console.rule(style="dim")
     console.print(told, markup=False, highlight=False, soft_wrap=True)

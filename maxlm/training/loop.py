@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None."""
+    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None; `gives_up` while it waits for data."""
 
     program: Program
     data: Pipeline
@@ -46,6 +46,7 @@ class Session:
     observers: Observers
     goodput: Goodput
     stop: Callable[[int], str | None] = lambda step: None
+    gives_up: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,11 @@ def _run(session: Session, state: TrainState, start: int, total: int) -> Outcome
                 saved = _save(session, meter, step, state)
             waiting = time.monotonic()
             with goodput.measure("data_wait"):
-                _, batch = next(batches)
+                ready = batches.get(session.gives_up)
+            if ready is None:
+                status, message = "preempted", f"stopped by {session.stop(step)} while the data did not come"
+                break
+            _, batch = ready
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)

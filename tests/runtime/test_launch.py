@@ -18,6 +18,7 @@ from pathlib import Path
 path, tries = Path(os.environ["MAXLM_ATTEMPT"]), Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
     path.write_text(f"{step:20}" + chr(10) + json.dumps(hosts))
 """
