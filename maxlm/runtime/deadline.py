@@ -33,7 +33,7 @@ _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one, which reached the
 _LONGEST_LINE = 500  # bytes a pipe takes at once, POSIX's PIPE_BUF
 
 # What the guardian is told beside signals, which are numbers below 65.
-PROMPT, KEEP, SAVE, _STACKS_TO = b"A", b"K", b"S", b"F"
+PROMPT, KEEP, SAVE, _ENDS, _STACKS_TO = b"A", b"K", b"S", b"E", b"F"
 
 
 class Stopped(KeyboardInterrupt):
@@ -96,6 +96,7 @@ def finish() -> Stopped | None:
     """The command is over: signals raise nothing any more. Returns what they have raised."""
     global _raised
     raised, _raised = _raised, _raised or Stopped(signal.SIGTERM)
+    _tell(_ENDS)
     return raised
 
 
@@ -198,8 +199,10 @@ class _Guardian:
                     self._held = first + told
                     return
                 self.stacks, told = Path(os.fsdecode(path)), rest
-            elif first in (PROMPT, KEEP, SAVE):
+            elif first in (PROMPT, KEEP, SAVE, _ENDS):
                 self.mode = first
+                if first == _ENDS:  # what the interpreter still does may hang, but loses nothing
+                    self.code = ExitCode.STOPPED
             elif first[0] in SIGNALS:
                 self._signalled(first[0], time.monotonic())
         self._held = b""
@@ -215,7 +218,7 @@ class _Guardian:
             return
         self.signal = number
         self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
-        self.due = now + (PROMPT_SECONDS if self.mode == PROMPT else self.grace)
+        self.due = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
         if self.mode == SAVE:
             self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
 
