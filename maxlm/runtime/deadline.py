@@ -180,7 +180,7 @@ class _Guardian:
                 if not told:
                     return
                 self._hear(told)
-            if self.dump in ready:
+            if self.dump in ready:  # its end comes with that of the line
                 self._print(os.read(self.dump, 1 << 16))
             if self.parent in ready:  # only its end makes it readable
                 self.parent = None
@@ -227,8 +227,8 @@ class _Guardian:
             self._say(f"{_name(self.signal)} came {self.grace:g} s ago and the process has not ended; the stacks of all its threads:")
             self._send(signal.SIGCONT)
             self._send(STACKS_SIGNAL)
-            while select.select([self.dump], [], [], 0.5)[0]:
-                self._print(os.read(self.dump, 1 << 16))
+            while select.select([self.dump], [], [], 0.5)[0] and (stacks := os.read(self.dump, 1 << 16)):
+                self._print(stacks)
         else:
             self._say(f"stopped by {_name(self.signal)}" + ("" if self.interrupted is None or self.mode != SAVE else ", twice: not saved"))
         self._send(signal.SIGCONT)

@@ -1,6 +1,5 @@
 """One run at a time in a directory: who holds it is named, a dead holder holds nothing, and nothing is left behind."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -83,4 +82,4 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     finish(first, code=3)
     steps = [record["step"] for record in metrics(folder)]
     assert steps == list(range(1, len(steps) + 1))
-    assert not os.path.exists(folder / "runs" / "small" / lock.NAME)
+    assert not (folder / "runs" / "small" / lock.NAME).exists()
