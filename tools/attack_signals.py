@@ -102,9 +102,8 @@ def _printed(folder: Path, said: str) -> object:
 
 
 def _report(folder: Path, said: str) -> object:
-    """A page that is whole, and nothing beside it."""
-    page = (folder / "page.html").read_text()
-    return page.rstrip().endswith("</html>"), sorted(path.name for path in folder.iterdir())
+    """A page that is whole."""
+    return (folder / "page.html").read_text().rstrip().endswith("</html>")
 
 
 def _ended(folder: Path, said: str) -> object:
@@ -147,14 +146,17 @@ class Attack:
             words = " ".join(f"{chr(97 + (number * k) % 26)}{'xyz'[(number + k) % 3]}{k % 7}" for k in range(80))
             (texts / f"{number:02}.txt").write_text(f"document {number}: {words}\n")
         (self._whole / "small.yml").write_text(CONFIG % STEPS)
-        for target in (TARGETS[2], *TARGETS):  # the store first; then compiled programs are in the cache, as in the trials
+        store, train = TARGETS[2], TARGETS[0]
+        for target in (store, train, *TARGETS):  # twice, so that compiled programs are in the cache, as in the trials
             began = time.monotonic()
             code, said, _ = self._again(target, self._whole, uuid.uuid4().hex)
             self._references[target.name] = Reference(code, time.monotonic() - began, target.result(self._whole, said))
             if target.name == "train":
-                shutil.move(self._whole / "runs", self._folder / "runs")
-        shutil.rmtree(self._whole / "runs")
-        shutil.move(self._folder / "runs", self._whole / "runs")
+                shutil.rmtree(self._folder / "runs", ignore_errors=True)
+                shutil.copytree(self._whole / "runs", self._folder / "runs")
+                shutil.rmtree(self._whole / "runs")
+            if target.name == "launch":
+                shutil.rmtree(self._folder / "runs")
 
     def trial(self, number: int) -> Trial:
         """One command, one attack."""
