@@ -12,6 +12,7 @@ import faulthandler
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ def start() -> None:
     _exit_by_signals()
     _installed = _Installed(guardian, told)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    sys.unraisablehook = _say_unless_stopped
     for number in SIGNALS:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until here
@@ -136,6 +138,12 @@ def grace_seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise UserError(f"{GRACE_VARIABLE} = {text}: must be a number of seconds above 0, from SIGTERM to the end; such as 25.")
     return seconds
+
+
+def _say_unless_stopped(what: "sys.UnraisableHookArgs") -> None:
+    """Python drops what a finalizer or a callback raises, and says so; for `Stopped` the guardian does what is left to do."""
+    if not isinstance(what.exc_value, Stopped):
+        sys.__unraisablehook__(what)
 
 
 def _tell(what: bytes) -> None:
