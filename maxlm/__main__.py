@@ -24,9 +24,10 @@ def main() -> None:
         sys.stderr.write(f"maxlm: {error}\n")
         sys.exit(error.exit_code)
     except BaseException as error:
-        stopped = deadline.finish()
         code = error.code if isinstance(error, SystemExit) else 1
-        if stopped is not None and code not in (0, None):  # whatever the libraries on its way have made of it
+        code = code if isinstance(code, int) else int(code is not None)
+        stopped = deadline.finish(code)
+        if stopped is not None and code:  # whatever the libraries on its way have made of it
             _end(stopped)
         if code == _INTERRUPTED:
             _end(Stopped(signal.SIGINT))

@@ -6,6 +6,7 @@ of Python writes each signal to its pipe, which needs neither the lock nor a thr
 stacks of all threads where something hangs, and ends this process with the exit code that is due.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -56,6 +57,7 @@ class _Installed:
 
 _installed: _Installed | None = None
 _raised: Stopped | None = None
+_code: int | None = None  # of a command that is over
 
 
 def start() -> None:
@@ -81,6 +83,7 @@ def start() -> None:
     _installed = _Installed(guardian, told)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     sys.unraisablehook = _say_unless_stopped
+    atexit.register(_exit)  # the first that is registered is the last that is called
     for number in SIGNALS:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until here
@@ -94,9 +97,10 @@ def stop(number: int, frame: FrameType | None) -> None:
         raise _raised
 
 
-def finish() -> Stopped | None:
-    """The command is over: signals raise nothing any more. Returns what they have raised."""
-    global _raised
+def finish(code: int) -> Stopped | None:
+    """The command is over: signals raise nothing any more, and the process ends with `code`. Returns what they have raised."""
+    global _raised, _code
+    _code = code
     raised, _raised = _raised, _raised or Stopped(signal.SIGTERM)
     _tell(_ENDS)
     return raised
@@ -138,6 +142,16 @@ def grace_seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise UserError(f"{GRACE_VARIABLE} = {text}: must be a number of seconds above 0, from SIGTERM to the end; such as 25.")
     return seconds
+
+
+def _exit() -> None:
+    """Where the interpreter would give up its handlers of signals and then take itself apart, which takes time and may crash."""
+    if _code is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(_code)
 
 
 def _say_unless_stopped(what: "sys.UnraisableHookArgs") -> None:
