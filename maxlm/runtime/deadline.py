@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
@@ -83,6 +83,7 @@ def start() -> None:
     _installed = _Installed(guardian, told)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     sys.unraisablehook = _say_unless_stopped
+    sys.excepthook = _print_unless_stopped
     atexit.register(_exit)  # the first that is registered is the last that is called
     for number in SIGNALS:
         signal.signal(number, stop)
@@ -158,6 +159,12 @@ def _say_unless_stopped(what: "sys.UnraisableHookArgs") -> None:
     """Python drops what a finalizer or a callback raises, and says so; for `Stopped` the guardian does what is left to do."""
     if not isinstance(what.exc_value, Stopped):
         sys.__unraisablehook__(what)
+
+
+def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """C extensions print what stops an import of theirs, as numpy's do, and raise an error of their own instead."""
+    if not isinstance(error, Stopped):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _tell(what: bytes) -> None:
