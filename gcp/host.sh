@@ -18,6 +18,7 @@ LOG=${MAXLM_LOG:-/var/log/maxlm.log}
 SYNC_SECONDS=${SYNC_SECONDS:-60}
 SERVICE=maxlm
 SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
+export MAXLM_GRACE_SECONDS=${MAXLM_GRACE_SECONDS:-$((SAVE_SECONDS - 30))} # the run ends by itself before
 
 STARTED= # set once `maxlm` runs, whose end is told otherwise
 

@@ -1,5 +1,47 @@
-"""`python -m maxlm` is `maxlm`."""
+"""`maxlm`, and `python -m maxlm`: the command line, which a signal ends in order from here on."""
 
-from maxlm.cli import main
+import contextlib
+import os
+import signal
+import sys
+from typing import NoReturn
 
-main()
+from maxlm.config.errors import UserError
+from maxlm.runtime import deadline
+from maxlm.runtime.deadline import Stopped
+
+_INTERRUPTED = 130  # what typer makes of KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the command line. If a signal ends it before it is done, that is one line and exit code 3, without a traceback."""
+    try:
+        deadline.start()
+        from maxlm.cli import main as command_line
+
+        command_line()
+    except UserError as error:
+        sys.stderr.write(f"maxlm: {error}\n")
+        sys.exit(error.exit_code)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        code = code if isinstance(code, int) else int(code is not None)
+        stopped = deadline.finish(code)
+        if stopped is not None and code:  # whatever the libraries on its way have made of it
+            _end(stopped)
+        if code == _INTERRUPTED:
+            _end(Stopped(signal.SIGINT))
+        raise
+
+
+def _end(stopped: Stopped) -> NoReturn:
+    """Without the interpreter's own end, which waits for threads, and crashes under those that compute."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.write(f"maxlm: {stopped}\n")
+        sys.stderr.flush()
+    os._exit(stopped.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -106,8 +106,10 @@ def compile_(
 ) -> None:
     """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
     from maxlm.planning import compile as planning
+    from maxlm.runtime import deadline
 
-    raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
+    with deadline.allow(deadline.KEEP):  # Ctrl-C among the suggestions leaves it at those found
+        raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
 
 
 @app.command(name="plan")
@@ -123,11 +125,13 @@ def plan_(
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
     from maxlm.planning.search import machines, plan
+    from maxlm.runtime import deadline
 
     request = plan.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
-    if chips_at_most is not None:
-        raise typer.Exit(machines.compare(request, chips_at_most, as_json=json_))
-    raise typer.Exit(plan.run(request, as_json=json_))
+    with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
+        if chips_at_most is not None:
+            raise typer.Exit(machines.compare(request, chips_at_most, as_json=json_))
+        raise typer.Exit(plan.run(request, as_json=json_))
 
 
 @data_app.command()

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import signal
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +15,7 @@ import numpy as np
 from maxlm.config.errors import UserError
 from maxlm.data.readers import Document
 from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.workers import end_with_parent, workers_without_signals
 
 BATCH_CHARS = 2**20  # of text sent to a worker at a time
 WAITING = 3  # batches a worker may have waiting
@@ -49,7 +49,8 @@ def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fr
     try:
         while True:
             for batch in itertools.islice(batches, workers * WAITING - len(waiting)):
-                waiting.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
+                with workers_without_signals():
+                    waiting.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
             if not waiting:
                 break
             future, batch = waiting.popleft()
@@ -85,8 +86,8 @@ def _prepare_worker(text: str, end_of_document: str) -> None:
 
 
 def _start_worker(text: str, end_of_document: str) -> None:
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _prepare_worker(text, end_of_document)
 
 

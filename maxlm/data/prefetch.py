@@ -2,12 +2,15 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
+BLOCKED_SECONDS = 5.0  # without a result, after which whoever may give up does
+_POLL_SECONDS = 0.5
 _END = object()
 
 
@@ -31,9 +34,22 @@ class Prefetcher(Generic[Key, Value]):
         return self
 
     def __next__(self) -> tuple[Key, Value]:
+        ready = self.get(lambda: False)
+        assert ready is not None, "it never gives up"
+        return ready
+
+    def get(self, gives_up: Callable[[], bool]) -> tuple[Key, Value] | None:
+        """The next result, or None if it has not come for `BLOCKED_SECONDS` and `gives_up()`. Raises StopIteration after the last."""
         if self._stop.is_set():
             raise StopIteration
-        result = self._results.get()
+        began = time.monotonic()
+        while True:
+            try:
+                result = self._results.get(timeout=_POLL_SECONDS)
+                break
+            except queue.Empty:
+                if time.monotonic() - began >= BLOCKED_SECONDS and gives_up():
+                    return None
         self._room.release()
         if isinstance(result, BaseException):
             self.close()
@@ -44,11 +60,11 @@ class Prefetcher(Generic[Key, Value]):
         return result
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
+        """Stop the thread and wait for it, but not longer than `BLOCKED_SECONDS` for a read that does not end."""
         self._stop.set()
         self._room.release()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(BLOCKED_SECONDS)
 
     def __enter__(self) -> "Prefetcher[Key, Value]":
         return self

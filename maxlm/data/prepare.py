@@ -31,6 +31,7 @@ PROCESS_BYTES = 10 << 20  # of a Python process that tokenizes, at the very leas
 WORD_BYTES = 56  # of a word of the tokenizer that is trained: a string in a list and in a table
 LOCK = ".lock"
 SOURCES = "sources.json"
+ENDS_SECONDS = 5.0  # that another process, which was told to end, may take for it
 CONTENT = "the content of data.prepare.sources"
 
 
@@ -225,8 +226,15 @@ def _locked(store: str) -> Iterator[None]:
     except OSError as error:
         raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"data.store = {store}: another process is preparing it; wait for it to end.") from error
+        until = time.monotonic() + ENDS_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise UserError(f"data.store = {store}: another process is preparing it; wait for it to end.") from error
+                time.sleep(0.1)
+        for left in folder.rglob("*.__lock"):  # by TensorStore, of a process that was killed while it wrote the file of that name
+            left.unlink(missing_ok=True)
         yield

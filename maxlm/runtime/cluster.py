@@ -18,8 +18,10 @@ import jax
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
+from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.line import shared_secret
 from maxlm.runtime.places import Place
+from maxlm.runtime.signals import beside_preemption_service
 from maxlm.runtime.together import words
 
 HANG_SECONDS = (
@@ -42,8 +44,8 @@ class Cluster:
 def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
     """Within it this process is one of the cluster it was started in; to be entered before any device is touched.
 
-    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, or HOST_LOST,
-    and a line that says why.
+    If one process raises, or is lost, all end, and do not leave this block: with exit code 1, that of a UserError, STOPPED by a signal, or
+    HOST_LOST, and a line that says why.
 
     Args:
         named: what the command line says of the cluster, see `places.find`.
@@ -67,9 +69,10 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         _initialize(place, meeting.local_addresses() if place.process == 0 else set(), say)
         yield Cluster(str(place), meeting.hosts)
     except BaseException as error:
-        line = str(error) if isinstance(error, UserError) else f"{meeting.name()} crashed: {_first_line(error)}"
-        code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASHED
-        if isinstance(error, UserError):
+        expected = isinstance(error, UserError | Stopped)
+        line = str(error) if expected else f"{meeting.name()} crashed: {_first_line(error)}"
+        code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
+        if expected:
             sys.stderr.write(f"maxlm: {line}\n")
         else:
             traceback.print_exc()
@@ -97,16 +100,17 @@ def _initialize(place: Place, reached_at: Collection[str], say: Callable[[str], 
             f"warning: jax's own service listens at {_join(one, port + 1)}, a public address, and takes part with anybody: "
             "use a private network, or have a firewall close that port to all but the hosts of this run."
         )
-    jax.distributed.initialize(
-        coordinator_address=address,
-        num_processes=place.count,
-        process_id=place.process,
-        local_device_ids=place.devices,
-        cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-        initialization_timeout=INITIALIZE_SECONDS,
-        coordinator_bind_address=bind,
-        heartbeat_timeout_seconds=HANG_SECONDS,
-    )
+    with beside_preemption_service():
+        jax.distributed.initialize(
+            coordinator_address=address,
+            num_processes=place.count,
+            process_id=place.process,
+            local_device_ids=place.devices,
+            cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
+            initialization_timeout=INITIALIZE_SECONDS,
+            coordinator_bind_address=bind,
+            heartbeat_timeout_seconds=HANG_SECONDS,
+        )
 
 
 def _join(host: str, port: int) -> str:

@@ -93,10 +93,14 @@ def as_text(report: Report, ready: str = "This machine is ready.") -> str:
 def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:
     """What the probe says: `platform`, `devices` and `compilation_cache`; or `error`, in a line, where jax could not start."""
     nothing: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None, "training": None}
+    theirs, ours = os.pipe()  # the probe ends when ours is closed, be it by kill -9
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        answer = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return {**nothing, "error": f"jax did not answer within {timeout:g} seconds; on a TPU slice all hosts must ask at the same time"}
+    finally:
+        os.close(theirs)
+        os.close(ours)
     last = (answer.stdout.strip().splitlines() or [""])[-1]
     try:
         return {**nothing, **json.loads(last), "error": None}

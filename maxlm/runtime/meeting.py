@@ -54,7 +54,7 @@ class Meeting:
 
         Does not return where it turns out that another one was lost or crashed before, and that ends this process, too.
         """
-        if why is not None and code != ExitCode.WRONG_INPUT:
+        if why is not None and code not in (ExitCode.WRONG_INPUT, ExitCode.STOPPED):
             time.sleep(SETTLE_SECONDS)  # most likely it comes of another's end, which is on its way
             if suspects := self._suspects():
                 self._end_for_stopped(min(suspects))

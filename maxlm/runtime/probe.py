@@ -4,6 +4,9 @@ A process of its own, because a broken driver can hang or kill it: `doctor` live
 """
 
 import json
+import os
+import stat
+import threading
 from typing import Any
 
 import jax
@@ -51,5 +54,13 @@ def _memory(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def _end_with_parent() -> None:
+    """End when the pipe that `doctor` gives as stdin is closed."""
+    os.read(0, 1)  # not sys.stdin, whose lock the end of the interpreter asks for
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     print(json.dumps(describe_devices()))

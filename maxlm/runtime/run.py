@@ -24,7 +24,7 @@ from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import attempt, cluster
+from maxlm.runtime import attempt, cluster, deadline, lock
 from maxlm.runtime.changes import changes
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
@@ -58,6 +58,8 @@ IDENTITY = (
     "optimizer.outer.workers",
 )
 
+ENDS_SECONDS = 10.0  # beyond its grace time, in which a run that was asked to end is gone for certain
+
 
 class Showing(Protocol):
     """Shows what the parameters of a finished run can do; ends early once `asked()`."""
@@ -74,11 +76,8 @@ def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] 
     if config.run.wandb is not None:
         check_wandb(config.run.wandb)
     look_for_devices()
-    with (
-        cluster.joined(named or {}, functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)) as here,
-        RunLog() as log,
-        fits.explain_out_of_memory("training"),
-    ):
+    say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
         return _run(config, phases, show, here, log)
 
 
@@ -109,6 +108,7 @@ def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunL
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
     log.write_to(directory.log if primary else None)
+    deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with _stopping() as stop:  # to the very end, so that a signal cannot cost the report
         with _observing(config, directory, console, primary) as observers:
             if primary and start.restored is not None:
@@ -119,12 +119,12 @@ def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunL
                 keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             observers.on_event(Event("start", start.step, data=facts))
-            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
+            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.gives_up), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
         if primary:
-            _conclude(config, directory, console, outcome, functools.partial(show, asked=lambda: stop(outcome.step) is not None))
+            _conclude(config, directory, console, outcome, functools.partial(show, asked=lambda: stop.asked is not None))
     return EXIT_CODES[outcome.status]
 
 
@@ -208,6 +208,23 @@ def _stopping() -> Iterator[StopSignal]:
         yield stop
     finally:
         stop.close()
+
+
+@contextlib.contextmanager
+def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """No other run writes in the directories of this one. A run that was asked to end is given its grace time. Raises UserError alike."""
+    places = {(Path(config.run.dir) / config.run.name).absolute(): "run.dir"}
+    if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
+        places.setdefault(Path(config.checkpoint.dir).absolute(), "checkpoint.dir")
+    with contextlib.ExitStack() as locks:
+        problem = ""
+        try:
+            for place, field in places.items() if jax.process_index() == 0 else ():
+                locks.enter_context(lock.held(place, field, deadline.grace_seconds() + ENDS_SECONDS, say))
+        except UserError as error:
+            problem = str(error)
+        cluster.agree({}, problem)
+        yield
 
 
 def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Callable[..., None]) -> None:

@@ -30,6 +30,7 @@ class RunDirectory:
         run = cls(Path(dir) / name, primary)
         if primary:
             _make_writable(run.path, str(dir))
+            run._clean()
         return run
 
     @property
@@ -72,6 +73,12 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def _clean(self) -> None:
+        """Remove what a process that was killed while it wrote a file has left: nobody else writes here now."""
+        names = (self.config, self.metrics, self.routing, self.report)
+        for left in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
+            left.unlink(missing_ok=True)
 
     def write_config(self, yaml_text: str) -> None:
         """Writes the resolved config, atomically, on the primary process. Raises OSError."""

@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None."""
+    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None; `gives_up` while it waits for data."""
 
     program: Program
     data: Pipeline
@@ -47,6 +47,7 @@ class Session:
     observers: Observers
     goodput: Goodput
     stop: Callable[[int], str | None] = lambda step: None
+    gives_up: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,10 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 return Outcome("preempted", step, f"stopped by {reason}", eval_loss, state)
             waiting = time.monotonic()
             with goodput.measure("data_wait"):
-                _, batch = next(batches)
+                ready = batches.get(session.gives_up)
+            if ready is None:
+                return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
+            _, batch = ready
             for problem in session.data.take_problems():
                 session.observers.on_event(Event("alarm", step, data=problem))
             waited = time.monotonic() - waiting

@@ -18,6 +18,7 @@ from pathlib import Path
 path, tries = Path(os.environ["MAXLM_ATTEMPT"]), Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
     path.write_text(f"{step:20}" + chr(10) + json.dumps(hosts))
 """
@@ -151,3 +152,77 @@ def test_from_the_command_line(tmp_path):
     assert answer.returncode == 2
     assert answer.stderr.count("no-such-config") == 1
     assert "not started again: the input is wrong" in answer.stderr
+
+
+def test_kills_from_outside_are_no_crash_loop(supervise):
+    """However often before the first step; the limit of restarts holds. A run that crashes by a signal of its own is a crash."""
+    kill = "if number < 4: os.kill(os.getpid(), [signal.SIGKILL, signal.SIGTERM][number % 2])"
+    assert supervise(kill)[::2] == (0, 5)
+    Path("tries").unlink()
+    assert supervise("os.kill(os.getpid(), signal.SIGKILL)", restarts=4)[::2] == (1, 5)
+    Path("tries").unlink()
+    assert supervise("import faulthandler; faulthandler.disable(); os.kill(os.getpid(), signal.SIGSEGV)")[::2] == (1, 3)
+
+
+@pytest.mark.parametrize(("code", "tries"), [(7, 5), (5, 3)], ids=["unavailable", "hung"])
+def test_what_may_pass_is_tried_again(supervise, code, tries):
+    """Storage that is away may come back, however often it was not there; what hangs at one step three times is no accident."""
+    assert supervise(f"came(3)\nsys.exit({code})", restarts=4)[::2] == (code, tries)
+
+
+def launcher(tmp_path, script, **settings):
+    """`launch` of `script` in a process of its own, once the script is ready."""
+    program = (
+        "import sys\nfrom maxlm.runtime import launch\n"
+        + "".join(f"launch.{name} = {value}\n" for name, value in settings.items())
+        + f"run = [sys.executable, '-c', {PRELUDE + script!r}]\n"
+        "sys.exit(launch.Supervisor(run, restarts=3, backoff=0.1, say=lambda line: print(line, flush=True)).run())"
+    )
+    environ = {**os.environ, "MAXLM_GRACE_SECONDS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return process
+
+
+def test_a_run_that_does_not_end_is_killed(tmp_path):
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); Path('ready').touch(); time.sleep(60)"
+    process = launcher(tmp_path, script, MARGIN_SECONDS=1)
+    process.send_signal(signal.SIGTERM)
+    assert "the run did not end within 2 s of SIGTERM and was killed; not started again" in process.communicate(timeout=30)[0]
+    assert process.returncode == 5
+
+
+def test_a_run_that_is_stopped_by_sigstop_is_started_again(tmp_path):
+    """The other hosts of a cluster wait for it, and it does not know."""
+    script = "Path('ready').touch()\nif number == 0: os.kill(os.getpid(), signal.SIGSTOP)"
+    process = launcher(tmp_path, script, FROZEN_SECONDS=1)
+    assert "the run was stopped (SIGSTOP) for 1 s and was killed; restart 1 of 3" in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+
+
+def test_a_run_that_is_stopped_by_sigstop_hears_of_the_end(tmp_path):
+    script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); Path('ready').touch(); os.kill(os.getpid(), signal.SIGSTOP)"
+    process = launcher(tmp_path, script)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+
+
+def test_a_run_ends_with_its_launcher(tmp_path):
+    """Also where the launcher dies by kill -9: the run saves and ends in order."""
+    script = (
+        "from maxlm import __main__, cli\nfrom maxlm.runtime import deadline\n"
+        "def command():\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: (Path('ended').touch(), sys.exit(3)))\n"
+        "    with deadline.allow(deadline.SAVE): Path('ready').touch(); time.sleep(60)\n"
+        "cli.main = command; __main__.main()"
+    )
+    process = launcher(tmp_path, script)
+    process.kill()
+    process.communicate()
+    until = time.monotonic() + 30
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < until, "the run lives on"
+        time.sleep(0.02)

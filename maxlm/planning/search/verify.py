@@ -9,6 +9,7 @@ from typing import Self
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.data.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology
 
 LISTEN_S = 0.2  # how long Ctrl-C may go unnoticed
@@ -81,7 +82,8 @@ class Compiler:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
             self._process = spawn.Process(target=_serve, args=(far,), daemon=True)
-            self._process.start()
+            with workers_without_signals():
+                self._process.start()
             far.close()
         self._line.send((config, topology))
         while not self._line.poll(LISTEN_S):
@@ -102,8 +104,8 @@ class Compiler:
 
 
 def _serve(line: Connection) -> None:
-    """Answer until the other side is gone. Ctrl-C, which a terminal sends to both, is the other side's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Answer until the other side is gone."""
+    end_with_parent()
     from maxlm.planning.aot import leave_chips_alone
 
     leave_chips_alone()

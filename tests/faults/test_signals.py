@@ -1,0 +1,119 @@
+"""A run that is asked to end does so within its grace time, whatever hangs, and what can be saved is saved."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small_run import checkpoint_steps, environment, events, finish, free_port, make_workspace, wait_for_checkpoint, wait_for_step
+
+GRACE = 12  # seconds
+HANGS = {  # what hangs from the tenth step on
+    "reader": "from maxlm.data.pipeline import Pipeline as place; name = 'host_batch'; late = lambda self, step, *_: step >= 10",
+    "observer": "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 10",
+    "save": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda self, step, *_: step >= 10",
+    "nothing": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda *_: False",
+}
+PROGRAM = """
+import time
+{hang}
+real = getattr(place, name)
+
+def hanging(*arguments):
+    while late(*arguments):
+        time.sleep(0.01)
+    return real(*arguments)
+
+setattr(place, name, hanging)
+from maxlm.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return make_workspace(tmp_path)
+
+
+def start(folder, hang, *settings):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(hang=HANGS[hang]), "train", "small.yml", "train.steps=100000", *settings],
+        cwd=folder, env=environment(MAXLM_GRACE_SECONDS=str(GRACE)), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(processes, *, code):
+    """What they said; they end within the grace time."""
+    began = time.monotonic()
+    said = [finish(process, code=code) for process in processes]
+    assert time.monotonic() - began < GRACE + 10
+    return said
+
+
+def test_a_reader_that_is_blocked_costs_nothing(workspace):
+    """What was trained is saved, and the run may go on."""
+    process = start(workspace, "reader", "checkpoint.every_steps=100")
+    wait_for_step(workspace, 9, process)
+    process.send_signal(signal.SIGTERM)
+    ended([process], code=3)
+    assert checkpoint_steps(workspace) == [10]
+    assert events(workspace, "preempt")[0]["reason"] == "stopped by SIGTERM while the data did not come"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hang", ["observer", "save"])
+def test_what_hangs_is_shown_and_what_was_saved_before_stays(workspace, hang):
+    process = start(workspace, hang)
+    wait_for_checkpoint(workspace, 5, process)
+    wait_for_step(workspace, 9, process)
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    (said,) = ended([process], code=5)
+    assert "in hanging" in said
+    assert "in hanging" in (workspace / "runs" / "small" / "stacks-0.txt").read_text()
+    assert checkpoint_steps(workspace) == {"observer": [5, 10], "save": [5]}[hang]  # in the background
+
+
+@pytest.mark.soak
+def test_two_interrupts_in_the_last_save_end_at_once(workspace):
+    process = start(workspace, "save")
+    wait_for_checkpoint(workspace, 5, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert "stopped by SIGINT, twice: not saved" in finish(process, code=3)
+    assert time.monotonic() - began < 3
+    assert checkpoint_steps(workspace)[0] == 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_process_that_hangs_ends_with_the_other(workspace, hanging):
+    """Neither can save without the other."""
+    finish(start(workspace, "nothing", "train.steps=1", "train.eval_batches=0", "optimizer.warmup_steps=0", "run.name=first"))
+    place = (f"coordinator=localhost:{free_port()}", "process_count=2")
+    processes = [start(workspace, "observer" if number == hanging else "nothing", *place, f"process_id={number}") for number in (0, 1)]
+    wait_for_step(workspace, 8, processes[0])
+    time.sleep(2)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    ended(processes, code=5)
+    assert checkpoint_steps(workspace) == [5]
+
+
+@pytest.mark.soak
+def test_a_signal_in_the_closing_sample_leaves_the_report(workspace):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "maxlm", "train", "small.yml", "run.sample_prompts=[a]", "run.sample_tokens=1000000"],
+        cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    report = workspace / "runs" / "small" / "report.html"
+    until = time.monotonic() + 120
+    while not report.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    assert "Traceback" not in finish(process, code=3)
+    assert report.read_text().rstrip().endswith("</html>")

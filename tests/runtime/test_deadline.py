@@ -1,0 +1,126 @@
+"""A signal ends a command within its limit, with the right code and one line, whatever its threads do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import child
+
+from maxlm.config.errors import UserError
+from maxlm.runtime import deadline
+
+COMMAND = """
+import signal, sys, threading, time
+from maxlm import __main__, cli
+from maxlm.runtime import deadline
+
+def command():
+    print("ready", flush=True)
+    {body}
+
+cli.main = command
+__main__.main()
+"""
+SAVING = "[signal.signal(number, lambda *_: None) for number in deadline.SIGNALS]\n    with deadline.allow(deadline.SAVE): "
+IN_PYTHON = "time.sleep(60)"
+IN_C = "threading.Event().wait()"  # Python's handler runs, and nothing comes of it
+IN_C_WITH_THE_LOCK = "sum(range(10**11))"  # no handler runs, and no thread
+GRACE = 1.5  # seconds
+
+
+@pytest.fixture
+def run():
+    """Starts a command with `body`, and hands it over once it runs."""
+    started = []
+
+    def start(body):
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND.format(body=body)],
+            env={**os.environ, deadline.GRACE_VARIABLE: str(GRACE)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end(process, *numbers, code):
+    """What is said on stderr, and the seconds from the last signal to the end."""
+    for index, number in enumerate(numbers):
+        time.sleep(0.3 if index else 0)  # as a person does it
+        process.send_signal(number)
+        began = time.monotonic()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code, said
+    return said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", deadline.SIGNALS)
+def test_a_command_that_has_nothing_to_save_ends_with_one_line(run, number):
+    assert end(run(IN_PYTHON), number, code=3)[0] == f"maxlm: stopped by {number.name}\n"
+
+
+def test_a_command_that_computes_in_c_ends_as_well(run):
+    said, seconds = end(run(IN_C_WITH_THE_LOCK), signal.SIGINT, code=3)
+    assert said == "maxlm: stopped by SIGINT\n"
+    assert seconds > deadline.PROMPT_SECONDS
+
+
+@pytest.mark.parametrize("printed", ["pass", "sys.excepthook(*sys.exc_info())"])  # by a C extension that was being imported
+def test_what_a_library_makes_of_the_signal_does_not_matter(run, printed):
+    body = f"\n    try: time.sleep(60)\n    except KeyboardInterrupt: {printed}; raise ImportError('a worker is gone')"
+    assert end(run(body), signal.SIGTERM, code=3)[0] == "maxlm: stopped by SIGTERM\n"
+
+
+@pytest.mark.parametrize("hang", [IN_C, IN_C_WITH_THE_LOCK])
+def test_a_save_that_hangs_ends_after_the_grace_time_and_shows_where(run, hang):
+    said, seconds = end(run(SAVING + hang), signal.SIGTERM, code=5)
+    assert "most recent call first" in said
+    assert " in command\n" in said
+    assert seconds > GRACE
+
+
+def test_a_save_in_time_ends_as_it_wants(run):
+    said, _ = end(run(SAVING + "time.sleep(0.5)\n    sys.exit(3)"), signal.SIGHUP, code=3)
+    assert "SIGHUP: saving, and ending within 1.5 s" in said
+
+
+def test_a_second_interrupt_ends_at_once(run):
+    said, seconds = end(run(SAVING + IN_C_WITH_THE_LOCK), signal.SIGINT, signal.SIGINT, code=3)
+    assert said.endswith("maxlm: stopped by SIGINT, twice: not saved\n")
+    assert seconds < GRACE
+
+
+def test_the_stacks_are_kept_in_a_file(run, tmp_path):
+    body = f"deadline.stacks_to(__import__('pathlib').Path({str(tmp_path / 'stacks.txt')!r}))\n    " + SAVING + IN_C
+    end(run(body), signal.SIGTERM, code=5)
+    assert " in command\n" in (tmp_path / "stacks.txt").read_text()
+
+
+def test_the_guardian_ends_with_a_command_that_is_killed(run):
+    process = run(IN_PYTHON)
+    guardian = child(process)
+    process.kill()
+    process.communicate(timeout=30)  # ends with the guardian, which holds stderr, too
+    stat = Path(f"/proc/{guardian}/stat")
+    until = time.monotonic() + 30
+    while stat.exists() and " Z " not in stat.read_text():
+        assert time.monotonic() < until, "it lives on"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan", "inf"])
+def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv(deadline.GRACE_VARIABLE, text)
+    with pytest.raises(UserError, match=r"MAXLM_GRACE_SECONDS = .*number of seconds"):
+        deadline.grace_seconds()
