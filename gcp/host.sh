@@ -130,6 +130,9 @@ read_secrets() {
     value=$(gcloud secrets versions access latest --secret="${pair#*=}") # its own line: an error must end the script
     export "${pair%%=*}=$value"
   done
+  # By it the hosts of a run know each other (docs/clusters.md); who can read the bucket can read it.
+  MAXLM_CLUSTER_SECRET=${MAXLM_CLUSTER_SECRET:-$(gcloud storage cat "$BUCKET/$RUN/cluster-secret")}
+  export MAXLM_CLUSTER_SECRET
 }
 
 # Whether this process will write the run directory: only its machine may bring the bucket's copy up to date.

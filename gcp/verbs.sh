@@ -141,7 +141,7 @@ wait_until_up() {
   done
 }
 
-# What the hosts fetch: the resolved config and, unless a container holds it, the code of git's HEAD.
+# What the hosts fetch: the resolved config, unless a container holds it the code of git's HEAD, and what they know each other by.
 send_code() {
   if [[ -z $IMAGE ]]; then
     local changed
@@ -151,6 +151,8 @@ send_code() {
     act gcloud storage cp "$WORK/code.tar.gz" "$BUCKET/$RUN/code.tar.gz"
   fi
   act gcloud storage cp "$WORK/config.yml" "$BUCKET/$RUN/config.yml"
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$WORK/cluster-secret"
+  act gcloud storage cp "$WORK/cluster-secret" "$BUCKET/$RUN/cluster-secret"
 }
 
 forget_outcome() { # of an earlier start, or `watch` would take it for that of the new one

@@ -1,16 +1,26 @@
 """The command line: a short function a verb. Anything heavy is imported inside, so help and config errors are instant."""
 
+import errno
+import math
+import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from maxlm.config.errors import UserError
+import maxlm
+from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
+
+NAMED = 3  # runs that the name of a report holds at most
+CTRL_C = 130  # what typer ends with after it
+MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+WRONG_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Pretrain transformers in JAX, from a laptop to a TPU pod.",
 )
@@ -19,9 +29,33 @@ app.add_typer(data_app, name="data")
 kernels_app = typer.Typer(no_args_is_help=True, help="Look at the kernels.")
 app.add_typer(kernels_app, name="kernels")
 
-ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.")]
+
+def _shipped(incomplete: str) -> list[str]:
+    """Names of configs, for the shell to complete."""
+    from maxlm.config.loader import SHIPPED
+
+    names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+ConfigName = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"maxlm {maxlm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and stop.")] = False,
+) -> None:
+    """Pretrain transformers in JAX, from a laptop to a TPU pod."""
 
 
 @app.command()
@@ -51,12 +85,14 @@ def show_config(
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
     json_: Json = False,
 ) -> None:
-    """Show the resolved config, and where each value comes from."""
+    """Show the resolved config, where each value comes from, and the parameters, tokens and FLOPs it comes to; of a model alone, too."""
     from maxlm.config import load, show
 
-    loaded = load(config, overrides or [])
-    other = load(diff) if diff is not None else None
-    typer.echo(show.as_json(loaded, other) if json_ else show.as_text(loaded, other))
+    loaded = load(config, overrides or [], assume=True)
+    other = load(diff, assume=True) if diff is not None else None
+    from maxlm.models import counts
+
+    typer.echo(show.as_json(counts, loaded, other) if json_ else show.as_text(counts, loaded, other))
 
 
 @app.command(name="compile")
@@ -68,7 +104,7 @@ def compile_(
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     json_: Json = False,
 ) -> None:
-    """Compile the training step for TPUs or GPUs that are not there, and say what it needs and where its time goes."""
+    """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
     from maxlm.planning import compile as planning
 
     raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
@@ -111,14 +147,17 @@ def prepare(config: ConfigName, overrides: Overrides = None) -> None:
 @data_app.command()
 def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or gs://.")], json_: Json = False) -> None:
     """Count and sample what a token store holds."""
+    from maxlm.config.paths import store_argument
+
+    place = store_argument(store)
     from maxlm.data.inspect import as_text, describe
 
     if json_:
         import json
 
-        typer.echo(json.dumps(describe(store)))
+        typer.echo(json.dumps(describe(place)))
     else:
-        typer.echo(as_text(describe(store)))
+        typer.echo(as_text(describe(place)))
 
 
 @kernels_app.command(name="report")
@@ -159,6 +198,8 @@ def generate(
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
 ) -> None:
     """Continue a prompt with the model of a run."""
+    if not math.isfinite(temperature):
+        raise UserError(f"--temperature {temperature} is no number: give one such as 0.8.")
     from maxlm.inference import Sampler
     from maxlm.inference.text import generate_from_run
     from maxlm.runtime.jax_setup import look_for_devices
@@ -171,12 +212,16 @@ def generate(
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs; several are overlaid.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file to write; default: report.html in the first run's folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file to write; default: report.html in the run's folder, of several report-A-B.html here.")
+    ] = None,
 ) -> None:
     """Write a self-contained HTML report of one or several runs."""
     from maxlm.telemetry.report import write_report
 
-    typer.echo(write_report(run_dirs, out or run_dirs[0] / "report.html"))
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    several = Path(f"report-{'-'.join(names) if len(names) <= NAMED else f'{names[0]}-and-{len(names) - 1}-more'}.html")
+    typer.echo(write_report(run_dirs, out or (several if len(names) > 1 else run_dirs[0] / "report.html")))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -186,6 +231,8 @@ def launch(
     backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; twice as many each time without progress.")] = 5.0,
 ) -> None:
     """Run a command of maxlm, and start it again after a crash or a lost host."""
+    if not math.isfinite(backoff):
+        raise UserError(f"--backoff {backoff} is no number of seconds: give one such as 5.")
     from maxlm.runtime.launch import Supervisor
 
     program = [sys.executable, "-m", "maxlm", *command]
@@ -247,12 +294,52 @@ def doctor(
 
 
 def main() -> None:
-    """Run the command line. A user's error is one line and exit code 2, without a traceback."""
+    """Run the command line. What the user, storage or a signal ends is one line and its exit code, without a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = _run()
     except (UserError, typer.TyperException) as error:  # typer's are mistakes in the command itself
-        message = str(error) if isinstance(error, UserError) else error.format_message()
-        if message:  # a command that lacks everything has printed its help instead
-            typer.echo(f"maxlm: {message}", err=True)
-        sys.exit(getattr(error, "exit_code", 2))
+        message = str(error) if isinstance(error, UserError) else str(UserError(error.format_message()))
+        _end(message, getattr(error, "exit_code", ExitCode.WRONG_INPUT))
+    except KeyboardInterrupt:
+        code = CTRL_C
+    except BrokenPipeError:
+        _close_output()
+        _end("the program that read this output has ended.", ExitCode.STOPPED)
+    except OSError as error:
+        if error.errno not in (*MAY_PASS, *WRONG_PLACE):
+            raise
+        kind = UnavailableError if error.errno in MAY_PASS else UserError
+        message = f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror}."
+        _close_output()
+        _end(str(kind(message)), kind.exit_code)
+    if code == CTRL_C:
+        _end("stopped by Ctrl-C.", ExitCode.STOPPED)
     sys.exit(code)
+
+
+def _run() -> int | None:
+    """The command's exit code, once all that it printed is written."""
+    for argument in sys.argv[1:]:
+        if any("\udc80" <= char <= "\udcff" for char in argument):  # how Python holds bytes that are no text
+            raise UserError(f"{shorten(argument)} on the command line is not UTF-8 text: rename it, or type it again.")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
+    try:
+        code: int | None = app(standalone_mode=False)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's own way to end then
+            raise ended.__context__ from None
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def _end(message: str, code: int) -> NoReturn:
+    if message:  # a command that lacks everything has printed its help instead
+        typer.echo(f"maxlm: {message}", err=True)
+    sys.exit(code)
+
+
+def _close_output() -> None:
+    """Let the interpreter's own flush at the end find no one to fail for."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -4,7 +4,10 @@ import enum
 import shutil
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+import jax
+
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.transient import first_line, is_transient
 
 
 class CheckpointError(UserError):
@@ -15,37 +18,49 @@ class DamagedError(Exception):
     """The bytes of a checkpoint are not the ones that were written: the one before may be whole."""
 
 
+class UnreachableError(CheckpointError, UnavailableError):
+    """Storage failed in a way that may pass, while a checkpoint was read or written: the checkpoints may be whole."""
+
+
 class Verdict(enum.IntEnum):
     """How reading a checkpoint ended in one process. Ordered: the worst of all processes is the verdict of the cluster."""
 
     GOOD = 0
     DAMAGED = 1  # an older checkpoint may be good
-    REFUSED = 2  # an older checkpoint would be refused too, or could not be read either
+    UNREACHABLE = 2  # it may be read later
+    REFUSED = 3  # an older checkpoint would be refused too
 
 
-# Status names of tensorstore and XLA that speak of the machine or the network, not of the data on disk.
-_PASSING = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED")
 _FULL = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota exceeded", "File too large")
 
 
 def verdict_of(error: Exception) -> Verdict:
-    """Whether `error`, met while reading a checkpoint, means that its bytes are bad. What may pass by itself does not."""
-    if isinstance(error, UserError | PermissionError | MemoryError | TimeoutError):
+    """What `error`, met while a checkpoint was read, says of it.
+
+    Content shows its damage in many ways (TypeError, KeyError, any status of TensorStore), so whatever is neither a refusal of ours, nor a
+    failure of the medium, nor a lack of memory is damage.
+    """
+    if isinstance(error, DamagedError):
+        return Verdict.DAMAGED
+    if isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError) and "ut of memory" in str(error)):
         return Verdict.REFUSED
-    return Verdict.REFUSED if any(name in str(error) for name in _PASSING) else Verdict.DAMAGED
+    if is_transient(error):
+        return Verdict.UNREACHABLE
+    return Verdict.REFUSED if isinstance(error, UserError) else Verdict.DAMAGED
 
 
-def explain_failed_save(error: Exception, step: int, directory: str, needed_bytes: int) -> str:
+def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) -> CheckpointError:
     """Why the checkpoint of `step` was not written; a full disk is said with its figures (bytes in decimal units)."""
     what = f"checkpoint {step} was not saved in {directory}"
     if any(sign in str(error) for sign in _FULL):
         free = free_bytes(directory)
         left = "" if free is None else f" and {readable(free)} are free"
-        return (
+        return UnreachableError(
             f"{what}: no room left (this process writes up to {readable(needed_bytes)}{left}); free some space, lower checkpoint.keep "
             "or point run.dir at a larger disk. Older checkpoints are untouched."
         )
-    return f"{what}: {first_line(error)}. Older checkpoints are untouched."
+    kind = UnreachableError if is_transient(error) else CheckpointError
+    return kind(f"{what}: {first_line(error)}. Older checkpoints are untouched.")
 
 
 def free_bytes(directory: str) -> int | None:
@@ -63,10 +78,3 @@ def readable(count: int) -> str:
     if count >= 10**9:
         return f"{count / 1e9:,.2f} GB"
     return f"{count / 1e6:,.1f} MB" if count >= 10**6 else f"{count:,} B"
-
-
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the start of what it says, short enough for one line."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].strip() if lines else ""
-    return f"{type(error).__name__}: {text[:240]}".rstrip(": .")

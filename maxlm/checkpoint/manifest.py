@@ -18,6 +18,8 @@ from maxlm.checkpoint.errors import CheckpointError, DamagedError
 NAME = "manifest"
 _FILE = "manifest.json"
 _FORMAT = 1
+NEXT_STEP = "next_step"  # entry of a data position: the number of the next batch
+STEP_LEAF = "step"  # leaf of the state: how many batches it has consumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,20 @@ class Manifest:
     data_position: dict[str, Any]
     leaves: dict[str, Leaf]
 
+    def disagreement(self, folder: str) -> str:
+        """Which of the steps differ that the folder's name, the manifest, the data position and the state give; "" if none does.
+
+        The state's is known without reading it: the plain sum of an int32 scalar is its bit pattern. A data position without `next_step`
+        does not count batches, and then only the name is compared.
+        """
+        told = {f"the folder is named {folder}": folder, f"its manifest is of step {self.step}": str(self.step)}
+        if NEXT_STEP in self.data_position:
+            told[f"its data position is {self.data_position[NEXT_STEP]}"] = str(self.data_position[NEXT_STEP])
+            leaf = self.leaves.get(STEP_LEAF)
+            if leaf is not None and (leaf.dtype, leaf.shape) == ("int32", ()):
+                told[f"its state holds {leaf.digest[0]} updates"] = str(leaf.digest[0])
+        return ", ".join(told) if len(set(told.values())) > 1 else ""
+
     def to_text(self) -> str:
         """As JSON with a checksum. A `data_position` that is not JSON raises TypeError."""
         body = {"format": _FORMAT, **dataclasses.asdict(self)}
@@ -49,9 +65,10 @@ def parse(text: str) -> Manifest:
     try:
         body = json.loads(text)
         checksum, version = body.pop("sha256"), body.pop("format")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        matches = checksum == _checksum({"format": version, **body})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedError("its manifest is unreadable") from error
-    if checksum != _checksum({"format": version, **body}):
+    if not matches:
         raise DamagedError("its manifest does not match its checksum")
     if version != _FORMAT:
         raise CheckpointError(f"the checkpoint is of format {version} and this maxlm reads format {_FORMAT}: use the maxlm that wrote it")
@@ -63,7 +80,7 @@ def read(checkpoint: ocp.path.Path) -> Manifest:
     """The manifest of the checkpoint in this folder. Raises as `parse` does, and DamagedError if there is none."""
     try:
         text = (checkpoint / NAME / _FILE).read_text()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
         raise DamagedError("its manifest is missing or not text") from error
     return parse(text)
 

@@ -18,7 +18,7 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
     ]
     if differing:
         raise CheckpointError(
-            f"{where} was written by another experiment: {_some(differing)}; use another run.name, or restore only its parameters."
+            f"{where} was written by another experiment: {_some(differing)}; use another run.name, or go back to the settings of that one."
         )
 
 

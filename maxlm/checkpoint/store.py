@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,20 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import cluster, digest, manifest
-from maxlm.checkpoint.errors import CheckpointError, DamagedError, explain_failed_save, first_line
+from maxlm.checkpoint import cluster, digest, manifest, quiet
+from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.leaves import PARAMS, abstract_leaf, bytes_here, named_leaves
-from maxlm.checkpoint.reader import STATE, read_checkpoint
+from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)
+_LOOKED_AT = 8  # checkpoints older than the restored one, for their steps
 _PROBE_BYTES = 1 << 20
 _ASIDE = "aside"  # where checkpoints go that a resumed run has left behind
+_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
+_COMMITTED = "commit_success.txt"
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is under way, or was killed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,14 @@ class Restored:
     state: Any
     data_position: dict[str, Any]
     skipped: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A save that is committed, or why it failed, as this process sees it."""
+
+    step: int
+    failure: CheckpointError | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +66,28 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
+        quiet.install()
         absolute = str(directory) if "://" in str(directory) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
         self._identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
+        self._untold: int | None = None  # step of a save of which `ended` has not told
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints this process sees, oldest first."""
-        return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(self.directory))
+        """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
+        return self._listed()[0]
 
     def latest(self) -> int | None:
         """Step of the newest committed checkpoint, or None."""
         return max(self.steps(), default=None)
+
+    def strays(self) -> list[str]:
+        """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
+        return self._listed()[1]
 
     def claim(self) -> None:
         """Makes the directory and lets every process write and remove a small file in it, so that the first save finds no closed door.
@@ -113,10 +133,27 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             sums.cancel()
             self._reopen_writer()
-            raise CheckpointError(explain_failed_save(error, step, str(self.directory), needed)) from error
+            raise failed_save(error, step, str(self.directory), needed) from error
         assert response is not None, "forced, so no policy can have declined"
-        self._pending = _Pending(step, response, needed)
+        self._pending, self._untold = _Pending(step, response, needed), step
         return True
+
+    def ended(self, wait_s: float | None = 0.0) -> Ended | None:
+        """How the newest save ended, told once; None while it runs. Asks no other process, and waits for `wait_s` seconds at most (None:
+        until it has ended). To be called before the next `save`, which waits for the one before and says nothing of it.
+        """
+        pending = self._pending
+        if pending is None or self._untold is None:
+            return None
+        failure = None
+        try:
+            pending.response.result(timeout=wait_s)
+        except Exception as error:  # any: it comes from a background thread
+            if isinstance(error, TimeoutError) and wait_s is not None:
+                return None
+            failure = self._explain(error, pending)
+        self._untold = None
+        return Ended(pending.step, failure)
 
     def wait(self) -> None:
         """Waits for the running save. Raises CheckpointError if it failed, or if the last one did and nobody was told."""
@@ -137,9 +174,10 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """The newest checkpoint that is whole, or exactly `step`, on the shardings of `abstract_state` (any mesh).
 
-        Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`. The first save
+        Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
         afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if none is good (naming each), if
-        the identity differs, or if a leaf is missing, too many, or of another shape or dtype.
+        the identity differs, or if a leaf is missing, too many, or of another shape or dtype; UnreachableError if storage still fails
+        after some tries.
         """
         self._settle()
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
@@ -157,12 +195,13 @@ class Checkpoints:
     def _newest_good(
         self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None
     ) -> tuple[int, dict[str, jax.Array], dict[str, Any], tuple[str, ...]]:
-        present = cluster.as_first(self.steps())
+        seen, strays = self._listed()
+        present = cluster.as_first(seen)
         candidates = present[::-1] if step is None else [number for number in present if number == step]
         if not candidates:
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
-            raise CheckpointError(f"{self.directory} has no checkpoint{asked}.")
-        skipped: list[str] = []
+            raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays])}.")
+        skipped: list[str] = strays if step is None else []
         for candidate in candidates:
             try:
                 arrays, position = read_checkpoint(self.directory / str(candidate), wanted, identity)
@@ -170,8 +209,37 @@ class Checkpoints:
                 skipped.append(f"checkpoint {candidate} is damaged: {error}")
                 _log.warning("%s/%s passed over: %s", self.directory, candidate, error)
                 continue
-            return candidate, arrays, position, tuple(skipped)
+            older = [number for number in candidates if number < candidate][:_LOOKED_AT]
+            return candidate, arrays, position, (*skipped, *self._renamed(older))
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. Nothing was changed.")
+
+    def _renamed(self, steps: list[int]) -> list[str]:
+        """Which of these checkpoints are of another step than their names say: one of them may be the newest."""
+        reasons = []
+        for step in steps:
+            try:
+                reason = manifest.read(self.directory / str(step)).disagreement(str(step))
+            except (CheckpointError, DamagedError, OSError):
+                continue  # it is not needed now, and when it is, this will be said
+            reasons += [f"checkpoint {step} is damaged: {reason}"] if reason else []
+        return reasons
+
+    def _listed(self) -> tuple[list[int], list[str]]:
+        """`steps` and `strays`."""
+        steps, strays = [], []
+        try:
+            names = [entry.name for entry in self.directory.iterdir()] if self.directory.is_dir() else []
+            for name in sorted(names):
+                if not _STEP.fullmatch(name):
+                    if any(char.isdigit() for char in name) and _UNFINISHED not in name and not name.startswith("."):
+                        strays.append(f"{name} is not the name of a checkpoint")
+                elif reason := _unlisted(self.directory, int(name)):
+                    strays.append(f"{name} is not a committed checkpoint: {reason}")
+                else:
+                    steps.append(int(name))
+        except OSError as error:
+            raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
+        return sorted(steps), strays
 
     def _late_manifest(
         self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
@@ -181,7 +249,9 @@ class Checkpoints:
         def text() -> str:
             done = digest.fetch(sums.result())
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
-            return manifest.Manifest(step, self._identity, data_position, described).to_text()
+            page = manifest.Manifest(step, self._identity, data_position, described)
+            assert not page.disagreement(str(step)), page.disagreement(str(step))
+            return page.to_text()
 
         return manifest.LateText(text)
 
@@ -199,10 +269,14 @@ class Checkpoints:
             self.last_failure = None
             return
         error = error or RuntimeError("another process could not write its part")
-        self.last_failure = CheckpointError(explain_failed_save(error, pending.step, str(self.directory), pending.needed_bytes))
-        self.last_failure.__cause__ = error
+        self.last_failure = self._explain(error, pending)
         _log.error("%s", self.last_failure)
         self._reopen_writer()
+
+    def _explain(self, error: Exception, pending: _Pending) -> CheckpointError:
+        failure = failed_save(error, pending.step, str(self.directory), pending.needed_bytes)
+        failure.__cause__ = error
+        return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         policies = ocp.training.preservation_policies
@@ -233,9 +307,14 @@ class Checkpoints:
             self._writer = self._open_writer()
 
     def _set_newer_aside(self) -> None:
-        """Moves checkpoints newer than the restored one out of the way: damaged, or of a future this run has turned back from."""
+        """Moves checkpoints newer than the restored one out of the way: damaged, or of a future this run has turned back from.
+
+        Also older ones whose metadata is damaged, since no other could be saved beside them.
+        """
         resumed_at, self._resumed_at = self._resumed_at, None
-        newer = [] if resumed_at is None else [step for step in cluster.as_first(self.steps()) if step > resumed_at]
+        if resumed_at is None:
+            return
+        newer = cluster.as_first([step for step in self.steps() if step > resumed_at or not _lists(self.directory, step)])
         if not newer:
             return
         if jax.process_index() == 0:
@@ -253,6 +332,29 @@ class Checkpoints:
 
 def _like(tree: Any, names: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in names])
+
+
+def _unlisted(directory: ocp.path.Path, step: int) -> str:
+    """Why the entry named `step` is not a committed checkpoint; "" if it is one."""
+    folder = directory / str(step)
+    if not folder.is_dir():
+        return "it is not a folder"
+    if (folder / _COMMITTED).exists():
+        return ""
+    try:  # on a disk the renaming of the folder is the commit
+        ocp.path.step.standard_name_format().find_step(directory, step)
+    except ValueError:
+        return "its save was not finished"
+    return ""
+
+
+def _lists(directory: ocp.path.Path, step: int) -> bool:
+    """Whether Orbax can read what it keeps on this checkpoint. If not, it would refuse to save any other beside it."""
+    try:
+        check_metadata(directory / str(step))
+    except DamagedError:
+        return False
+    return True
 
 
 def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:

@@ -6,6 +6,8 @@ from enum import IntEnum
 from typing import Any
 
 SHOWN = 80  # characters of a value that fit in a line
+LONGEST = 1000  # characters of a message
+BITS = 256  # of a whole number that is written out
 
 
 class ExitCode(IntEnum):
@@ -27,7 +29,8 @@ class UserError(Exception):
     exit_code = ExitCode.WRONG_INPUT
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message.split())))
+        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message[: 8 * LONGEST].split()))
+        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST - 304]} ... {text[-299:]}")
 
 
 class UnavailableError(UserError):
@@ -41,14 +44,19 @@ class ConfigError(UserError):
 
     def __init__(self, field: str, value: Any, rule: str, fix: str, source: str = "") -> None:
         self.field = field
-        origin = f" (from {source})" if source else ""
-        super().__init__(f"{field} = {show(value)}{origin}: {rule}; {fix}.")
+        origin = f" (from {shorten(source)})" if source else ""
+        super().__init__(f"{shorten(field)} = {show(value)}{origin}: {rule}; {fix}.")
 
 
 def show(value: Any) -> str:
     """`value` as it would be typed in YAML, shortened to fit in a line."""
     text = _flow(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def shorten(name: str) -> str:
+    """A key, a name or a path, or its beginning and end where it is longer than fits in a line."""
+    return name if len(name) <= SHOWN else f"{name[: SHOWN - 43]}...{name[-40:]}"
 
 
 def _flow(value: Any) -> str:
@@ -61,6 +69,8 @@ def _flow(value: Any) -> str:
     if isinstance(value, str):  # quoted where YAML would read something else
         plain = value.strip() == value != "" and value.lower() not in ("null", "~", "true", "false") and not _is_number(value)
         return value if plain else repr(value)
+    if isinstance(value, int) and value.bit_length() > BITS:
+        return f"{'-' if value < 0 else ''}0x{abs(value) >> (value.bit_length() - BITS):x}..."  # Python writes no number of 5,000 digits
     if isinstance(value, float) and not math.isfinite(value):
         return str(value).replace("inf", ".inf").replace("nan", ".nan")
     return str(value)

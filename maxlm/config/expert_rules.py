@@ -44,6 +44,14 @@ def _router(moe: MoeConfig) -> Iterator[Problem]:
         yield f"{name}.balance_over", "sequence", f"{name}.balance_loss = 0 computes no shares", "remove it, or raise balance_loss"
 
 
+def untrained(config: Config) -> Iterator[Problem]:
+    """A router that only its auxiliary losses would train."""
+    moe = config.model.moe
+    if moe is not None and moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
+        rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
+        yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
+
+
 def divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """What the mesh splits of experts."""
     moe, expert, tensor = config.model.moe, sizes["expert"], sizes["tensor"]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from maxlm.config import fixes
-from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.errors import SHOWN, ConfigError, UserError, shorten, show
 from maxlm.config.schema import Config
 
 WANTED = {
@@ -18,6 +18,7 @@ WANTED = {
     "string_type": "be text",
     "string_too_short": "not be empty",
     "string_pattern_mismatch": "not hold a NUL character",
+    "string_unicode": "be text that can be written as UTF-8",
     "tuple_type": "be a list",
     "too_short": "not be empty",
     "model_type": "be a section of settings",
@@ -79,11 +80,20 @@ def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> Place:
 
 
 def _unknown_key(place: Place, source: str) -> UserError:
-    section, _, name = place.key.rpartition(".")
+    name = place.field
+    section = place.key.removesuffix(name).removesuffix(".")
     names = list(place.owner.model_fields)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    fix = f"the nearest is {section + '.' if section else ''}{near[0]}" if near else f"it has {', '.join(names)}"
-    return ConfigError(place.key, place.value, f"there is no such setting in {f'`{section}`' if section else 'a config'}", fix, source)
+    near = get_close_matches(name[:SHOWN], names, n=1, cutoff=0.5)
+    if "." in name:
+        *outer, last = shorten(name).split(".")
+        nested = "".join(f"{part}: {{" for part in outer) + f"{last}: {show(place.value)}" + "}" * len(outer)
+        fix = f"dotted keys are for the command line, so write {nested}"
+    elif near:
+        fix = f"the nearest is {section + '.' if section else ''}{near[0]}"
+    else:
+        fix = f"it has {', '.join(names)}"
+    where = f"`{shorten(section)}`" if section else "a config"
+    return ConfigError(place.key, place.value, f"there is no such setting in {where}", fix, source)
 
 
 def _missing(place: Place, name: str) -> UserError:
@@ -105,4 +115,8 @@ def _rule(detail: ErrorDetails) -> str:
         return f"be {BOUNDS[kind]} {show(int(bound) if bound == int(bound) else bound)}"
     if kind in ("literal_error", "union_tag_invalid"):
         return f"be one of {', '.join(fixes.choices_of(detail))}"
-    return WANTED[kind]
+    if kind == "setting":
+        return str(detail["ctx"]["rule"])
+    if kind == "too_long":
+        return f"have at most {detail['ctx']['max_length']} entries"
+    return WANTED.get(kind, f"be accepted ({detail['msg']})")

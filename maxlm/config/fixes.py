@@ -1,5 +1,6 @@
 """What to write instead of a value that is wrong, worked out from the schema: a choice, a range, the form of a list."""
 
+import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from maxlm.config.errors import show
+from maxlm.config.schema import Config
 
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
 NAMED = 12  # settings that an error names at most
@@ -20,6 +22,8 @@ def fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) -> 
     problem = detail["type"]
     if info is None:
         return f"remove {name}"
+    if problem == "setting":
+        return str(detail["ctx"]["fix"])
     if problem in ("literal_error", "union_tag_invalid", "union_tag_not_found"):
         return _choice(detail, value, info, name)
     if problem in ("tuple_type", "too_short"):
@@ -27,8 +31,10 @@ def fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) -> 
     if problem in ("model_type", "model_attributes_type"):
         section = section_of(info, {})
         return f"give its settings one by one: {', '.join(list(section.model_fields if section else ())[:NAMED])}"
+    if problem == "too_long":
+        return "shorten it"
     if problem == "string_type":
-        return "write some text" if value is None or isinstance(value, list | Mapping) else f"write it in quotes: {str(value)!r}"
+        return "write some text" if value is None or isinstance(value, list | Mapping | set) else f"write it in quotes: {show(value)!r}"
     if problem.startswith("string"):
         return "write some text" if "short" in problem else "take it out"
     return _number(detail, value, info)
@@ -42,9 +48,20 @@ def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
 
 
 def choices_of(detail: ErrorDetails) -> list[str]:
-    """The words that pydantic would have taken, out of what it says about a choice."""
+    """The words and numbers that pydantic would have taken, out of what it says about a choice."""
     context = detail.get("ctx", {})
-    return re.findall(r"'([^']*)'", context.get("expected") or context.get("expected_tags") or "")
+    expected = context.get("expected") or context.get("expected_tags") or ""
+    return re.findall(r"'([^']*)'", expected) or re.findall(r"-?\d+", expected)
+
+
+def holds_text(key: str) -> bool:
+    """Whether the setting of this dotted key is text, and not a choice of words, a number, a list or a section."""
+    owner: type[BaseModel] | None = Config
+    *path, name = key.split(".")
+    for part in path:
+        owner = section_of(owner.model_fields.get(part), {}) if owner is not None else None
+    info = owner.model_fields.get(name) if owner is not None else None
+    return info is not None and set(_leaves(info.annotation)) <= {str, type(None)} and get_origin(info.annotation) is not tuple
 
 
 def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str:
@@ -52,10 +69,10 @@ def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str
     if detail["type"] == "union_tag_not_found":
         return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
     if isinstance(value, str) and value in _leaves(info.annotation):
-        return f"write it in brackets: [{value}]"
+        return f"write {value} without brackets" if isinstance(detail["loc"][-1], int) else f"write it in brackets: [{value}]"
     wrong = value.get("kind") if isinstance(value, Mapping) else value
-    near = get_close_matches(str(wrong), choices, n=1, cutoff=0.5)
-    default = info.default if info.default in choices else choices[0]
+    near = get_close_matches(show(wrong), choices, n=1, cutoff=0.5)
+    default = info.default if str(info.default) in choices else choices[0]
     return f"the nearest is {near[0]}" if near else f"write for example {default}"
 
 
@@ -73,7 +90,7 @@ def _number(detail: ErrorDetails, value: Any, info: FieldInfo) -> str:
     problem = detail["type"]
     default = None if info.is_required() else info.default
     if problem == "bool_type":
-        return f"write {BOOLEANS.get(str(value).lower(), 'true or false')}"
+        return f"write {BOOLEANS.get(show(value).lower(), 'true or false')}"
     if isinstance(value, str) and _reads_as(int if problem == "int_type" else float, value):
         return f"write {value.strip()} without quotes"
     if problem == "int_type" and isinstance(value, float) and value.is_integer():
@@ -120,8 +137,8 @@ def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _reads_as(typed: type, text: str) -> bool:
+    """Whether `text` is a finite number of that type."""
     try:
-        typed(text)
-    except ValueError:
+        return math.isfinite(typed(text))
+    except (ValueError, OverflowError):
         return False
-    return True

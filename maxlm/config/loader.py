@@ -15,11 +15,16 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config import explain, rules
-from maxlm.config.errors import UserError, show
+from maxlm.config import assumed, explain, rules
+from maxlm.config.errors import SHOWN, UserError, shorten, show
+from maxlm.config.fixes import holds_text
+from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
+MOST_BYTES = 2**16  # of text, which take the parser a second
+MOST_EXTENDS = 32  # configs that one extends, and one after another
+MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -35,20 +40,23 @@ class LoadedConfig:
         return self.sources.get(key, "default")
 
 
-def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False) -> LoadedConfig:
+def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
     """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input.
 
-    `any_mesh`: the mesh need not match the devices of the cluster, since another is going to be found.
+    `any_mesh`: the mesh need not match the devices of the cluster, since another is going to be found. `assume`: where files have neither
+    `data` nor `train`, as those of a model alone, what is missing there is assumed, and its source is `ASSUMED`.
     """
     path = find(name)
-    merged: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    _extend(path, (), merged, sources)
+    files = _Files()
+    merged, sources = files.resolve(path)
+    model_alone = "model" in merged and not {"data", "train"} & set(merged)
     for override in overrides:
-        _merge(merged, _parse_override(override), COMMAND_LINE, sources)
+        _merge(merged, _parse_override(override, files), lambda _: COMMAND_LINE, sources)
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
+    if assume and model_alone:
+        assumed.fill(merged, sources)
     config = validate(merged, sources)
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources)
@@ -80,15 +88,20 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def find(name: str) -> Path:
     """The file a config name means: a path, or a name under `configs/` here or as shipped, `.yml` understood."""
-    if "\0" in name or not name.strip():
-        raise UserError(f"config {name!r} is not a file name: give a path or a name under configs/.")
-    candidates = [root / spelt for root in (Path(), Path("configs"), SHIPPED) for spelt in (name, f"{name}.yml")]
+    if "\0" in name or not name.strip() or not _is_unicode(name):
+        raise UserError(f"config {show(name)} is not a file name: give a path or a name under configs/.")
+    try:
+        spelt = expand_home(name)
+    except ValueError as error:
+        raise UserError(f"config {show(name)}: {error}.") from None
+    candidates = [root / spelling for root in (Path(), Path("configs"), SHIPPED) for spelling in (spelt, f"{spelt}.yml")]
     found = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
     if found is not None:
         return found
     known = sorted({str(p.relative_to(SHIPPED).with_suffix("")) for p in SHIPPED.rglob("*.yml")})
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
-    near = inside or get_close_matches(name.removesuffix(".yml"), known, n=3, cutoff=0.4) or [c for c in known if c.startswith("runs/")]
+    closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
+    near = inside or closest or [config for config in known if config.startswith("runs/")]
     problem = "is a folder" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
 
@@ -97,69 +110,110 @@ def _is(check: Callable[[], bool]) -> bool:
     """What pathlib says of a path; no where it may not look, or the name is too long."""
     try:
         return check()
-    except OSError:
+    except (OSError, RuntimeError):  # a RuntimeError: links that go in a circle
         return False
 
 
-def _extend(path: Path, seen: tuple[Path, ...], merged: dict[str, Any], sources: dict[str, str]) -> None:
-    """Merge everything `path` extends, then `path` itself, into `merged`."""
-    resolved = path.resolve()
-    if resolved in seen:
-        circle = " -> ".join(p.stem for p in (*seen[seen.index(resolved) :], resolved))
-        raise UserError(f"{path}: `extends` goes in a circle, {circle}: take one of them out.")
-    values = _read(path)
-    parents = values.pop("extends", [])
-    parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise UserError(f"{path}: extends = {show(parents)} must be a config name or a list of them, such as [models/llama3-8b].")
-    for parent in parents:
-        beside = path.parent / f"{parent.removesuffix('.yml')}.yml"
+def _is_unicode(text: str) -> bool:
+    """Whether `text` can be written as UTF-8: half of a surrogate pair cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+class _Files:
+    """The files of one config, each read and merged with what it extends once, however often it is extended."""
+
+    def __init__(self) -> None:
+        self._resolved: dict[Path, tuple[dict[str, Any], dict[str, str]]] = {}
+        self._left = MOST_BYTES
+
+    def resolve(self, path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+        """What `path` extends, left to right, and its own keys over them; and where each dotted key was set."""
+        resolved = path.resolve()
+        if resolved in seen:
+            circle = " -> ".join(p.stem for p in (*seen[seen.index(resolved) :], resolved))
+            raise UserError(f"{shorten(str(path))}: `extends` goes in a circle, {circle}: take one of them out.")
+        if len(seen) == MOST_EXTENDS:
+            raise UserError(f"{shorten(str(path))}: `extends` goes through more than {MOST_EXTENDS} files, one after another: join some.")
+        if resolved not in self._resolved:
+            values = self._read(path)
+            parents = [self.resolve(parent, (*seen, resolved)) for parent in self._parents(path, values.pop("extends", []))]
+            merged: dict[str, Any] = {}
+            sources: dict[str, str] = {}
+            for inherited, origins in parents:
+                _merge(merged, inherited, lambda key, origins=origins: origins[key], sources)  # type: ignore[misc]
+            _merge(merged, values, lambda _: str(path), sources)
+            self._resolved[resolved] = merged, sources
+        return self._resolved[resolved]
+
+    def parse(self, text: str, origin: str) -> Any:
+        """YAML 1.2 as plain mappings, lists and scalars; `origin` names it in errors. A second is about what all of it may take."""
+        self._left -= len(text)
+        if self._left < 0:
+            raise UserError(f"{origin}: a config has at most {MOST_BYTES:,} characters, all its files together: shorten it.")
+        return _parse(text, origin)
+
+    def _parents(self, path: Path, parents: Any) -> list[Path]:
+        names = [parents] if isinstance(parents, str) else parents
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            wanted = "must be a config name or a list of them, such as [models/llama3-8b]"
+            raise UserError(f"{shorten(str(path))}: extends = {show(parents)} {wanted}.")
+        if len(names) > MOST_EXTENDS:
+            raise UserError(f"{shorten(str(path))}: extends names {len(names):,} configs, and {MOST_EXTENDS} are allowed: join some.")
+        return [self._parent(path, name) for name in names]
+
+    def _parent(self, path: Path, name: str) -> Path:
+        beside = path.parent / f"{name.removesuffix('.yml')}.yml"
         try:
-            found = beside if _is(beside.is_file) else find(parent)
+            return beside if "\0" not in name and _is(beside.is_file) else find(name)
         except UserError as error:
-            raise UserError(f"{path}: extends {error}") from None
-        _extend(found, (*seen, resolved), merged, sources)
-    _merge(merged, values, str(path), sources)
+            raise UserError(f"{shorten(str(path))}: extends {error}") from None
 
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
-    values = _parse(text, str(path))
-    if not isinstance(values, dict):
-        holds = "nothing" if values is None else show(values)
-        raise UserError(f"{path} must hold sections such as `model:` and `train:`, and it holds {holds}.")
-    return values
+    def _read(self, path: Path) -> dict[str, Any]:
+        origin = shorten(str(path))
+        try:
+            with path.open(encoding="utf-8") as stream:
+                text = stream.read(MOST_BYTES + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
+        values = self.parse(text, origin)
+        if not isinstance(values, dict):
+            holds = "nothing" if values is None else show(values)
+            raise UserError(f"{origin} must hold sections such as `model:` and `train:`, and it holds {holds}.")
+        return values
 
 
 def _parse(text: str, origin: str) -> Any:
-    """YAML 1.2 as plain mappings, lists and scalars; `origin` names it in errors."""
     try:
         values = _yaml().load(text)
-        _check_plain(values, origin, set())
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = f"{origin}, line {mark.line + 1}" if mark and not origin.startswith(COMMAND_LINE) else origin
-        raise UserError(f"{where}: not valid YAML: {problem}.") from None
-    except (ValueError, RecursionError) as error:  # ruamel lets an impossible date, or a thousand brackets, through to Python
-        raise UserError(f"{origin}: not valid YAML: {error}.") from None
+        raise UserError(f"{where}: not valid YAML: {show(problem)}.") from None
+    except RecursionError:
+        raise UserError(f"{origin}: its brackets are nested too deeply, and no setting is deeper than {MOST_DEEP}.") from None
+    except Exception as error:  # ruamel lets an impossible date, a number of 5,000 digits or a wrong tag through to Python
+        raise UserError(f"{origin}: not valid YAML: {show(str(error))}.") from None
+    _check_plain(values, origin, set())
     return values
 
 
-def _check_plain(values: Any, origin: str, seen: set[int], key: str = "") -> None:
+def _check_plain(values: Any, origin: str, seen: set[int], path: tuple[str, ...] = ()) -> None:
     """Refuse what would mean something else than it says: a key that is no text, and an alias (files share by `extends`)."""
+    key = shorten(".".join(path))
+    if isinstance(values, str) and not _is_unicode(values):
+        raise UserError(f"{origin}: {key} = {show(values)} holds half a character (a lone surrogate): take it out.")
     if not isinstance(values, dict | list):
         return
     if id(values) in seen:
         raise UserError(f"{origin}: {key} is an alias (`*name`) of another value: write it out, or put it in a file to extend.")
+    if len(path) == MOST_DEEP:
+        raise UserError(f"{origin}: {key} is nested too deeply, and no setting is deeper than {MOST_DEEP}.")
     seen.add(id(values))
     for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(values, dict) and not isinstance(name, str):
+        if isinstance(values, dict) and not (isinstance(name, str) and _is_unicode(name)):
             raise UserError(f"{origin}: the key {show(name)}{f' of {key}' if key else ''} is not text: put it in quotes or rename it.")
-        _check_plain(value, origin, seen, f"{key}.{name}" if key else str(name))
+        _check_plain(value, origin, seen, (*path, str(name)))
 
 
 def _yaml() -> YAML:
@@ -169,19 +223,30 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _parse_override(text: str) -> dict[str, Any]:
-    """`a.b=1` as {a: {b: 1}}."""
+def _parse_override(text: str, files: _Files) -> dict[str, Any]:
+    """`a.b=1` as {a: {b: 1}}. Where the setting is text, a number is text, too: a shell has taken the quotes."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise UserError(f"{text!r} is not a setting: write key=value, such as train.steps=100.")
-    nested: Any = _parse(value, f"{COMMAND_LINE}, {key}") if value.strip() else None
+        raise UserError(f"{show(text)!r} is not a setting: write key=value, such as train.steps=100.")
+    if len(parts) > MOST_DEEP:
+        raise UserError(
+            f"{show(key)} has {len(parts):,} parts, and no setting has more than {MOST_DEEP}: write key=value, as train.steps=100."
+        )
+    if not _is_unicode(key):
+        raise UserError(f"{show(key)} holds half a character (a lone surrogate): take it out.")
+    nested: Any = files.parse(value, f"{COMMAND_LINE}, {shorten(key)}") if value.strip() else None
+    if not isinstance(nested, str | list | dict | None) and holds_text(key.strip()):
+        nested = value.strip()
     for part in reversed(parts):
         nested = {part: nested}
     return nested
 
 
-def _merge(into: dict[str, Any], values: Mapping[str, Any], origin: str, sources: dict[str, str], prefix: str = "") -> None:
+def _merge(
+    into: dict[str, Any], values: Mapping[str, Any], origin: Callable[[str], str], sources: dict[str, str], prefix: str = ""
+) -> None:
+    """Put `values` over `into`; `origin` says where a dotted key of them was set."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         old = into.get(key)
@@ -194,4 +259,4 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], origin: str, sources
         if isinstance(value, Mapping):
             _merge(into[key], value, origin, sources, f"{dotted}.")
         else:
-            sources[dotted] = origin
+            sources[dotted] = origin(dotted)

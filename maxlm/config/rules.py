@@ -1,9 +1,9 @@
 """Rules that join several settings. Each problem says field, value, rule and fix."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from maxlm.config import expert_rules
+from maxlm.config import expert_rules, inert, paths
 from maxlm.config.errors import ConfigError
 from maxlm.config.problem import Problem, divisors
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
@@ -11,6 +11,8 @@ from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError
 
 MOST_STEPS = 2**31 - 1
+BELOW_ONE = 1 - 2**-25  # from here on, float32 reads 1
+GENERATED = 8  # times the length of the sequences trained on; what is further away than that, a model has never seen
 NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name needs the rest
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
@@ -18,17 +20,24 @@ NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh: bool = False) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be.
 
-    `any_mesh`: whether the mesh splits that cluster is not asked.
+    `any_mesh`: whether the mesh splits that cluster is not asked. With `sources`, somebody has written the settings: one that does nothing
+    where it stands is refused, too, and so is a router or a machine that cannot be what is meant.
     """
-    sources = sources or {}
-    for problems in (_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run):
+    said = sources or {}
+    _refuse((_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run), config, said)
+    check_run_name(config.run.name, said.get("run.name", ""))
+    if config.cluster is not None:
+        devices = cluster_devices(config, said.get("cluster.topology", ""))
+        if not any_mesh:
+            check_devices(config, devices, said)
+    if sources is not None:  # else a program has made the config, and may set what will be read by another one
+        _refuse((inert.problems, _accelerator, expert_rules.untrained), config, said)
+
+
+def _refuse(rooms: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
+    for problems in rooms:
         for field, value, rule, fix in problems(config):
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
-    check_run_name(config.run.name, sources.get("run.name", ""))
-    if config.cluster is not None:
-        devices = cluster_devices(config, sources.get("cluster.topology", ""))
-        if not any_mesh:
-            check_devices(config, devices, sources)
 
 
 def check_run_name(name: str, source: str = "") -> None:
@@ -277,12 +286,26 @@ def _rope(config: Config) -> Iterator[Problem]:
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if (data.store is None) == (not data.mixture):
-        yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", "set one of them"
+        fix = "set one of them" if data.store is None else "write data.mixture=[] to train on the store, or data.store=null on the mixture"
+        yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", fix
     if data.prepare is not None and data.store is None:
         yield "data.prepare", "set", "prepares data.store, which is not set", "set data.store"
     stores = [entry.store for entry in data.mixture]
-    if len(set(stores)) != len(stores):
+    if len({paths.same_place(store) for store in stores}) != len(stores):
         yield "data.mixture", stores, "names a store twice", "add up its weights in one entry"
+    written = {"run.dir": f"{config.run.dir.rstrip('/')}/{config.run.name}", "checkpoint.dir": config.checkpoint.dir}
+    for field, place in written.items():
+        store = next((store for store in (data.store, *stores) if store and place and paths.is_inside(place, store)), None)
+        if store is not None:
+            yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
+    for store in (data.store, *stores):
+        if store and config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
+            yield (
+                "data.store",
+                store,
+                f"is inside checkpoint.dir = {config.checkpoint.dir}, where nothing else is kept",
+                "name another folder",
+            )
     limit = config.model.max_seq_len
     if limit is not None and data.seq_len > limit:
         yield "data.seq_len", data.seq_len, f"is above model.max_seq_len = {limit}", "shorten it or lengthen the table"
@@ -290,8 +313,11 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     train, seq_len = config.train, config.data.seq_len
-    if (train.steps is None) == (train.tokens is None):
-        yield "train.steps", train.steps, "exactly one of train.steps and train.tokens must be set", "set one of them"
+    if train.steps is None and train.tokens is None:
+        yield "train.steps", None, "exactly one of train.steps and train.tokens must be set", "set one of them"
+    if train.steps is not None and train.tokens is not None:
+        rule = f"train.tokens = {train.tokens} is set, too, and exactly one of them must be"
+        yield "train.steps", train.steps, rule, "write train.tokens=null to keep the steps, or train.steps=null to keep the tokens"
     if train.global_batch % train.microbatches:
         yield (
             "train.global_batch",
@@ -310,7 +336,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for name in ("warmup", "decay"):
         steps, tokens = getattr(optimizer, f"{name}_steps"), getattr(optimizer, f"{name}_tokens")
         if steps is not None and tokens is not None:
-            yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", "set only one of them"
+            fix = f"write optimizer.{name}_steps=null to keep it, or optimizer.{name}_tokens=null to keep the steps"
+            yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
         if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
             yield (
                 f"optimizer.decay_{'steps' if steps else 'tokens'}",
@@ -319,8 +346,13 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 "use schedule: wsd or remove it",
             )
     for field in ("beta1", "beta2", "muon_momentum"):
-        if getattr(optimizer, field) == 1:
-            yield f"optimizer.{field}", 1, "must be below 1, or the average never moves", "use 0.9 to 0.999"
+        if getattr(optimizer, field) >= BELOW_ONE:
+            yield (
+                f"optimizer.{field}",
+                getattr(optimizer, field),
+                "must be below 1 in float32, or the average never moves",
+                "use 0.9 to 0.999",
+            )
     yield from _outer(config)
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
@@ -345,8 +377,8 @@ def _outer(config: Config) -> Iterator[Problem]:
     if train.global_batch % (outer.workers * train.microbatches):
         parts = f"optimizer.outer.workers = {outer.workers} times train.microbatches = {train.microbatches}"
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
-    if outer.momentum == 1:
-        yield "optimizer.outer.momentum", 1, "must be below 1, or the average never moves", "use 0.9"
+    if outer.momentum >= BELOW_ONE:
+        yield "optimizer.outer.momentum", outer.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:
@@ -388,6 +420,24 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         )
 
 
+def most_generated(config: Config) -> int:
+    """Tokens of a prompt and its continuation at most."""
+    limit = config.model.max_seq_len
+    return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
+
+
 def _run(config: Config) -> Iterator[Problem]:
-    if "://" in config.run.dir:
-        yield "run.dir", config.run.dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount"
+    limit = most_generated(config)
+    if config.run.sample_prompts and config.run.sample_tokens >= limit:
+        of = "model.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        rule = f"leaves no room for a prompt in the {limit} tokens there may be ({of})"
+        yield "run.sample_tokens", config.run.sample_tokens, rule, f"use for example {limit // 2}"
+
+
+def _accelerator(config: Config) -> Iterator[Problem]:
+    if config.cluster is None or config.cluster.accelerator is None:
+        return
+    expected = topologies.accelerator(topology_of(config))
+    if config.cluster.accelerator != expected:
+        rule = f"is not what Cloud TPU calls cluster.topology = {config.cluster.topology}"
+        yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"

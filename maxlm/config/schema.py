@@ -7,20 +7,43 @@ in `rules.py`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from maxlm.config import paths
 
 INT64 = 2**63 - 1  # no count of ours is larger, and arrays hold no more
+SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127  # of the normal numbers of float32
+
+
+def _in_float32(value: float) -> float:
+    """A number that is computed with in float32: below its normal numbers it would be flushed to 0, above them infinite."""
+    if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
+        paths.refuse("be 0 or between 1.2e-38 and 3.4e38 in size, as float32 holds", "use a number in that range")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """A choice of numbers takes neither `true` for 1 nor 1.0, which Python holds for equal."""
+    if type(value) is not int:
+        raise PydanticCustomError("int_type", "must be a whole number")
+    return value
+
 
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
 Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
 Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, and larger seeds would meet again
-PositiveFloat = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-AtLeastOne = Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)]
-NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
+Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, batches in memory, pods
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_in_float32)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+AtLeastOne = Annotated[Float, Field(ge=1)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[^\x00]*$")]
+LocalPath = Annotated[Text, AfterValidator(paths.local)]
+StoredPath = Annotated[Text, AfterValidator(paths.stored)]  # or gs://
 
 
 class Section(BaseModel):
@@ -62,7 +85,7 @@ class YarnScaling(Section):
 class RopeConfig(Section):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    theta: Annotated[float, Strict(), Field(gt=1, allow_inf_nan=False)] = 10000.0
+    theta: Annotated[Float, Field(gt=1)] = 10000.0
     scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
 
 
@@ -90,7 +113,7 @@ class MoeConfig(Section):
     top_k: Positive
     d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
     n_shared: Count = 0  # experts, as one feed-forward layer so many times as wide, that every token meets (DeepSeekMoE, arXiv 2401.06066)
-    n_dense: Count = 0  # layers before the first with experts
+    n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
     router: RouterConfig = RouterConfig()
 
 
@@ -126,7 +149,7 @@ class ModelConfig(Section):
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
     # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
-    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1)] = ("global",)
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1, max_length=256)] = ("global",)
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     attention_softcap: PositiveFloat | None = None
@@ -137,7 +160,8 @@ class ModelConfig(Section):
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
-    mtp_depth: Count = 0  # modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437)
+    # Modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437).
+    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = 0
 
     @property
     def n_dense(self) -> int:
@@ -159,18 +183,19 @@ class ModelConfig(Section):
         derived = {"n_kv_heads": heads}
         latent = values.get("latent")
         if latent is not None:
-            parts = latent if isinstance(latent, dict) else latent.model_dump()
+            parts = latent.model_dump() if isinstance(latent, BaseModel) else latent if isinstance(latent, dict) else {}
             nope, rope = parts.get("nope_dim"), parts.get("rope_dim")
             derived["head_dim"] = nope + rope if isinstance(nope, int) and isinstance(rope, int) else None
         elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
             derived["head_dim"] = width // heads
-        return {**{k: v for k, v in derived.items() if v is not None}, **{k: v for k, v in values.items() if v is not None}}
+        given = {name: value for name, value in values.items() if value is not None or name not in cls.model_fields}
+        return {**{name: value for name, value in derived.items() if value is not None}, **given}
 
 
 class TokenizerConfig(Section):
     """Which tokenizer `data prepare` uses: an existing file, or a byte-level BPE trained on the sources."""
 
-    path: Text | None = None  # a tokenizer.json
+    path: StoredPath | None = None  # a tokenizer.json
     vocab_size: Positive = 4096  # words of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
     end_of_document: Text = "<|endoftext|>"
@@ -179,30 +204,31 @@ class TokenizerConfig(Section):
 class PrepareConfig(Section):
     """Where the text of `data.store` comes from."""
 
-    sources: Annotated[tuple[Text, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
+    sources: Annotated[tuple[LocalPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
     text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
-    eval_fraction: Fraction = 0.02  # of documents, held out by a hash of their text
+    eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text
     tokenizer: TokenizerConfig = TokenizerConfig()
-    workers: Count = 0  # processes; 0: one a core
+    workers: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # processes; 0: one a core
 
 
 class MixtureEntry(Section):
     """A token store and its share of the samples."""
 
-    store: Text
+    store: StoredPath
     weight: PositiveFloat
 
 
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
-    store: Text | None = None  # a folder or gs:// made by `maxlm data prepare`
+    store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
     mixture: tuple[MixtureEntry, ...] = ()  # instead of `store`
     seq_len: Positive
     shuffle: Bool = True
     mask_documents: Bool = True  # a token attends only inside its document
-    read_threads: Positive = 4
-    prefetch: Positive = 2  # batches held ready on the device
+    read_threads: Few = 4
+    prefetch: Few = 2  # batches held ready on the device
+    on_bad_chunk: Literal["stop", "skip"] = "stop"  # skip: samples that touch a damaged chunk become padding, and an alarm says so
     prepare: PrepareConfig | None = None
 
 
@@ -272,8 +298,8 @@ class MeshConfig(Section):
     context_attention: ContextAttention = "ring"  # keys travel as they are needed, or all at once; ulysses: heads are split, not tokens
     # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
     # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
-    zero: Literal[1, 2, 3] = 3
-    slices: Positive = 1  # pods joined by the data-centre network
+    zero: Annotated[Literal[1, 2, 3], BeforeValidator(_whole)] = 3
+    slices: Few = 1  # pods joined by the data-centre network
     across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
 
     def sizes(self) -> dict[str, int]:
@@ -301,7 +327,7 @@ class PrecisionConfig(Section):
 class CheckpointConfig(Section):
     """When state is saved and how much of it is kept."""
 
-    dir: Text | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
+    dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
     every_steps: Positive = 1000
     keep: Positive = 3  # newest ones kept
     keep_every: Positive | None = None  # steps whose checkpoints are kept for ever
@@ -311,7 +337,7 @@ class RunConfig(Section):
     """Where the run writes: `dir`/`name`/."""
 
     name: Text = "run"  # derived: the config's file name
-    dir: Text = "runs"
+    dir: LocalPath = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
     wandb: Text | None = None  # a project at Weights & Biases; its own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count

@@ -1,35 +1,61 @@
 """The resolved config for people and programs: every value with where it was set, or the difference of two configs."""
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxlm.config.assumed import ASSUMED
 from maxlm.config.loader import LoadedConfig, flatten
+from maxlm.config.schema import Config
+
+COUNTED = "counted"  # the source of what follows from the settings, and the section it is shown in
+Count = Callable[[Config], Mapping[str, int]]  # names and figures that follow from a config
 
 
-def as_text(loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
-    """One line a setting: key, value, source; or key, both values and both sources where they differ."""
-    rows = [[key, *map(_cell, cells)] for key, *cells in _rows(loaded, other)]
+def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
+    """One line a setting: key, value, source; or key, both values and both sources where they differ. Then what `count` says."""
+    rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in _rows(count, loaded, other)]
     if not rows:
         return "no difference"
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def as_json(loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
+def as_json(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
     """The same as a JSON object: key -> [value, source], or [value, source, other value, other source]."""
-    return json.dumps({key: cells for key, *cells in _rows(loaded, other)})
+    return json.dumps({key: cells for key, *cells in _rows(count, loaded, other)})
 
 
-def _rows(loaded: LoadedConfig, other: LoadedConfig | None) -> list[tuple[Any, ...]]:
-    mine = dict(flatten(loaded.config.model_dump(mode="json")))
+def _rows(count: Count, loaded: LoadedConfig, other: LoadedConfig | None) -> list[tuple[Any, ...]]:
+    mine = _values(count, loaded)
     if other is None:
-        return [(key, value, loaded.source(key)) for key, value in mine.items()]
-    theirs = dict(flatten(other.config.model_dump(mode="json")))
+        alone = ASSUMED in loaded.sources.values()  # a model: of the rest, what was assumed or said
+        return [
+            (key, value, _source(loaded, key))
+            for key, value in mine.items()
+            if not alone or key.startswith("model.") or _source(loaded, key) != "default"
+        ]
+    theirs = _values(count, other)
     keys = [*mine, *(key for key in theirs if key not in mine)]
     return [
-        (key, mine.get(key), loaded.source(key), theirs.get(key), other.source(key)) for key in keys if mine.get(key) != theirs.get(key)
+        (key, mine.get(key), _source(loaded, key), theirs.get(key), _source(other, key)) for key in keys if mine.get(key) != theirs.get(key)
     ]
 
 
-def _cell(value: Any) -> str:
+def _values(count: Count, loaded: LoadedConfig) -> dict[str, Any]:
+    """Every setting, and the figures counted."""
+    values = dict(flatten(loaded.config.model_dump(mode="json")))
+    figures = dict(count(loaded.config))
+    if loaded.source("train.global_batch") == ASSUMED:
+        figures.pop("tokens_per_update", None)
+    return values | {f"{COUNTED}.{name}": figure for name, figure in figures.items()}
+
+
+def _source(loaded: LoadedConfig, key: str) -> str:
+    return COUNTED if key.startswith(f"{COUNTED}.") else loaded.source(key)
+
+
+def _cell(value: Any, key: str) -> str:
+    if key.startswith(f"{COUNTED}.") and isinstance(value, int):
+        return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value)

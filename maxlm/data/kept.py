@@ -12,6 +12,7 @@ def open_tokenizer(folder: str) -> Tokenizer:
     info = manifest.load(folder)
     if info is None:
         raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor a run's tokenizer folder.")
+    manifest.check_files(folder, info, [manifest.TOKENIZER])
     path = f"{folder}/{manifest.TOKENIZER}"
     return Tokenizer(read_tokenizer_json(path), info.settings["data.prepare.tokenizer.end_of_document"], path)
 

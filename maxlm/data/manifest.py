@@ -4,11 +4,17 @@ STORE/store.json               this
 STORE/tokenizer.json           the tokenizer that made the tokens
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
 STORE/<split>/documents        offset of each document's first token, and one more for the end (uint64)
+STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
+STORE/sources.json             digests of the sources, so that unchanged files need not be read again
 STORE/preparing.json           progress of a prepare that has not finished
+
+store.json carries a checksum of itself and those of the small files; tokens and documents carry a checksum for every chunk.
 """
 
 import hashlib
 import json
+import logging
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +22,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError
 from maxlm.data import storage
+from maxlm.data.storage import ArrayLayout, DamagedStoreError
 
+FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
+WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 PROGRESS = "preparing.json"
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
+REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()  # stores without checksums, each said once
 
 
 class SplitInfo(BaseModel):
@@ -38,7 +51,7 @@ class StoreInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"
+    format: Literal["maxlm-tokens-1", "maxlm-tokens-2"] = FORMAT
     tokenizer_hash: str
     vocab_size: int = Field(gt=0)  # every id is below it
     end_of_document_id: int = Field(ge=0)
@@ -46,6 +59,7 @@ class StoreInfo(BaseModel):
     fingerprint: str  # of `settings`
     settings: dict[str, Any]  # what decided the tokens: asking for others is refused
     splits: dict[Split, SplitInfo]
+    files: dict[str, str] = {}  # name -> sha256, in hex, of every small file beside this one
 
     def summary(self) -> str:
         """Its size in one line."""
@@ -63,23 +77,66 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
+def layouts(split: Split) -> dict[str, ArrayLayout]:
+    """The arrays of a split, by folder."""
+    return {f"{split}/tokens": storage.TOKENS, f"{split}/documents": storage.DOCUMENTS}
+
+
 def load(path: str) -> StoreInfo | None:
     """What store.json of the folder `path` says, or None where there is none.
 
     Raises:
-        UserError: there is one, but it is not a token store's.
+        UserError: there is one, but it is not a token store's, or not the one that was written.
     """
     text = storage.read_bytes(path, MANIFEST)
     if text is None:
         return None
     try:
-        return StoreInfo.model_validate_json(text)
+        body = json.loads(text)
+        checksum = body.pop("sha256", None)
+        if body.get("format") == FORMAT and checksum != fingerprint(body):
+            raise DamagedStoreError(f"{path}/{MANIFEST} does not match its checksum: it is damaged or was edited; {REMAKE}.")
+        if body.get("format") == WITHOUT_CHECKSUMS and checksum is None and path not in _warned:
+            _warned.add(path)
+            _log.warning("%s is of format %s, without checksums: what is edited in it cannot be noticed", path, WITHOUT_CHECKSUMS)
+        return StoreInfo.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}/{MANIFEST} is not a maxlm token store's: {where} {first['msg']}; choose another data.store.") from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}/{MANIFEST} is not a maxlm token store's: {type(error).__name__}; choose another data.store.") from error
 
 
-def save(path: str, info: StoreInfo) -> None:
-    """Write store.json: from here on the store is whole."""
-    storage.write_bytes(path, MANIFEST, info.model_dump_json(indent=1).encode())
+def as_bytes(body: dict[str, Any]) -> bytes:
+    """store.json with its checksum."""
+    return json.dumps({**body, "sha256": fingerprint(body)}, indent=1).encode()
+
+
+def save(path: str, info: StoreInfo) -> StoreInfo:
+    """Write store.json, with the checksums of what lies beside it: from here on the store is whole. Returns what it says."""
+    files: dict[str, str] = {}
+    for split in SPLITS:
+        for folder, layout in layouts(split).items():
+            length = info.splits[split].tokens if folder.endswith("tokens") else info.splits[split].documents + 1
+            itemsize = np.dtype(info.dtype).itemsize if folder.endswith("tokens") else 8
+            samples = [
+                storage.shard_samples(f"{path}/{folder}", shard, layout.size_of(shard, length, itemsize))
+                for shard in range(layout.shards(length))
+            ]
+            storage.write_bytes(path, f"{folder}.shards", np.array(samples, "<u4").tobytes())
+            files |= {f"{folder}/zarr.json": "", f"{folder}.shards": ""}
+    for name in [TOKENIZER, *files]:
+        content = storage.read_bytes(path, name)
+        if content is not None:
+            files[name] = hashlib.sha256(content).hexdigest()
+    info = info.model_copy(update={"files": files})
+    storage.write_bytes(path, MANIFEST, as_bytes(info.model_dump(mode="json")))
+    return info
+
+
+def check_files(path: str, info: StoreInfo, names: Iterable[str]) -> None:
+    """Raises DamagedStoreError if one of the files `names` of the store is not the one that was written, where there are checksums."""
+    for name in names:
+        if name in info.files and hashlib.sha256(storage.read_bytes(path, name) or b"").hexdigest() != info.files[name]:
+            raise DamagedStoreError(f"{path}/{name} does not match its checksum: it is missing, damaged or was edited; {REMAKE}.")

@@ -5,8 +5,9 @@ next window's first input. So every token is an input once an epoch, but for the
 are split over windows, short ones share one; the last window is padded. Nothing is dropped.
 """
 
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.order import SampleOrder
 from maxlm.data.prefetch import Prefetcher
+from maxlm.data.storage import DamagedStoreError
 from maxlm.data.store import TokenStore, read_context
 
 if TYPE_CHECKING:
     import jax
 
+BAD_CHUNKS = 100  # damaged chunks that data.on_bad_chunk=skip leaves out of a store before it stops after all
 PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
 
 
@@ -36,6 +39,9 @@ class Pipeline:
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
         self._endless = stores[0].split == "train"
         self._order = SampleOrder(windows, weights, seed=seed, shuffle=config.shuffle) if self._endless else None
+        self._bad_chunks: list[set[int]] = [set() for _ in stores]  # that were met so far
+        self._problems: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # batches are made in a background thread
 
     @classmethod
     def create(cls, config: DataConfig, *, global_batch: int, seed: int, vocab_size: int, split: Split = "train") -> "Pipeline":
@@ -84,6 +90,14 @@ class Pipeline:
     def n_batches(self) -> int:
         """Batches that hold every window once; the last may be filled up with padding."""
         return -(-self.n_windows // self.global_batch)
+
+    def take_problems(self) -> list[dict[str, Any]]:
+        """Samples left out of batches since the last call, among those this process reads, as data of alarms: `cause reason store split
+        chunks samples tokens`.
+        """
+        with self._lock:
+            problems, self._problems = self._problems, []
+        return problems
 
     def sample_ids(self, step: int) -> np.ndarray:
         """Ids of the windows in batch `step`, [global_batch] int64: a pure function of the seed and `step`.
@@ -138,13 +152,54 @@ class Pipeline:
         for number, store in enumerate(self._stores):
             rows = np.flatnonzero(owner_B == number)
             if len(rows):
-                tokens, length_B[rows] = store.read_windows((ids[rows] - self._first[number]) * S, S + 1)
+                tokens, length_B[rows] = self._windows(number, ids[rows])
                 window_BT[rows] = tokens
                 largest, limit = int(tokens.max()), store.info.vocab_size
                 if largest >= limit:
                     raise UserError(f"{store.path} holds the id {largest}, though it says all are below {limit}; prepare it again.")
         end = self._stores[0].info.end_of_document_id
         return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
+
+    def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.on_bad_chunk=skip one that touches a damaged chunk has
+        length 0, so that all its weights are zero. Whether it does depends on the store alone, not on the mesh or the other rows.
+        """
+        store, S = self._stores[number], self._config.seq_len
+        starts = (ids - self._first[number]) * S
+        try:
+            return store.read_windows(starts, S + 1)
+        except DamagedStoreError:
+            if self._config.on_bad_chunk == "stop":
+                raise
+        windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
+        left_out = []
+        for row, start in enumerate(starts):
+            try:
+                windows[row : row + 1], lengths[row : row + 1] = store.read_windows([start], S + 1)
+            except DamagedStoreError as error:
+                self._leave_out(number, int(start), error)
+                left_out.append(row)
+        self._tell(number, ids[left_out], starts[left_out])
+        return windows, lengths
+
+    def _leave_out(self, number: int, start: int, error: DamagedStoreError) -> None:
+        """Count the damaged chunks of a window. Raises UserError once they are too many."""
+        store, known = self._stores[number], self._bad_chunks[number]
+        known.update(store.bad_chunks(start, start + self._config.seq_len + 1))
+        if len(known) > BAD_CHUNKS:
+            raise UserError(
+                f"{store.path}: more than {BAD_CHUNKS} chunks are damaged, which data.on_bad_chunk=skip does not leave out: {error}"
+            )
+
+    def _tell(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
+        store, S = self._stores[number], self._config.seq_len
+        chunks = sorted({chunk for start in starts for chunk in store.bad_chunks(int(start), int(start) + S + 1)})
+        tokens = int(np.minimum(store.n_tokens - 1 - starts, S).sum())
+        named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
+        reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were left out"
+        data = {"cause": "bad_chunk", "reason": f"{reason} (data.on_bad_chunk=skip)", "store": store.path, "split": store.split}
+        with self._lock:
+            self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 
 
 def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ from maxlm.data import progress as saved
 from maxlm.data.encoding import encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.readers import read_documents
-from maxlm.data.sources import SourceFile, digest, documents_in, find_files
+from maxlm.data.sources import Digests, SourceFile, combined, digests, documents_in, find_files
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
 LOCK = ".lock"
+SOURCES = "sources.json"
 CONTENT = "the content of data.prepare.sources"
 
 
@@ -37,6 +39,7 @@ class _Job:
     config: PrepareConfig
     files: list[SourceFile]
     console: Console
+    digests: Digests
 
 
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
@@ -55,20 +58,30 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
         raise ConfigError("data.store", None, "is where the tokens go", "set it to a folder or gs://bucket/folder")
     store = config.store.rstrip("/")
     files = find_files(config.prepare.sources)
-    settings = _settings(config.prepare, files)
+    of_files = digests(files, _known_digests(store))
+    settings = _settings(config.prepare, combined(files, of_files))
     existing = _existing(store, settings)
     if existing is not None:
         return existing
     with _locked(store):
-        job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress))
+        job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress), of_files)
         return _existing(store, settings) or _make(job, settings)
 
 
-def _settings(config: PrepareConfig, files: list[SourceFile]) -> dict[str, Any]:
+def _known_digests(store: str) -> Digests:
+    """Those that were saved with the store. Only a help: where they are damaged, the sources are read again."""
+    try:
+        saved_digests = json.loads(storage.read_bytes(store, SOURCES) or b"{}")
+        return {path: (list(unchanged), str(digest)) for path, (unchanged, digest) in saved_digests.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
     """Everything that decides the tokens, by the name its user knows."""
     tokenizer = config.tokenizer
     settings: dict[str, Any] = {
-        CONTENT: digest(files),
+        CONTENT: content,
         "data.prepare.text_field": config.text_field,
         "data.prepare.eval_fraction": config.eval_fraction,
         "data.prepare.tokenizer.end_of_document": tokenizer.end_of_document,
@@ -93,7 +106,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
         return None
     for name in dict.fromkeys([*settings, *info.settings]):
         was, now = info.settings.get(name), settings.get(name)
-        if was != now:
+        if was != now and (name != CONTENT or info.format == manifest.FORMAT):  # the format before digested less of the sources
             rule = f"was made with {name} = {show(was)}, and now it is {show(now)}"
             if name == CONTENT:
                 rule = f"was made when {name} was different"
@@ -116,6 +129,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     if state["documents"]:
         console.print(f"{store}: going on after {state['documents']:,} documents")
     splits = _write(job, tokenizer, router, state)
+    storage.write_bytes(store, SOURCES, json.dumps(job.digests).encode())
     info = StoreInfo(
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
@@ -125,7 +139,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         settings=settings,
         splits=splits,
     )
-    manifest.save(store, info)
+    info = manifest.save(store, info)
     saved.end(store)
     return info
 

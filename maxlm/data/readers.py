@@ -94,6 +94,8 @@ def _missing(text_field: str, origin: str, fields: list[str]) -> UserError:
 
 def _checked(value: Any, text_field: str, origin: str) -> str:
     """`value` if it is a text that UTF-8 can hold."""
+    if value is None:
+        raise UserError(f"{origin}: the field {text_field} is null; take such rows out of the file, or give them an empty text.")
     if not isinstance(value, str):
         raise UserError(f"{origin}: the field {text_field} is a {type(value).__name__}, not text; set data.prepare.text_field.")
     try:

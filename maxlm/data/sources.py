@@ -5,6 +5,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from maxlm.data.readers import Document, read_documents, text_of
 
 STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-DIGEST_BYTES = 64 * 1024
+Digests = dict[str, tuple[list[int], str]]  # path -> size and times of the file, digest of its content in hex
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,31 @@ def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Docum
             found = 0
 
 
-def digest(files: Sequence[SourceFile]) -> str:
-    """What the files hold, in hex: kind, size, first and last 64 KiB of each. Their folder does not matter, nor their dates."""
+def digests(files: Sequence[SourceFile], known: Digests) -> Digests:
+    """Digest of the content of every file, with what tells that it has not changed since. A file that `known` has is not read again."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([str(file.path) for file in files], pool.map(lambda file: _digest(file.path, known), files), strict=True))
+
+
+def combined(files: Sequence[SourceFile], of_files: Digests) -> str:
+    """What the files hold, in hex: kind, size and content of each, in order. Their folder does not matter, nor their dates."""
     total = hashlib.sha256()
     for file in files:
-        total.update(f"{''.join(file.path.suffixes[-2:])} {file.size}\n".encode())
-        try:
-            with file.path.open("rb") as stream:
-                total.update(stream.read(DIGEST_BYTES))
-                stream.seek(max(file.size - DIGEST_BYTES, 0))
-                total.update(stream.read(DIGEST_BYTES))
-        except OSError as error:
-            raise UserError(f"{file.path}: cannot be read: {error.strerror}.") from error
+        total.update(f"{''.join(file.path.suffixes[-2:])} {file.size} {of_files[str(file.path)][1]}\n".encode())
     return total.hexdigest()
+
+
+def _digest(path: Path, known: Digests) -> tuple[list[int], str]:
+    try:
+        status = path.stat()
+        # The kernel sets ctime at every change of content, however it is dated afterwards.
+        unchanged = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        if str(path) in known and known[str(path)][0] == unchanged:
+            return unchanged, known[str(path)][1]
+        with path.open("rb") as stream:
+            return unchanged, hashlib.file_digest(stream, "blake2b").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 def _file(path: Path, source: str) -> SourceFile:

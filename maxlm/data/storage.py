@@ -1,4 +1,5 @@
-"""Bytes and flat arrays on a disk or in a bucket, through TensorStore. Every failure is a UserError naming the place.
+"""Bytes and flat arrays on a disk or in a bucket, through TensorStore. Every failure is a UserError naming the place: UnavailableError if
+the medium, the network or a credential failed, DamagedStoreError or another UserError if the content is wrong.
 
 A flat array is a one-dimensional zarr3 array in the sharding codec: one object (a shard) holds many small uncompressed
 chunks, so a random window costs one short read, and every chunk carries a CRC32C, so bit rot and truncation are noticed.
@@ -6,7 +7,9 @@ Chunks that hold only zeros are stored too: an absent chunk is then always damag
 """
 
 import contextlib
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,19 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.transient import is_transient
 
 CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
-SHARED_CONTEXT = ts.Context()
+# TensorStore's own default is 32 tries over a quarter of an hour, without a word.
+SHARED_CONTEXT = ts.Context({"gcs_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}})
+_NO_ACCESS = re.compile("PERMISSION_DENIED|UNAUTHENTICATED|credential|401|403")
+CREDENTIALS = "for gs:// run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS to a key file that may read it"
+
+
+class DamagedStoreError(UserError):
+    """What is stored is not what was written: reading it again will not help."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,14 @@ class ArrayLayout:
 
     chunk: int
     shard: int
+
+    def shards(self, length: int) -> int:
+        """How many shards hold `length` elements."""
+        return -(-length // self.shard)
+
+    def size_of(self, shard: int, length: int, itemsize: int) -> int:
+        """Size in bytes of shard number `shard` of an array of `length` elements."""
+        return self.shard_bytes(min(length - shard * self.shard, self.shard), itemsize)
 
     def shard_bytes(self, elements: int, itemsize: int) -> int:
         """Size in bytes of a shard that holds `elements` of `itemsize` bytes: whole chunks, their CRCs, the index and its CRC."""
@@ -40,13 +59,16 @@ DOCUMENTS = ArrayLayout(chunk=2**10, shard=2**20)
 
 
 @contextlib.contextmanager
-def failures_named(place: str, doing: str) -> Iterator[None]:
-    """Turn what TensorStore and the file system raise into a UserError that names `place`."""
+def failures_named(place: str, doing: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn what TensorStore and the file system raise into an error that names `place`: UnavailableError, or else `kind`."""
     try:
         yield
     except (ValueError, OSError) as error:  # TensorStore raises ValueError with its status in front
-        reason = str(error).split(" [tensorstore_spec=")[0].replace("\x00", "")
-        raise UserError(f"{place}: cannot {doing}: {reason}") from error
+        reason = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0].replace("\x00", "")
+        if not is_transient(error):
+            raise kind(f"{place}: cannot {doing}: {reason}") from error
+        missing = f"; {CREDENTIALS}" if place.startswith("gs://") and _NO_ACCESS.search(reason) else ""
+        raise UnavailableError(f"{place}: cannot {doing}: {reason}{missing}; try again when the cause is gone.") from error
 
 
 def is_remote(path: str) -> bool:
@@ -74,6 +96,14 @@ def read_bytes(folder: str, key: str) -> bytes | None:
         return bytes(result.value) if result.state == "value" else None
 
 
+def read_ranges(folder: str, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Bytes [start, stop) of the object `key`, for each of `ranges`. Raises DamagedStoreError where there are none."""
+    with failures_named(f"{folder}/{key}", "read it", DamagedStoreError):
+        store = open_folder(folder)
+        reads = [store.read(key, byte_range=slice(start, stop)) for start, stop in ranges]
+        return [bytes(read.result().value) for read in reads]
+
+
 def write_bytes(folder: str, key: str, value: bytes) -> None:
     """Write the object `key`, atomically: readers see all of it or none."""
     with failures_named(f"{folder}/{key}", "write it"):
@@ -86,6 +116,19 @@ def delete_prefix(folder: str, prefix: str) -> None:
         store = open_folder(folder)
         after = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # the first key that no longer begins with it
         store.delete_range(ts.KvStore.KeyRange(prefix, after)).result()
+
+
+SAMPLES = 8  # of a shard
+_SAMPLE_BYTES = 32
+
+
+def shard_samples(folder: str, shard: int, size: int) -> np.ndarray:
+    """CRC-32 of SAMPLES short pieces spread over a shard of `size` bytes, uint32 [SAMPLES]. They tell it from another shard, whose chunks
+    have right CRCs too.
+    """
+    starts = np.linspace(0, max(size - _SAMPLE_BYTES, 0), SAMPLES).astype(np.int64)
+    pieces = read_ranges(folder, f"c/{shard}", [(int(start), min(int(start) + _SAMPLE_BYTES, size)) for start in starts])
+    return np.array([zlib.crc32(piece) for piece in pieces], np.uint32)
 
 
 def array_spec(folder: str, **options: Any) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.transient import retried
 from maxlm.data import manifest, storage
-from maxlm.data.manifest import Split, SplitInfo, StoreInfo
-from maxlm.data.storage import ArrayLayout
+from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
+from maxlm.data.storage import ArrayLayout, DamagedStoreError
 
 CACHE_BYTES = 2**28  # of chunks and shard indices, in this process
-REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
 
 
 def read_context(read_threads: int = 4) -> ts.Context:
@@ -23,13 +23,16 @@ def read_context(read_threads: int = 4) -> ts.Context:
 
 
 class TokenStore:
-    """One split of a token store. Opening checks that all of it is there; reading checks every chunk's CRC."""
+    """One split of a token store. Opening checks that all of it is there; reading checks every chunk's CRC, and that a shard lies where it
+    was written.
+    """
 
     def __init__(self, path: str, split: Split, info: StoreInfo, context: ts.Context) -> None:
         """Use `TokenStore.open`."""
         self.path, self.split, self.info = path, split, info
-        self._tokens = self._array("tokens", np.dtype(info.dtype), self.size.tokens, storage.TOKENS, context)
-        self._documents = self._array("documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
+        manifest.check_files(path, info, [manifest.TOKENIZER, *(name for name in info.files if name.startswith(f"{split}/"))])
+        self._tokens = _Flat(self, "tokens", np.dtype(info.dtype), self.size.tokens, storage.TOKENS, context)
+        self._documents = _Flat(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
 
     @classmethod
     def open(cls, path: str, split: Split = "train", *, context: ts.Context | None = None) -> "TokenStore":
@@ -38,7 +41,8 @@ class TokenStore:
         `context` is what `read_context` gave, for stores that share a cache; None: its own.
 
         Raises:
-            UserError: there is no store, it is unfinished or of another kind, or parts of it are missing or cut short.
+            UserError: there is no store, it is unfinished or of another kind, or parts of it are missing, cut short or edited.
+            UnavailableError: it cannot be reached now.
         """
         path = path.rstrip("/")
         info = manifest.load(path)
@@ -59,17 +63,17 @@ class TokenStore:
         return self.size.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, in the store's dtype."""
+        """Tokens [start, stop) of the stream, in the store's dtype. Raises DamagedStoreError; UnavailableError after some tries."""
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
-        return self._read(self._tokens[start:stop])
+        return self._tokens.read([(start, stop)])[0]
 
     def read_documents(self, start: int, stop: int) -> np.ndarray:
-        """Offsets of the first token of documents [start, stop), uint64; document n_documents is the end of the stream."""
+        """Offsets of the first token of documents [start, stop), uint64; n_documents is the end of the stream. Raises as `read`."""
         assert 0 <= start <= stop <= self.size.documents + 1, (start, stop, self.size)
-        return self._read(self._documents[start:stop])
+        return self._documents.read([(start, stop)])[0]
 
     def read_windows(self, starts: Sequence[int] | np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows of `width` tokens, read together.
+        """Windows of `width` tokens, read together. Raises as `read`.
 
         Returns:
             Tokens [B, width] in the store's dtype, zero beyond the end of the stream, and how many of each row are real [B].
@@ -77,39 +81,86 @@ class TokenStore:
         starts = np.asarray(starts, np.int64)
         lengths = np.clip(self.n_tokens - starts, 0, width)
         whole = np.flatnonzero(lengths == width)
-        parts = [self._tokens[int(start) : int(start) + width].translate_to[0] for start in starts[whole]]
-        if len(parts) == len(starts) and parts:
-            return self._read(ts.stack(parts)), lengths
+        parts = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]]) if len(whole) else None
+        if parts is not None and len(parts) == len(starts):
+            return parts, lengths
         windows = np.zeros((len(starts), width), self.info.dtype)
-        if parts:
-            windows[whole] = self._read(ts.stack(parts))
+        if parts is not None:
+            windows[whole] = parts
         for row in np.flatnonzero((lengths > 0) & (lengths < width)):
             windows[row, : lengths[row]] = self.read(int(starts[row]), self.n_tokens)
         return windows, lengths
 
-    def _read(self, view: ts.TensorStore) -> np.ndarray:
-        with storage.failures_named(self.path, f"read its {self.split} tokens ({REMAKE})"):
-            with ts.Batch() as batch:  # one request for neighbours in a shard
-                future = view.read(batch=batch)
-            return future.result()
+    def bad_chunks(self, start: int, stop: int) -> list[int]:
+        """Numbers of the chunks that hold tokens [start, stop) and cannot be read."""
+        chunk, bad = storage.TOKENS.chunk, []
+        for number in range(start // chunk, -(-min(stop, self.n_tokens) // chunk)):
+            try:
+                self.read(number * chunk, min((number + 1) * chunk, self.n_tokens))
+            except DamagedStoreError:
+                bad.append(number)
+        return bad
 
-    def _array(self, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ts.Context) -> ts.TensorStore:
-        """Open an array and check, without reading it, that it is what the manifest says."""
-        folder = f"{self.path}/{self.split}/{name}"
-        array = storage.open_array(folder, context=context)
+
+class _Flat:
+    """One array of a split. Opening checks, without reading it, that it is what store.json says."""
+
+    def __init__(self, store: TokenStore, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ts.Context) -> None:
+        self._store, self._dtype, self._length, self._layout = store, dtype, length, layout
+        self._folder = f"{store.path}/{store.split}/{name}"
+        self._array = array = storage.open_array(self._folder, context=context)
         if array.dtype.numpy_dtype != dtype or array.shape != (length,):
             found = f"{array.dtype.name} of shape {array.shape}, not {dtype.name} of shape {(length,)}"
-            raise UserError(f"{folder} is not the array that {manifest.MANIFEST} describes: {found}; {REMAKE}.")
-        if storage.is_remote(self.path):
+            raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {found}; {REMAKE}.")
+        self._samples = self._read_samples()
+        self._proven: set[int] = set()  # shards whose samples were compared
+        if storage.is_remote(store.path):
             if length:  # objects in a bucket are whole or absent; reads notice an absent one
-                self._read(array[length - 1 :])
-            return array
-        for shard in range(-(-length // layout.shard)):
-            file = Path(folder).expanduser() / "c" / str(shard)
-            expected = layout.shard_bytes(min(length - shard * layout.shard, layout.shard), dtype.itemsize)
+                self.read([(length - 1, length)])
+            return
+        for shard in range(layout.shards(length)):
+            file = Path(self._folder).expanduser() / "c" / str(shard)
+            expected = layout.size_of(shard, length, dtype.itemsize)
             found_bytes = file.stat().st_size if file.is_file() else None
             if found_bytes is None:
                 raise UserError(f"{file} is missing; {REMAKE}.")
             if found_bytes != expected:
                 raise UserError(f"{file} is cut short or foreign: {found_bytes:,} bytes, not {expected:,}; {REMAKE}.")
-        return array
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Elements [start, stop) of each range, all of one length, stacked; what may pass is tried again."""
+        return retried(lambda: self._read(ranges), f"reading {self._folder}")
+
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        try:
+            for start, stop in ranges:
+                for shard in range(start // self._layout.shard, self._layout.shards(stop)):
+                    self._prove(shard)
+            views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
+            doing = f"read its {self._store.split} tokens ({REMAKE}; data.on_bad_chunk=skip leaves out what is damaged)"
+            with storage.failures_named(self._store.path, doing, DamagedStoreError):
+                with ts.Batch() as batch:  # one request for neighbours in a shard
+                    future = ts.stack(views).read(batch=batch)
+                return future.result()
+        except DamagedStoreError as error:
+            if storage.read_bytes(self._store.path, manifest.MANIFEST) is None:  # a file system that is not mounted is empty
+                raise UnavailableError(f"{self._store.path} is gone; start again when it is back.") from error
+            raise
+
+    def _prove(self, shard: int) -> None:
+        """Compare the samples of a shard with what was written, once. Some may differ where chunks are damaged, which CRCs tell."""
+        if self._samples is None or shard in self._proven:
+            return
+        found = storage.shard_samples(self._folder, shard, self._layout.size_of(shard, self._length, self._dtype.itemsize))
+        if np.count_nonzero(found != self._samples[shard]) > storage.SAMPLES // 2:
+            what = f"{self._folder}/c/{shard} is damaged or another shard's"
+            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} tokens: {what}; {REMAKE}.")
+        self._proven.add(shard)
+
+    def _read_samples(self) -> np.ndarray | None:
+        """The samples of all shards, [shards, SAMPLES]; None in a store without checksums."""
+        name = f"{self._folder.removeprefix(self._store.path + '/')}.shards"
+        if name not in self._store.info.files:
+            return None
+        content = storage.read_bytes(self._store.path, name) or b""
+        return np.frombuffer(content, "<u4").reshape(-1, storage.SAMPLES)

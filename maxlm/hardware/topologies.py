@@ -11,6 +11,8 @@ CHIPS_PER_HOST = 4  # TPU VMs hold 2x2; a v5e or v6e VM may hold 1 or 8, which t
 
 # Largest pods in chips, and the shapes that Cloud TPU lends. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
 _MOST = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
+_MOST_GPUS = 2**17
+_CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}  # a chip, which Cloud TPU counts in the names of these; chips in all others
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
 
@@ -85,7 +87,17 @@ def parse(name: str, slices: int = 1) -> Topology:
     topology = Topology(chip, tuple(sides), slices)
     if topology.is_tpu:
         _check_shape(topology)
+    elif topology.chips > _MOST_GPUS:
+        raise TopologyError(f"has {topology.chips:,} GPUs, and {_MOST_GPUS:,} are the most", f"write it as in {chip.name.lower()}:1x1x8")
     return topology
+
+
+def accelerator(topology: Topology) -> str | None:
+    """What Cloud TPU calls one slice, such as v5p-128 for v5p:4x4x4; None of a GPU."""
+    if not topology.is_tpu:
+        return None
+    chip = topology.chip.name
+    return f"{'v5litepod' if chip == 'v5e' else chip}-{math.prod(topology.sides) * _CORES.get(chip, 1)}"
 
 
 def near(chip: Chip, chips: int, most: int = 3) -> list[str]:

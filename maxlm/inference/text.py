@@ -1,5 +1,6 @@
 """Text in, text out, with the model of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
+from maxlm.config.rules import most_generated
 from maxlm.data.kept import open_tokenizer
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, generate
@@ -24,6 +26,11 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
         raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` named.")
     config = load(str(directory / "config.yml")).config
     tokenizer = run_tokenizer(directory)
+    length, most = len(tokenizer.encode(prompt)) + sampler.max_new_tokens, most_generated(config)
+    if length > most:
+        raise UserError(
+            f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
+        )
     checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
     here = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract_parameters(config.model))
@@ -42,9 +49,18 @@ def run_tokenizer(directory: Path) -> Tokenizer:
     return open_tokenizer(str(directory / "tokenizer"))
 
 
-def print_samples(config: Config, directory: Path, params: Parameters, console: Console) -> None:
-    """Continue each of `run.sample_prompts` and print it."""
+def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None:
+    """Continue each of `run.sample_prompts` and print it; none more once `asked()`."""
+    tokenizer = run_tokenizer(directory)
     for prompt in config.run.sample_prompts:
-        sampler = Sampler(max_new_tokens=config.run.sample_tokens)
+        if asked():
+            return
+        room = most_generated(config) - len(tokenizer.encode(prompt))
         console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
-        console.print(prompt + continue_text(config, params, run_tokenizer(directory), prompt, sampler), markup=False, highlight=False)
+        if room < 1:
+            console.print(
+                f"nothing: the prompt has the {most_generated(config):,} tokens that the model takes", markup=False, highlight=False
+            )
+            continue
+        sampler = Sampler(max_new_tokens=min(config.run.sample_tokens, room))
+        console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False)

@@ -19,6 +19,18 @@ def token_flops(config: "ModelConfig", seq_len: int, *, masked: bool = True) -> 
     return abstract_decoder(config).flops_per_token(seq_len, masked=masked)
 
 
+def counts(config: "Config") -> dict[str, int]:
+    """What a config comes to: parameters, those one token meets, tokens an update (padding included), FLOPs a training token."""
+    from maxlm.models.parameters import count_active_parameters, count_parameters
+
+    return {
+        "parameters": count_parameters(config.model),
+        "active_parameters": count_active_parameters(config.model),
+        "tokens_per_update": config.tokens_per_step,
+        "flops_per_token": round(token_flops(config.model, config.data.seq_len)),
+    }
+
+
 def step_flops(config: "Config") -> float:
     """Model FLOPs of one update, all devices together."""
     return token_flops(config.model, config.data.seq_len) * config.tokens_per_step

@@ -81,6 +81,20 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_parameters(config)))
 
 
+def count_active_parameters(config: ModelConfig) -> int:
+    """Trained numbers that one token meets: all but those of the experts it does not choose, `top_k` of `n_experts` in every layer.
+
+    Embeddings are among them, which some publications leave out.
+    """
+    if config.moe is None:
+        return count_parameters(config)
+    idle = 0
+    for _, variable in _variables(config):
+        if "expert" in variable.axes or variable.axes == ("choices", "embed_act"):  # matrices and biases of experts
+            idle += math.prod(variable.shape) // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
+    return count_parameters(config) - idle
+
+
 @functools.lru_cache(maxsize=16)
 def abstract_decoder(config: ModelConfig) -> Decoder:
     """The model with shapes for arrays."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from maxlm.config import load, rules
+from maxlm.config import assumed, load, rules
 from maxlm.config.errors import UserError
-from maxlm.config.loader import LoadedConfig
+from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.hardware.topologies import Topology
 
 LOG_WIDTH = 120  # columns of a file or a pipe, which do not say how wide they are
@@ -22,8 +22,10 @@ class NoClusterError(UserError):
 
 def run(name: str, overrides: Sequence[str], topology: str | None, slices: int | None, hlo_out: Path | None, *, as_json: bool) -> int:
     """Compile the step of a config and print what it needs, takes and waits for; 0 when it fits, else 2. Raises UserError."""
-    loaded, machine = meant(name, overrides, topology, slices)
+    loaded, machine = meant(name, overrides, topology, slices, assume=True)
     config = loaded.config
+    if assumptions := assumed.said(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
+        sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
     if hlo_out is not None and not hlo_out.absolute().parent.is_dir():
         raise UserError(f"--hlo-out {hlo_out}: there is no folder {hlo_out.absolute().parent}; make it first.")
     from maxlm.planning.aot import leave_chips_alone
@@ -65,15 +67,17 @@ def screen() -> Console:
 
 
 def meant(
-    name: str, overrides: Sequence[str], topology: str | None, slices: int | None, *, any_mesh: bool = False
+    name: str, overrides: Sequence[str], topology: str | None, slices: int | None, *, any_mesh: bool = False, assume: bool = False
 ) -> tuple[LoadedConfig, Topology]:
-    """The config, with the machine of the command line in the place of its own, and that machine. `any_mesh`: as in `load`."""
+    """The config, with the machine of the command line in the place of its own, and that machine. `any_mesh`, `assume`: as in `load`."""
     said = list(overrides)
     if topology is not None:
         said += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
     if slices is not None:
         said.append(f"mesh.slices={slices}")
-    loaded = load(name, said, any_mesh=any_mesh)
+    if slices == 1:
+        said.append("mesh.across_slices=data")  # which axis would cross them does not matter any more
+    loaded = load(name, said, any_mesh=any_mesh, assume=assume)
     if loaded.config.cluster is None:
         raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
     return loaded, rules.topology_of(loaded.config)

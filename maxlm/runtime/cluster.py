@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import ipaddress
 import os
 import socket
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,13 @@ import jax
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
+from maxlm.runtime.line import shared_secret
 from maxlm.runtime.places import Place
 from maxlm.runtime.together import words
 
-HANG_SECONDS = 60  # after which jax holds a process that sends it nothing to be lost; its own default is 100. Lost hosts are noticed before
+HANG_SECONDS = (
+    120  # after which jax's own heartbeat ends all processes, naming nobody; asked every half of it, so never before the roll call's
+)
 INITIALIZE_SECONDS = 30  # for jax to do what all are there for
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
@@ -56,10 +60,11 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     if place is None:
         yield Cluster("one process", (socket.gethostname(),))
         return
+    secret = shared_secret(os.environ)
     say(f"joining as {place}")
-    meeting = roll_call.meet(place, seconds)
+    meeting = roll_call.meet(place, seconds, secret, say)
     try:
-        _initialize(place)
+        _initialize(place, meeting.local_addresses() if place.process == 0 else set(), say)
         yield Cluster(str(place), meeting.hosts)
     except BaseException as error:
         line = str(error) if isinstance(error, UserError) else f"{meeting.name()} crashed: {_first_line(error)}"
@@ -79,17 +84,37 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _initialize(place: Place) -> None:
-    host, _, port = place.address.rpartition(":")
+def _initialize(place: Place, reached_at: Collection[str], say: Callable[[str], None]) -> None:
+    """Start jax's own service beside the roll call; `reached_at`: addresses of this host at which the others reached process 0."""
+    host, port = places.host_and_port(place.address)
+    address, bind = _join(host, port + 1), None
+    if len(reached_at) == 1 and "%" not in (
+        only := next(iter(reached_at))
+    ):  # where all others look for it, whatever its name leads to here
+        address = bind = _join(only, port + 1)
+    for one in filter(_is_public, reached_at):
+        say(
+            f"warning: jax's own service listens at {_join(one, port + 1)}, a public address, and takes part with anybody: "
+            "use a private network, or have a firewall close that port to all but the hosts of this run."
+        )
     jax.distributed.initialize(
-        coordinator_address=f"{host}:{int(port) + 1}",  # beside the roll call
+        coordinator_address=address,
         num_processes=place.count,
         process_id=place.process,
         local_device_ids=place.devices,
         cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
         initialization_timeout=INITIALIZE_SECONDS,
+        coordinator_bind_address=bind,
         heartbeat_timeout_seconds=HANG_SECONDS,
     )
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_public(address: str) -> bool:
+    return ipaddress.ip_address(address).is_global
 
 
 def agree(facts: Mapping[str, str], problem: str = "") -> None:

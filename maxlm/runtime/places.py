@@ -4,18 +4,22 @@ Touches no device and needs no network but that server. Variables are those of G
 Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name them.
 """
 
+import ipaddress
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import SHOWN, UserError
+from maxlm.runtime.line import MAX_PROCESSES
 
 TPU_PORT = 8482  # of process 0 where the launcher names a host only: jax's own choice
 COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"
 VARIABLES = {COORDINATOR: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", PROCESS: "JAX_PROCESS_ID"}
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host's name; sites have underscores
+_HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 Ask = Callable[[str], str | None]  # name of an attribute -> what the metadata server says, None: nothing
 
 
@@ -40,8 +44,14 @@ def called(host: str, process: int) -> str:
 
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(what names the cluster, the rest) of `key=value` arguments: a cluster is no part of an experiment."""
-    named = dict(one.split("=", 1) for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one)
+    """(what names the cluster, the rest) of `key=value` arguments: a cluster is no part of an experiment.
+
+    Raises UserError: one is there twice.
+    """
+    named: dict[str, str] = {}
+    for name, _, value in (one.partition("=") for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one):
+        if named.setdefault(name, value) != value:
+            raise UserError(f"{name} is given twice, as {_short(named[name])} and as {_short(value)}: give it once.")
     return named, [one for one in arguments if one.partition("=")[0] not in VARIABLES or "=" not in one]
 
 
@@ -59,21 +69,30 @@ def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Ask, n_gpus:
     """
     said = dict(named) or {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
     spelt = {name: variable if said and not named else name for name, variable in VARIABLES.items()}
-    if len(said) == len(VARIABLES):
-        place = _place(said, spelt, "the command line" if named else "the environment")
-        return _sharing(place, environ, n_gpus)
-    launched = next(filter(None, (look(environ) for look in (_tpu_pod, _slurm, _mpi, _indexed_job))), None) or _tpu_vm(environ, ask)
-    if launched is None and not said:
-        return None
+    source = "the command line" if named else "the environment"
+    launched = None
+    if len(said) < len(VARIABLES):
+        launched = next(filter(None, (look(environ) for look in (_tpu_pod, _slurm, _mpi, _indexed_job))), None) or _tpu_vm(environ, ask)
+        if launched is None and not said:
+            return None
     rest = {} if launched is None else {COORDINATOR: launched.address, COUNT: str(launched.count), PROCESS: str(launched.process)}
-    merged = {name: value for name, value in {**rest, **said}.items() if value}
+    merged = {name: value for name, value in {**rest, **said}.items() if value or name in said}
+    if merged.get(COUNT) == "1":  # needs no other
+        merged = {COORDINATOR: "localhost:1", PROCESS: "0", **merged}
     missing = [spelt[name] for name in VARIABLES if name not in merged]
     if missing:
         there = f"{launched.launcher} does not say" if launched is not None else f"{spelt[next(iter(said))]} is set, and nothing says"
         raise UserError(f"{there} {' nor '.join(missing)}: add {' '.join(f'{name}=...' for name in missing)}.")
-    source = launched.launcher if launched is not None else "the environment"
-    place = _place(merged, spelt, f"{source}{' and the command line' if named else ''}")
+    if launched is not None:
+        source = f"{launched.launcher}{' and the command line' if named else ''}"
+    place = _place(merged, spelt, source)
     return _sharing(replace(place, devices=launched.devices if launched else None), environ, n_gpus) if place.count > 1 else None
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of a place's `address`; an IPv6 address without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def metadata(name: str, seconds: float = 2.0) -> str | None:
@@ -88,25 +107,52 @@ def metadata(name: str, seconds: float = 2.0) -> str | None:
 
 def _place(said: Mapping[str, str], spelt: Mapping[str, str], launcher: str) -> Place:
     address, count, process = said[COORDINATOR], said[COUNT], said[PROCESS]
-    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s\[\]]+):\d{1,5}", address):
-        raise UserError(f"{spelt[COORDINATOR]} = {address}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476.")
-    if not 0 < int(address.rpartition(":")[2]) < 65535:
+    host, _, port = address.rpartition(":")
+    if not (_is_host(host) and re.fullmatch("[0-9]{1,5}", port)):
+        raise UserError(
+            f"{spelt[COORDINATOR]} = {_short(address)}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476."
+        )
+    if not 0 < int(port) < 65535:
         raise UserError(f"{spelt[COORDINATOR]} = {address}: the port must be 1 to 65534; the next one is jax's.")
-    if not (count.isdigit() and int(count) > 0):
-        raise UserError(f"{spelt[COUNT]} = {count}: must be the number of all processes, 1 or more.")
-    if not (process.isdigit() and int(process) < int(count)):
-        raise UserError(f"{spelt[PROCESS]} = {process}: must be a number below {spelt[COUNT]}, {count}; processes count from 0.")
+    if not (re.fullmatch("[0-9]{1,9}", count) and 0 < int(count) <= MAX_PROCESSES):
+        raise UserError(f"{spelt[COUNT]} = {_short(count)}: must be the number of all processes, 1 to {MAX_PROCESSES}.")
+    if not (re.fullmatch("[0-9]{1,9}", process) and int(process) < int(count)):
+        raise UserError(
+            f"{spelt[PROCESS]} = {_short(process)}: must be a number below {spelt[COUNT]}, {int(count)}; processes count from 0."
+        )
     return Place(int(count), int(process), address, launcher)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= SHOWN else value[: SHOWN - 3] + "..."
+
+
+def _is_host(host: str) -> bool:
+    """Whether `host` is a name or an address at which others can find a host; an IPv6 address stands in brackets."""
+    inner = host[1:-1] if host.startswith("[") and host.endswith("]") else ""
+    try:
+        address = ipaddress.IPv6Address(inner) if inner else ipaddress.IPv4Address(host)
+    except ValueError:
+        return not inner and len(host) <= 253 and _HOST.fullmatch(host) is not None and not re.fullmatch("[0-9.]+", host)
+    return not (address.is_unspecified or address.is_multicast)
+
+
+def _number(said: Mapping[str, str], name: str, default: int = 0) -> int:
+    """A number that a launcher says under `name`; `default` where it says none. Raises UserError."""
+    value = said.get(name) or str(default)
+    if not re.fullmatch("[0-9]{1,18}", value):
+        raise UserError(f"{name} = {_short(value)}: must be a number, 0 or more; the launcher sets it.")
+    return int(value)
 
 
 def _tpu_pod(environ: Mapping[str, str]) -> Place | None:
     """A TPU slice, or several, on GKE: its webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
     hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
-    slices = int(environ.get("MEGASCALE_NUM_SLICES") or 1)
+    slices = _number(environ, "MEGASCALE_NUM_SLICES", 1)
     if not hosts or len(hosts) * slices == 1:
         return None
-    return _of_slices(hosts, int(environ.get("TPU_WORKER_ID") or 0), environ, f"{name} (Cloud TPU)")
+    return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)")
 
 
 def _tpu_vm(environ: Mapping[str, str], ask: Ask) -> Place | None:
@@ -116,14 +162,19 @@ def _tpu_vm(environ: Mapping[str, str], ask: Ask) -> Place | None:
         return None
     hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
     told = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
-    if len(hosts) * int(told.get("MEGASCALE_NUM_SLICES") or 1) == 1:
+    if len(hosts) * _number(told, "MEGASCALE_NUM_SLICES", 1) == 1:
         return None
-    return _of_slices(hosts, int(ask("agent-worker-number") or 0), {**told, **environ}, "the metadata server (Cloud TPU VM)")
+    return _of_slices(
+        hosts,
+        _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number"),
+        {**told, **environ},
+        "the metadata server (Cloud TPU VM)",
+    )
 
 
 def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> Place:
     """Slices are joined by a network; processes count through one slice after another."""
-    slices, number = int(megascale.get("MEGASCALE_NUM_SLICES") or 1), int(megascale.get("MEGASCALE_SLICE_ID") or 0)
+    slices, number = _number(megascale, "MEGASCALE_NUM_SLICES", 1), _number(megascale, "MEGASCALE_SLICE_ID")
     first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     many = f", slice {number} of {slices}" if slices > 1 else ""
     return Place(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)
@@ -131,13 +182,13 @@ def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], 
 
 def _slurm(environ: Mapping[str, str]) -> Place | None:
     """A task of a step that srun started. In an sbatch script itself there is no step, and the script is alone."""
-    count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    count = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST")
     if count == 1 or not nodes or "SLURM_PROCID" not in environ:
         return None
-    port = _port(int(environ.get("SLURM_JOB_ID") or 0))
+    port = _port(_number(environ, "SLURM_JOB_ID"))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
-    return Place(count, int(environ["SLURM_PROCID"]), f"{first_node(nodes)}:{port}", step)
+    return Place(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step)
 
 
 def _port(job: int) -> int:
@@ -146,9 +197,10 @@ def _port(job: int) -> int:
 
 
 def first_node(nodes: str) -> str:
-    """`node[007-015,020],other` -> `node007`: Slurm's way to write a list of hosts."""
+    """`node[007-015,020],other` -> `node007`: Slurm's way to write a list of hosts. Raises UserError."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    assert match is not None, nodes
+    if match is None:
+        raise UserError(f"SLURM_STEP_NODELIST = {_short(nodes)}: must be a list of hosts as Slurm writes it, such as node[007-015,020].")
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match[0])
 
 
@@ -158,23 +210,23 @@ def _mpi(environ: Mapping[str, str]) -> Place | None:
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
         ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
     ):
-        if int(environ.get(size) or 1) > 1 and environ.get(rank, "").isdigit():
+        if _number(environ, size, 1) > 1 and environ.get(rank):
             uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
             address = f"{uri[2]}:{_port(int(uri[1]) // 4096)}" if uri else ""
-            return Place(int(environ[size]), int(environ[rank]), address, f"{rank} ({name})")
+            return Place(_number(environ, size), _number(environ, rank), address, f"{rank} ({name})")
     return None
 
 
 def _indexed_job(environ: Mapping[str, str]) -> Place | None:
     """A pod of a JobSet, or of an indexed job: Kubernetes says which, the manifest how many and, by JobSet's rule, where the first is."""
     process, count = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("JAX_NUM_PROCESSES", "")
-    if not (process.isdigit() and count.isdigit()):  # nothing says that there are others
+    if not (process and count):  # nothing says that there are others
         return None
     jobset, job = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
     address = f"{jobset}-{job}-0-0.{jobset}:{TPU_PORT}" if jobset and job else ""
     return Place(
-        int(count),
-        int(process),
+        _number(environ, "JAX_NUM_PROCESSES"),
+        _number(environ, "JOB_COMPLETION_INDEX"),
         address,
         f"JOB_COMPLETION_INDEX ({'JobSet ' + jobset if jobset else 'Kubernetes'})",
     )
@@ -197,10 +249,10 @@ def _on_this_node(environ: Mapping[str, str]) -> tuple[int, int]:
     """(number of this process among those its launcher started on this node, how many they are)."""
     if "SLURM_LOCALID" in environ and environ.get("SLURM_STEP_TASKS_PER_NODE"):
         tasks: list[int] = []
-        for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):  # 8(x4),7
+        for each, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):  # 8(x4),7
             tasks += [int(each)] * int(times or 1)
-        return int(environ["SLURM_LOCALID"]), tasks[min(int(environ.get("SLURM_NODEID") or 0), len(tasks) - 1)]
+        return _number(environ, "SLURM_LOCALID"), tasks[min(_number(environ, "SLURM_NODEID"), len(tasks) - 1)] if tasks else 1
     for rank, size in (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
-        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            return int(environ[rank]), int(environ[size])
+        if environ.get(rank) and environ.get(size):
+            return _number(environ, rank), _number(environ, size)
     return 0, 1

@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from rich.console import Console
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
@@ -22,6 +25,7 @@ from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime import attempt, cluster
+from maxlm.runtime.changes import changes
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
@@ -53,12 +57,15 @@ IDENTITY = (
 )
 
 
-Showing = Callable[[Config, Path, Parameters, Console], None]
+class Showing(Protocol):
+    """Shows what the parameters of a finished run can do; ends early once `asked()`."""
+
+    def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None: ...
 
 
 def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] | None = None) -> int:
-    """Train as `config` says; returns the process's exit code. `show` is called with the parameters of a finished run,
-    `named` is what the command line says of the cluster.
+    """Train as `config` says; returns the process's exit code. `show` is called at the end of a finished run, `named` is what the command
+    line says of the cluster.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -94,18 +101,22 @@ def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunL
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=primary)
     log.write_to(directory.log if primary else None)
-    with _observing(config, directory, console, primary) as observers, _stopping() as stop:
-        directory.write_config(dump(config))
+    with _stopping() as stop:  # to the very end, so that a signal cannot cost the report
+        with _observing(config, directory, console, primary) as observers:
+            if primary and start.restored is not None:
+                changed = changes(directory, config, start, data.fingerprint)
+                start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
+            directory.write_config(dump(config))
+            if primary:
+                keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
+            facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+            observers.on_event(Event("start", start.step, data=facts))
+            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
+            summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
+            observers.on_event(Event("stop", outcome.step, data=summary))
+        checkpoints.close()
         if primary:
-            keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
-        facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
-        observers.on_event(Event("start", start.step, data=facts))
-        outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop), start)
-        summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
-        observers.on_event(Event("stop", outcome.step, data=summary))
-    checkpoints.close()
-    if primary:
-        _conclude(config, directory, console, outcome, show)
+            _conclude(config, directory, console, outcome, functools.partial(show, asked=lambda: stop(outcome.step) is not None))
     return EXIT_CODES[outcome.status]
 
 
@@ -191,13 +202,18 @@ def _stopping() -> Iterator[StopSignal]:
         stop.close()
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Showing) -> None:
-    """Show what the model can do, write the report, and say where it is."""
-    if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
-        show(config, directory.path, outcome.state.params, console)
+def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Callable[..., None]) -> None:
+    """Write the report, show what the model can do, and say where the report is. Training is over: no failure here changes its outcome."""
     try:
         told = f"report: {write_report([directory.path], directory.report)}"
-    except Exception as error:  # the run is done and saved, and other hosts wait for this one to end
+    except Exception as error:
         told = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
+        try:
+            show(config, directory.path, outcome.state.params, console)
+        except Exception as error:
+            logging.getLogger(__name__).info("the samples failed", exc_info=True)
+            say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
     console.rule(style="dim")
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    say(told)

@@ -1,5 +1,8 @@
-"""What about experts an operator must know, said once: routers that collapse, experts nobody meets, logits that are not finite."""
+"""Alarms, each told once: figures that jump and stay there; routers that collapse, idle experts, logits that are not finite."""
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +14,54 @@ from maxlm.telemetry.words import percent
 
 COLLAPSED_STEPS = 20  # in a row
 IDLE_STEPS = 100  # in a row without a token
+
+JUMP_WINDOW = 100  # recent values that say what is usual
+JUMP_FEWEST = 20  # of them, before their spread means anything
+JUMP_SPREADS = 8.0  # above the median. For normal noise a chance of 1e-15; losses have longer tails, hence also:
+JUMP_STEPS = 5  # in a row: one hard batch, or two, is no alarm
+
 HELP = "raise model.moe.router.balance_loss or bias_rate, or lower the learning rate"
+
+
+class JumpAlarm:
+    """Call `saw` with a figure of every update. A value far above its own recent spread, `JUMP_STEPS` times in a row, is an alarm.
+
+    Median and median absolute deviation, which a few outliers do not move. After an alarm the new level is the usual one, so a lasting
+    change is told once.
+    """
+
+    def __init__(self, cause: str, name: str, least_spread: float, *, logarithmic: bool = False) -> None:
+        """`least_spread`: a smaller one counts as this, so that a flat curve raises no alarm by a hair; in the unit of the values, or
+        of their natural logarithm if the figure is judged by that.
+        """
+        self._cause, self._name, self._least, self._logarithmic = cause, name, least_spread, logarithmic
+        self._usual: deque[float] = deque(maxlen=JUMP_WINDOW)
+        self._above: list[float] = []
+
+    def saw(self, step: int, value: float) -> list[Event]:
+        """The alarm to tell after this step, if any. `value` must be finite, and positive if its logarithm is judged."""
+        value = math.log(value) if self._logarithmic else value
+        if len(self._usual) < JUMP_FEWEST:
+            self._usual.append(value)
+            return []
+        median = statistics.median(self._usual)
+        spread = max(1.4826 * statistics.median(abs(seen - median) for seen in self._usual), self._least)  # 1.4826: of a normal deviation
+        if value <= median + JUMP_SPREADS * spread:
+            self._usual.append(value)
+            self._above.clear()
+            return []
+        self._above.append(value)
+        if len(self._above) < JUMP_STEPS:
+            return []
+        before, after = (math.exp(level) if self._logarithmic else level for level in (median, statistics.median(self._above)))
+        reason = (
+            f"the {self._name} jumped from {before:.4g} to {after:.4g} and stayed there for {JUMP_STEPS} steps; "
+            "look at the data of these steps and at optimizer.peak_lr"
+        )
+        self._usual.clear()
+        self._usual.extend(self._above)
+        self._above.clear()
+        return [Event("alarm", step, data={"cause": self._cause, "reason": reason})]
 
 
 class RoutingAlarms:

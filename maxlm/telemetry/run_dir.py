@@ -36,6 +36,15 @@ class RunDirectory:
     def config(self) -> Path:
         return self.path / "config.yml"
 
+    def config_until(self, step: int) -> Path:
+        """The config that was replaced when the run went on from `step` with another."""
+        return self.path / f"config-until-{step}.yml"
+
+    def replaced_configs(self) -> list[int]:
+        """The steps at which configs were replaced, rising."""
+        numbers = (path.stem.rpartition("-")[2] for path in self.path.glob("config-until-*.yml"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"

@@ -1,13 +1,13 @@
 """The loop around the step: restore; then for every step: save if due, fetch the batch, step, log.
 
 Order is an invariant: a checkpoint of step n is taken before batch n is fetched, so it holds n updates and the position n.
-The loop never waits for the device to log: figures of step n - 1 are read while step n runs.
+The loop never waits for the device to log: figures of step n - 1 are read while step n runs. Only a healthy state is saved.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,7 @@ from maxlm.telemetry.observer import Event, Observers
 from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
+from maxlm.training.saving import Saving
 from maxlm.training.state import TrainState
 
 Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
@@ -50,11 +51,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: a state that holds `step` updates, and what is told of its restore, if it was restored."""
+    """Where training begins: a state that holds `step` updates; of one that was restored, what is told of that, and what its checkpoint
+    says beside it.
+    """
 
     state: TrainState
     step: int
     restored: dict[str, Any] | None = None
+    position: Mapping[str, Any] = field(default_factory=dict)
 
 
 def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
@@ -77,75 +81,82 @@ def _restore(program: Program, checkpoints: Checkpoints) -> Start:
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
     told = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
-    return Start(restored.state, restored.step, told)
+    return Start(restored.state, restored.step, told, restored.data_position)
 
 
 def train(session: Session, start: Start) -> Outcome:
-    """Train until the last step, a reason to stop or an unhealthy run. The last state is saved whatever the reason."""
+    """Train until the last step, a reason to stop or an unhealthy run. The last state is saved if it is healthy."""
     total = session.program.config.total_steps
     if start.restored is not None:
         session.observers.on_event(Event("restore", start.step, data=start.restored))
     if start.step >= total:
         return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
+    same_data = start.position.get("store") == session.data.fingerprint
+    meter = Meter(session.program, session.observers, start.step, start.position.get("health") if same_data else None)
+    saving = Saving(session, meter, start.step)
     with jax.set_mesh(session.program.mesh):
-        return _run(session, start.state, start.step, total)
+        try:
+            outcome = _conclude(session, meter, saving, _run(session, meter, saving, start))
+        except Exception:
+            saving.after_error()
+            raise
+    return outcome
 
 
-def _run(session: Session, state: TrainState, start: int, total: int) -> Outcome:
+def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcome:
+    """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
-    settings = program.config.train
-    meter = Meter(program, session.observers, start)
-    batches = session.data.batches(start, program.batch_sharding, total)
-    saved = start
-    step, eval_loss = start, None
-    status: Status = "done"
-    message = f"all {total:,} steps are done"
+    settings, total = program.config.train, program.config.total_steps
+    state, eval_loss = start.state, None
+    batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
-        for step in range(start, total):
+        for step in range(start.step, total):
             reason = session.stop(step)
-            if reason is not None or meter.unhealthy:
-                status, message = ("unhealthy", meter.unhealthy) if meter.unhealthy else ("preempted", f"stopped by {reason}")
-                break
-            if step > saved and step % program.config.checkpoint.every_steps == 0:
-                saved = _save(session, meter, step, state)
+            if reason is None:
+                saving.when_due(step, state)
+            if meter.health.unhealthy:
+                return Outcome("unhealthy", step, meter.health.unhealthy, eval_loss, state)
+            if reason is not None:
+                return Outcome("preempted", step, f"stopped by {reason}", eval_loss, state)
             waiting = time.monotonic()
             with goodput.measure("data_wait"):
                 _, batch = next(batches)
+            for problem in session.data.take_problems():
+                session.observers.on_event(Event("alarm", step, data=problem))
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
                 meter.stepped(step + 1, metrics, waited)
-            if step == start:
+            if step == start.step:
                 goodput.started()
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
                 eval_loss = _evaluate(session, meter, step + 1, state)
-        else:
-            step = total
-        meter.flush()
-        if status == "done":
-            eval_loss = _evaluate(session, meter, step, state)
-        if step > saved:
-            _save(session, meter, step, state)
-        with goodput.measure("save"):
-            session.checkpoints.wait()
     finally:
         batches.close()
-    if status == "preempted":
-        session.observers.on_event(Event("preempt", step, data={"reason": message}))
-    return Outcome(status, step, message, eval_loss, state)
+    return Outcome("done", total, f"all {total:,} steps are done", state=state)
 
 
-def _save(session: Session, meter: Meter, step: int, state: TrainState) -> int:
-    """Start saving `state`; returns the step saved."""
-    began = time.monotonic()
-    with session.goodput.measure("save"):
-        session.checkpoints.save(step, state, {"next_step": step})
-    told: dict[str, Any] = {"blocked_s": round(time.monotonic() - began, 4)}
-    if session.checkpoints.last_failure is not None:
-        told["failed_before"] = str(session.checkpoints.last_failure)
-    session.observers.on_event(Event("save", step, data=told))
-    meter.pause()
-    return step
+def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
+    """Evaluate and save the last state if it is healthy; else say why not, and which checkpoint is left."""
+    state = end.state
+    assert state is not None, "the steps end with a state"
+    saving.doubt(state)
+    wrong = meter.health.at_end()
+    if wrong and (meter.health.unhealthy or end.status == "done"):
+        end = replace(end, status="unhealthy", message=wrong)
+    if end.status == "done":
+        end = replace(end, eval_loss=_evaluate(session, meter, end.step, state))
+    if not wrong:
+        saving.save(end.step, state)
+    saving.finish()
+    if wrong:
+        newest = session.checkpoints.latest()
+        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"
+        because = "" if wrong == end.message else f" ({wrong})"
+        end = replace(end, message=f"{end.message}; the last state is not saved{because}, and {left}")
+    if end.status == "preempted":
+        session.observers.on_event(Event("preempt", end.step, data={"reason": end.message}))
+    return end
 
 
 def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> float | None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,10 +12,10 @@ from maxlm.models import step_flops
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.observer import Event, Observers, StepRecord
+from maxlm.training.health import Health
 from maxlm.training.program import Program
 from maxlm.training.step import Metrics
 
-SKIPS_IN_A_ROW = 10  # so many updates that are not finite, one after another, will not mend themselves
 DETAILED_RECORDS = 1000  # of a run: about so many records say what each expert did
 
 
@@ -24,9 +25,10 @@ class _Pending(NamedTuple):
 
 
 class Meter:
-    """Call `stepped` after each dispatch. `unhealthy` says what is wrong once the run should stop."""
+    """Call `stepped` after each dispatch. `health` judges every update that was read."""
 
-    def __init__(self, program: Program, observers: Observers, start: int) -> None:
+    def __init__(self, program: Program, observers: Observers, start: int, levels: Mapping[str, float] | None = None) -> None:
+        """`levels`: of the loss, as `Health` takes them."""
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
         self._observers = observers
@@ -38,12 +40,11 @@ class Meter:
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
-        self._skips_in_a_row = 0
         self._alarms = RoutingAlarms()
         self._first_layer = config.model.moe.n_dense if config.model.moe is not None else 0
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
         self._start = start
-        self.unhealthy = ""
+        self.health = Health(config.model.vocab_size, levels)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
         """Update number `step` was dispatched; the one before is read now, while it runs.
@@ -102,16 +103,14 @@ class Meter:
         )
 
     def _watch(self, step: int, metrics: Metrics, balance: Balance | None) -> None:
-        """Tell what routers do wrong, and of a skipped update; a row of them is unhealthy."""
+        """Tell what routers do wrong, of a skipped update, and of a loss or gradient norm that stands out."""
         for alarm in self._alarms.saw(step, balance) if balance is not None else ():
             self._observers.on_event(alarm)
-        skipped = int(metrics.skipped)
-        finite = math.isfinite(float(metrics.loss)) and math.isfinite(float(metrics.grad_norm))
-        self._skips_in_a_row = 0 if finite else self._skips_in_a_row + 1
-        if not finite:
-            reason = f"loss {float(metrics.loss):g}, gradient norm {float(metrics.grad_norm):g}; {skipped} skipped so far"
-            router = not_finite(balance) if balance is not None else ""
+        loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
+        router = not_finite(balance) if balance is not None else ""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            reason = f"loss {loss:g}, gradient norm {grad_norm:g}; {int(metrics.skipped)} skipped so far"
             reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
-        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
-            self.unhealthy = f"{SKIPS_IN_A_ROW} updates in a row were not finite, the last at step {step}: {reason}"
+        for alarm in self.health.saw(step, loss, grad_norm, router):
+            self._observers.on_event(alarm)

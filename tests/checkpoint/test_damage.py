@@ -1,14 +1,19 @@
 """Whatever happens to the bytes on the disk, what is restored is what was saved: from this checkpoint or the one before."""
 
+import errno
 import gc
+import json
 import random
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from checkpoint_cases import bits, layout, make_state, open_store
+from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint import CheckpointError, manifest
+from maxlm.config.errors import ExitCode
 
 FLIPS = 40
 
@@ -139,5 +144,129 @@ def test_what_may_pass_is_not_damage(saved, copy, monkeypatch):
         raise ValueError("UNAVAILABLE: the bucket does not answer")
 
     monkeypatch.setattr("orbax.checkpoint.v1.load", unreachable)
+    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", ())
     with pytest.raises(CheckpointError, match=r"could not be read: .*UNAVAILABLE"):
         open_store(copy).restore(saved[1][3])
+
+
+def with_steps(directory: Path) -> dict:
+    """Checkpoints 1 to 3 as a run writes them: the data position and the state count batches. Returns their states."""
+    states = {step: {"params": {"w": jnp.arange(64.0) * step}, "step": jnp.int32(step)} for step in (1, 2, 3)}
+    store = open_store(directory)
+    for step, state in states.items():
+        store.save(step, state, {"next_step": step})
+    store.close()
+    return states
+
+
+def rewrite(checkpoint: Path, **changes) -> None:
+    """The manifest with other values and a checksum that fits them."""
+    path = checkpoint / "manifest" / "manifest.json"
+    body = {**json.loads(path.read_text()), **changes}
+    del body["sha256"]
+    path.write_text(json.dumps({**body, "sha256": manifest._checksum(body)}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "step", "said"),
+    [
+        (
+            lambda folder: (folder / "3").rename(folder / "30"),
+            2,
+            "checkpoint 30 is damaged: the folder is named 30, its manifest is of step 3",
+        ),
+        (lambda folder: rewrite(folder / "3", step=2), 2, "the folder is named 3, its manifest is of step 2"),
+        (lambda folder: rewrite(folder / "3", data_position={"next_step": 4}), 2, "its data position is 4"),
+        (
+            lambda folder: shutil.copytree(folder / "2" / "manifest", folder / "3" / "manifest", dirs_exist_ok=True),
+            2,
+            "its manifest is of step 2",
+        ),
+        (lambda folder: (folder / "3" / "_CHECKPOINT_METADATA").write_text("[]"), 2, "its metadata is damaged"),
+        (lambda folder: (folder / "4").mkdir(), 3, "checkpoint 4 is damaged: its manifest is missing"),
+        (lambda folder: (folder / "3").rename(folder / "3.bak"), 2, "3.bak is not the name of a checkpoint"),
+        (lambda folder: (folder / "4").write_text(""), 3, "4 is not a committed checkpoint: it is not a folder"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_step_it_says_is_passed_over_and_said(tmp_path, break_it, step, said):
+    """Folder, manifest, data position and state must agree; and the run goes on saving beside what was passed over."""
+    states = with_steps(tmp_path)
+    break_it(tmp_path)
+    store = open_store(tmp_path)
+    restored = store.restore(states[1])
+    assert (restored.step, bits(restored.state)) == (step, bits(states[step]))
+    assert len(restored.skipped) == 1 and said in restored.skipped[0]
+    assert store.save(50, {**states[1], "step": jnp.int32(50)}, {"next_step": 50})
+    store.close()
+    assert open_store(tmp_path).restore(states[1]).step == 50
+
+
+def test_a_state_of_another_step_is_not_saved_as_this_one(tmp_path):
+    store = open_store(tmp_path)
+    store.save(3, {"params": {"w": jnp.ones(4)}, "step": jnp.int32(2)}, {"next_step": 3})
+    with pytest.raises(CheckpointError, match="its state holds 2 updates"):
+        store.close()
+
+
+def test_every_third_bit_of_the_state_metadata_is_damage_or_harmless(tmp_path):
+    """Orbax believes its own metadata: a flipped bit can make an array a number, or nothing at all."""
+    states = with_steps(tmp_path)
+    path = tmp_path / "3" / "state" / "_METADATA"
+    outcomes = set()
+    for bit in range(1, 350 * 8, 47):
+        flip(path, bit)
+        restored = open_store(tmp_path).restore(states[1])
+        assert bits(restored.state) == bits(states[restored.step])
+        outcomes.add(restored.step)
+        flip(path, bit)
+    assert outcomes == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (TimeoutError("no answer"), True),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (ValueError("UNKNOWN: Error reading local file: Stale file handle [os_error_code='116']"), True),
+        (ValueError("UNAUTHENTICATED: the token has expired"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file"), False),
+        (ValueError("NOT_FOUND: no such file [os_error_code='2']"), False),
+        (ValueError("DATA_LOSS: CRC32C checksum mismatch"), False),
+        (TypeError("'NoneType' object is not iterable"), False),
+        (KeyError("tree_metadata"), False),
+    ],
+)
+def test_the_medium_is_told_from_the_content(saved, monkeypatch, error, transient):
+    """What may pass is tried again and then ends with the code that is started again; what will not is damage."""
+    tries = []
+
+    def load(*_args, **_kwargs):
+        tries.append(1)
+        raise error
+
+    monkeypatch.setattr(ocp, "load", load)
+    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", (0.0, 0.0))
+    with pytest.raises(CheckpointError) as caught:
+        open_store(saved[0]).restore(saved[1][3])
+    assert "\n" not in str(caught.value) and "Nothing was changed." in str(caught.value)
+    assert caught.value.exit_code == (ExitCode.UNAVAILABLE if transient else ExitCode.WRONG_INPUT)
+    assert len(tries) == 3  # three tries of one checkpoint, or one of each
+
+
+def test_a_storage_that_fails_for_a_moment_costs_nothing(saved, monkeypatch, caplog):
+    real, tries = ocp.load, []
+
+    def load(*args, **kwargs):
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ocp, "load", load)
+    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", (0.0, 0.0, 0.0))
+    restored = open_store(saved[0]).restore(saved[1][3])
+    assert (restored.step, restored.skipped) == (3, ())
+    assert caplog.text.count("is tried again") == 1

@@ -59,6 +59,58 @@ def test_two_ways_to_one_parent_are_no_circle(write):
     assert load("own").config.train.seed == 2
 
 
+def test_a_file_is_read_once_however_often_it_is_extended(write, monkeypatch):
+    """A fork in each of 30 files is 2 ** 30 ways to the last."""
+    forks = {f"f{n}": f"extends: [f{n + 1}, f{n + 1}]" for n in range(30)}
+    write(**forks, f30=BASE)
+    read = []
+    whole = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **kwargs: read.append(self.name) or whole(self, *args, **kwargs))
+    assert load("f0").config.train.steps == 10
+    assert sorted(read) == sorted({f"f{n}.yml" for n in range(31)})
+
+
+def test_a_chain_of_configs_has_an_end(write):
+    write(**{f"f{n}": f"extends: f{n + 1}" for n in range(2000)}, f2000=BASE)
+    with pytest.raises(UserError, match="more than 32 files"):
+        load("f0")
+
+
+def test_a_parent_is_merged_as_it_is_alone(write):
+    """What `left` says over `base` holds until another parent says otherwise, and the last to say it is named."""
+    write(base=BASE, left="extends: base\ntrain: {steps: 20, seed: 1}", right="train: {seed: 2}", own="extends: [left, right]")
+    loaded = load("own")
+    assert (loaded.config.train.steps, loaded.config.train.seed) == (20, 2)
+    assert (loaded.source("train.steps"), loaded.source("train.seed"), loaded.source("model.d_model")) == (
+        "left.yml",
+        "right.yml",
+        "base.yml",
+    )
+
+
+def test_home_is_written_out_in_every_path(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(home__base=BASE, own="extends: ~/base")
+    prepare = "data.prepare={sources: [~/texts], tokenizer: {path: ~/t.json}}"
+    config = load("own", ["data.store=~/store", prepare, "run.dir=~/runs", "checkpoint.dir=~/saved"]).config
+    assert config == load("~/base", ["data.store=~/store", prepare, "run.dir=~/runs", "checkpoint.dir=~/saved", "run.name=own"]).config
+    said = (config.data.store, config.data.prepare.sources[0], config.data.prepare.tokenizer.path, config.run.dir, config.checkpoint.dir)
+    assert said == tuple(str(tmp_path / "home" / name) for name in ("store", "texts", "t.json", "runs", "saved"))
+
+
+def test_a_number_on_the_command_line_is_text_where_text_is_wanted(write):
+    """The shell takes the quotes of run.name='5'."""
+    write(base=BASE)
+    config = load("base", ["run.name=5", "run.dir=1e3", "data.store=2024-01-01", "checkpoint.dir=null"]).config
+    assert (config.run.name, config.run.dir, config.data.store, config.checkpoint.dir) == ("5", "1e3", "2024-01-01", None)
+
+
+def test_a_default_that_does_nothing_may_be_written(write):
+    """So that what `dump` writes can be read: only another value than the default would mislead."""
+    write(base=BASE + "optimizer: {muon_momentum: 0.95}\nmesh: {zero: 3}\nprecision: {matmul: default}")
+    assert load("base").config.optimizer.muon_momentum == 0.95
+
+
 @pytest.mark.parametrize("circle", [["own"], ["other", "own"], ["other", "third", "other"]])
 def test_a_circle_is_refused_by_name(write, circle):
     files = {"own": "extends: " + circle[0]} | {a: f"extends: {b}" for a, b in itertools.pairwise(circle)}
@@ -231,10 +283,12 @@ def test_the_shown_config_is_the_resolved_one(write):
     write(base=BASE)
     shown = json.loads(config_command("base", "train.seed=7", "--json"))
     assert shown["train.seed"] == [7, COMMAND_LINE]
+    counted = {key: shown.pop(key) for key in list(shown) if key.startswith("counted.")}
     assert {key: value for key, (value, _) in shown.items()} == dict(flatten(load("base", ["train.seed=7"]).config.model_dump(mode="json")))
     lines = {line.split()[0]: line.split()[1] for line in config_command("base", "train.seed=7").splitlines()}
-    assert set(lines) == set(shown)
+    assert set(lines) == {*shown, *counted}
     assert lines["train.seed"] == "7"
+    assert {key: int(lines[key].replace(",", "")) for key in counted} == {key: value for key, (value, _) in counted.items()}
 
 
 def test_a_diff_shows_what_differs_and_nothing_else(write):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,10 +15,11 @@ from data_cases import END, config_of, random_documents, write_store
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.data import storage
+from maxlm.data import manifest, storage
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.order import WeightedSelection
 from maxlm.data.pipeline import PADDING, Pipeline
+from maxlm.data.storage import DamagedStoreError
 
 DOCUMENTS = random_documents(60)
 STREAM = np.concatenate(DOCUMENTS)
@@ -305,8 +307,9 @@ def test_a_vocabulary_too_small_is_refused_before_any_batch(store):
 
 
 def test_an_id_above_the_stores_own_vocabulary_names_store_and_id(store):
-    manifest = json.loads((Path(store) / "store.json").read_text())
-    (Path(store) / "store.json").write_text(json.dumps({**manifest, "vocab_size": 50}))
+    body = json.loads((Path(store) / "store.json").read_text())
+    del body["sha256"]
+    (Path(store) / "store.json").write_bytes(manifest.as_bytes({**body, "vocab_size": 50}))
     with pytest.raises(UserError, match=r"store holds the id \d+.*below 50"):
         for step in range(20):
             pipeline(store).host_batch(step)
@@ -342,3 +345,48 @@ def test_shards_as_large_as_in_production_read_alike(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert storage.TOKENS.shard == 2**24
     assert same(pipeline(write_store(tmp_path / "large", DOCUMENTS)).host_batch(0), expected)
+
+
+def flip_in(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def holed(store):
+    """A store whose chunk 5 (tokens 80 to 95) is damaged."""
+    flip_in(Path(store) / "train/tokens/c/1", 20 + 3)  # a chunk is 16 bytes and its CRC
+    return store
+
+
+def test_a_damaged_chunk_stops_training_and_says_how_to_go_on(holed):
+    with pytest.raises(DamagedStoreError, match=r"data\.on_bad_chunk=skip"):
+        pipeline(holed, shuffle=False, global_batch=8).host_batch(0)
+
+
+def test_samples_that_touch_a_damaged_chunk_become_padding_and_are_told(holed, tmp_path):
+    """Windows of 16 tokens and one target: 4 and 5 touch chunk 5. Whatever rows are read together, the rest of the batch is untouched."""
+    whole = tmp_path / "whole"
+    shutil.copytree(holed, whole)
+    flip_in(whole / "train/tokens/c/1", 20 + 3)
+    good = pipeline(str(whole), shuffle=False, global_batch=8).host_batch(0)
+    skipping = pipeline(holed, shuffle=False, global_batch=8, on_bad_chunk="skip")
+    batch = skipping.host_batch(0)
+    for row in range(8):
+        for name, array in batch._asdict().items():
+            expected = np.zeros_like(array[row]) if row in (4, 5) else getattr(good, name)[row]
+            np.testing.assert_array_equal(array[row], expected)
+    [problem] = skipping.take_problems()
+    assert (problem["cause"], problem["chunks"], problem["samples"], problem["tokens"]) == ("bad_chunk", [5], [4, 5], 32)
+    assert "2 samples of 32 tokens were left out" in problem["reason"] and skipping.take_problems() == []
+    for rows in ([4], [0, 5, 7], slice(2, 6)):
+        part = skipping.host_batch(0, np.arange(8)[rows])
+        np.testing.assert_array_equal(part.tokens_BS, batch.tokens_BS[rows])
+        np.testing.assert_array_equal(part.weights_BS, batch.weights_BS[rows])
+
+
+def test_too_many_damaged_chunks_stop_training_after_all(holed, monkeypatch):
+    monkeypatch.setattr("maxlm.data.pipeline.BAD_CHUNKS", 0)
+    with pytest.raises(UserError, match="more than 0 chunks are damaged"):
+        pipeline(holed, shuffle=False, global_batch=8, on_bad_chunk="skip").host_batch(0)

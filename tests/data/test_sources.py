@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from data_cases import some_texts
 from pyarrow import parquet
 
 from maxlm.config.errors import UserError
-from maxlm.data.sources import digest, documents, find_files
+from maxlm.data.sources import combined, digests, documents, find_files
 
 TEXTS = some_texts(300)
 
@@ -82,6 +83,31 @@ def test_the_standard_library_is_the_same_every_time_and_holds_no_tests_or_packa
     assert names == [file.path.relative_to(root).as_posix() for file in find_files(["python-stdlib"])]
 
 
+def digest(files) -> str:
+    return combined(files, digests(files, {}))
+
+
+def test_an_edit_in_place_at_equal_size_is_another_content(tmp_path):
+    """In the middle of a long file, with the date put back: the kernel's own time of change tells."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * 200_000)
+    before, [file] = path.stat(), find_files([str(path)])
+    known = digests([file], {})
+    with path.open("r+b") as stream:
+        stream.seek(100_000)
+        stream.write(b"b")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert combined([file], digests([file], known)) != combined([file], known)
+
+
+def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("same")
+    files = find_files([str(tmp_path)])
+    known = digests(files, {})
+    monkeypatch.setattr(Path, "open", None)
+    assert digests(files, known) == known
+
+
 def test_the_digest_follows_the_content_and_not_the_folder(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -100,7 +126,7 @@ BAD = [
     bad("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2", "not JSON"),
     bad("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', "line 3", "no field text", "data.prepare.text_field", "body"),
     bad("a.jsonl", b'{"text": 5}', "line 1", "is a int"),
-    bad("a.jsonl", b'{"text": null}', "line 1", "is a NoneType"),
+    bad("a.jsonl", b'{"text": null}', "line 1", "the field text is null"),
     bad("a.jsonl", b'["x"]', "line 1", "JSON list"),
     bad("a.jsonl", b'{"text": "\\ud800"}', "line 1", "surrogate"),
     bad("a.jsonl", b'{"text": "\xff"}', "line 1", "not JSON"),
@@ -157,7 +183,7 @@ def test_a_field_that_parquet_lacks_names_those_it_has(tmp_path):
 
 def test_a_null_in_parquet_names_its_row(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row 2"):
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: the field text is null; take such rows out"):
         list(documents([str(tmp_path / "a.parquet")], "text"))
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from data_cases import random_documents, write_store
 
-from maxlm.config.errors import UserError
-from maxlm.data import storage
+from maxlm.config import transient
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.data import manifest, storage
 from maxlm.data.inspect import describe
+from maxlm.data.storage import DamagedStoreError
 from maxlm.data.store import TokenStore
 from maxlm.data.writer import FlatWriter
 
@@ -101,9 +103,12 @@ def test_every_flipped_bit_of_tokens_is_noticed_on_reading(store):
 
 
 def edit(**changes):
+    """Change entries of store.json, with a checksum that fits."""
+
     def change(store: Path) -> None:
-        manifest = json.loads((store / "store.json").read_text())
-        (store / "store.json").write_text(json.dumps({**manifest, **changes}))
+        body = json.loads((store / "store.json").read_text())
+        del body["sha256"]
+        (store / "store.json").write_bytes(manifest.as_bytes({**body, **changes}))
 
     return change
 
@@ -123,13 +128,13 @@ BREAKS = {
     "manifest gone": (lambda store: (store / "store.json").unlink(), "not a token store"),
     "manifest cut": (lambda store: (store / "store.json").write_text("{"), "store.json is not a maxlm token store's"),
     "manifest of something else": (lambda store: (store / "store.json").write_text('{"name": "x"}'), "not a maxlm token store's"),
-    "newer format": (edit(format="maxlm-tokens-2"), "format"),
+    "newer format": (edit(format="maxlm-tokens-3"), "format"),
     "other dtype": (edit(dtype="uint32"), "not uint32"),
     "more tokens": (
         edit(splits={"train": {"tokens": 10**6, "documents": 60}, "eval": {"tokens": 1, "documents": 1}}),
         "store.json describes",
     ),
-    "other split": (swap_splits, "store.json describes"),
+    "other split": (swap_splits, "does not match its checksum"),
     "array gone": (lambda store: shutil.rmtree(store / "train/tokens"), "train/tokens"),
     "array metadata broken": (lambda store: (store / "train/tokens/zarr.json").write_text("{"), "zarr.json"),
     "unfinished": (unfinished, "run `maxlm data prepare` again"),
@@ -143,6 +148,89 @@ def test_a_broken_store_is_one_line_that_names_it(store, name):
     with pytest.raises(UserError) as caught:
         TokenStore.open(str(store))
     assert says in str(caught.value) and str(store) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_bit_of_the_small_files_is_noticed(store):
+    """store.json, zarr.json, the tokenizer: no flip is read as if nothing had happened, and none is a traceback."""
+    for path in [store / "store.json", *store.glob("*/*/zarr.json"), *store.glob("*/*.shards")]:
+        whole = path.read_bytes()
+        for bit in range(0, len(whole) * 8, 29):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(bytes(damaged))
+            with pytest.raises(UserError) as caught:
+                describe(str(store))
+            assert str(store) in str(caught.value) and "\n" not in str(caught.value)
+        path.write_bytes(whole)
+
+
+def test_an_edit_that_stays_valid_json_is_noticed(store):
+    """Another end-of-document id would cut documents elsewhere; another tokenizer would read other text."""
+    text = (store / "store.json").read_text()
+    for before, after in (('"end_of_document_id": 0', '"end_of_document_id": 7'), ('"tokenizer_hash": "t"', '"tokenizer_hash": "u"')):
+        (store / "store.json").write_text(text.replace(before, after))
+        with pytest.raises(DamagedStoreError, match="does not match its checksum"):
+            TokenStore.open(str(store))
+
+
+def test_a_shard_in_the_place_of_another_is_noticed(store):
+    """Both have the right size and right CRCs: only where they lie is wrong."""
+    one, two = store / "train/tokens/c/1", store / "train/tokens/c/2"
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    opened = TokenStore.open(str(store))
+    opened.read(0, 64)
+    with pytest.raises(DamagedStoreError, match="tokens/c/1 is damaged or another shard's"):
+        opened.read(60, 70)
+
+
+def test_a_store_of_the_format_before_is_read_and_said(store, caplog):
+    body = json.loads((store / "store.json").read_text())
+    del body["sha256"], body["files"]
+    (store / "store.json").write_text(json.dumps({**body, "format": "maxlm-tokens-1"}))
+    np.testing.assert_array_equal(TokenStore.open(str(store)).read(0, len(STREAM)), STREAM)
+    TokenStore.open(str(store), "eval")
+    assert caplog.text.count("maxlm-tokens-1, without checksums") == 1
+
+
+def test_what_may_pass_is_tried_again_and_has_its_own_code(store, monkeypatch, caplog):
+    opened, real, tries = TokenStore.open(str(store)), storage.shard_samples, []
+
+    def fails(*args):
+        tries.append(1)
+        if len(tries) < failures:
+            raise ValueError("UNKNOWN: Error reading local file: Stale file handle [os_error_code='116']")
+        return real(*args)
+
+    monkeypatch.setattr(storage, "shard_samples", lambda *args: named(fails, *args))
+    monkeypatch.setattr(transient, "RETRY_DELAYS_S", (0.0, 0.0))
+    failures = 3
+    assert opened.read(0, 10).tolist() == STREAM[:10].tolist() and caplog.text.count("is tried again") == 1
+    failures = 10**6
+    with pytest.raises(UnavailableError, match="Stale file handle"):
+        opened.read(70, 80)
+
+
+def named(read, *args):
+    with storage.failures_named("store", "read it"):
+        return read(*args)
+
+
+def test_a_store_whose_disk_is_not_mounted_may_come_back(store, monkeypatch):
+    monkeypatch.setattr(transient, "RETRY_DELAYS_S", ())
+    opened = TokenStore.open(str(store))
+    store.rename(store.parent / "away")
+    with pytest.raises(UnavailableError, match="is gone"):
+        opened.read(0, 10)
+    (store.parent / "away").rename(store)
+    assert opened.read(0, 10).tolist() == STREAM[:10].tolist()
+
+
+def test_a_bucket_that_may_not_be_read_says_which_credential():
+    says = r"gs://b/s: cannot read it: .*gcloud auth application-default login"
+    with pytest.raises(UnavailableError, match=says), storage.failures_named("gs://b/s", "read it"):
+        raise ValueError("PERMISSION_DENIED: HTTP response code: 403")
 
 
 def test_a_full_or_closed_disk_is_one_line_that_names_the_place(tmp_path):

@@ -11,7 +11,7 @@ from hosts import Hosts, Run, can_make_hosts
 from small_run import command, environment, events, exact, finish, make_workspace, metrics, saved_state, start
 
 from maxlm.config.errors import ExitCode
-from maxlm.runtime.roll_call import SILENCE_SECONDS
+from maxlm.runtime.line import SILENCE_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
@@ -111,8 +111,8 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
     """The roll call alone, with less patience: within twice the silence, on both sides of the cut."""
     silence = 6
     program = (
-        "import sys, time\nfrom maxlm.runtime import roll_call\nfrom maxlm.runtime.places import Place\n"
-        f"roll_call.SILENCE_SECONDS = {silence}\n"
+        "import sys, time\nfrom maxlm.runtime import line, roll_call\nfrom maxlm.runtime.places import Place\n"
+        f"line.SILENCE_SECONDS = {silence}\n"
         "roll_call.meet(Place(3, int(sys.argv[1]), 'host0:7000', 'a test'), 30)\nprint('met', flush=True)\ntime.sleep(60)"
     )
     with Hosts(tmp_path, 3) as hosts:

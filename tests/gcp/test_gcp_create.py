@@ -16,7 +16,7 @@ GPU = ("--image-family=ubuntu-accelerator-2404-amd64-with-nvidia-580", "--image-
 
 def plain(words):
     """Words without the scratch folder's name."""
-    return [re.sub(r"/tmp/[^/]+/(?=startup|code|config|outcome|jobset)", "SCRATCH/", word) for word in words]
+    return [re.sub(r"/tmp/[^/]+/(?=startup|code|config|cluster-secret|outcome|jobset)", "SCRATCH/", word) for word in words]
 
 
 def created(cloud):
@@ -96,7 +96,9 @@ def test_code_and_config_are_there_before_the_machines(cloud):
     """The hosts fetch both as soon as they are up: git's HEAD, and the resolved config, whose checkpoints go to the bucket."""
     cloud.run("create", RUN, "train.tokens=20000000000")
     *sent, last = cloud.changes
-    assert [words[-1] for words in sent] == [f"gs://mine/llama3-8b-v5p-128/{name}" for name in ("code.tar.gz", "config.yml", "outcome")]
+    assert [words[-1] for words in sent] == [
+        f"gs://mine/llama3-8b-v5p-128/{name}" for name in ("code.tar.gz", "config.yml", "cluster-secret", "outcome")
+    ]
     assert last[1:5] == ["compute", "tpus", "tpu-vm", "create"]
     config = (cloud.bucket / "llama3-8b-v5p-128/config.yml").read_text()
     assert "dir: gs://mine/llama3-8b-v5p-128/checkpoints" in config

@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "runs/llama3-8b-v5p-128"
 SECRET = "hf_never_to_be_seen"
+CLUSTER_SECRET = "0123456789abcdef" * 4
 # Stands in for the Python that has maxlm: `-m maxlm launch ...` writes a run directory and does as BEHAVE says; all else is Python.
 MAXLM = f"""#!/usr/bin/env bash
 if [[ $1 != -m ]]; then exec {sys.executable} "$@"; fi
 printf '%s\\n' "$@" > launched
 printf '%s' "${{HF_TOKEN:-none}}" > seen-secret
+printf '%s' "$MAXLM_CLUSTER_SECRET" > seen-cluster-secret
 mkdir -p runs/llama3-8b-v5p-128
 echo '{{"step":1}}' >> runs/llama3-8b-v5p-128/metrics.jsonl
 case $BEHAVE in
@@ -37,6 +39,7 @@ def host(cloud):
     bucket = cloud.bucket / "llama3-8b-v5p-128"
     bucket.mkdir(parents=True)
     (bucket / "config.yml").write_text("model: {}\n")
+    (bucket / "cluster-secret").write_text(CLUSTER_SECRET)
     (cloud.home / "bin/sleep").unlink()  # real time passes on a host
     return home
 
@@ -136,7 +139,7 @@ def test_only_the_first_process_writes_the_run_directory_of_the_bucket(cloud, ho
     cluster = "coordinator=h-0:8476 process_count=2 process_id=1"
     cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], **settings(host, CLUSTER=cluster))
     assert (host / "launched").read_text().split()[-3:] == cluster.split()
-    assert sorted(path.name for path in (cloud.bucket / "llama3-8b-v5p-128").iterdir()) == ["config.yml"]
+    assert sorted(path.name for path in (cloud.bucket / "llama3-8b-v5p-128").iterdir()) == ["cluster-secret", "config.yml"]
     cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], **settings(host, CLUSTER=cluster.replace("id=1", "id=0")))
     assert (cloud.bucket / "llama3-8b-v5p-128/outcome").exists()
 
@@ -170,6 +173,25 @@ def test_a_secret_is_read_on_the_host_and_nobody_else_sees_it(cloud, host):
     cloud.no_answers()
     assert SECRET not in created.stdout + created.stderr + done.stdout + done.stderr
     assert not [path for path in cloud.home.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_the_hosts_of_a_run_share_a_secret_of_its_own(cloud, host):
+    """maxlm-gcp leaves it in the bucket, another one for each start; no command line and no output holds it."""
+    made = []
+    for _ in range(2):
+        created = cloud.run("create", RUN)
+        made.append((cloud.bucket / "llama3-8b-v5p-128/cluster-secret").read_text())
+        assert len(made[-1]) == 64 and made[-1] not in created.stdout + created.stderr
+    assert made[0] != made[1]
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], **settings(host))
+    assert (host / "seen-cluster-secret").read_text() == made[1]
+    assert made[1] not in done.stdout + done.stderr + str(cloud.calls) + cloud.sent()
+
+
+def test_without_the_secret_of_the_run_a_host_starts_nothing(cloud, host):
+    (cloud.bucket / "llama3-8b-v5p-128/cluster-secret").unlink()
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=1, **settings(host))
+    assert not (host / "launched").exists()
 
 
 def test_a_secret_that_cannot_be_read_starts_nothing(cloud, host):

@@ -124,7 +124,9 @@ def test_resume_recreates_a_dead_slice_as_it_was(cloud, state):
     scratch = r"startup-script=\S+/"
     assert [re.sub(scratch, "", word) for word in again] == [re.sub(scratch, "", word) for word in first]
     sent = [words[-1].rpartition("/")[2] for words in cloud.changes if words[1] == "storage"]
-    assert sent == ["code.tar.gz", "config.yml", "outcome", "outcome"], "code and config of the run stay those it began with"
+    assert sent == ["code.tar.gz", "config.yml", "cluster-secret", "outcome", "outcome"], (
+        "code, config and secret of the run stay those it began with"
+    )
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
@@ -219,7 +221,7 @@ def test_restart_and_stop_reach_every_worker_of_every_slice(cloud, verb, remote)
     ssh = sorted(words for words in cloud.calls if "ssh" in words)
     assert ssh == [[*TPU_VM, "ssh", f"{SLICES_NAME}-{n}", "--zone=us-east5-a", "--worker=all", remote] for n in (0, 1)]
     sent = [words[-1] for words in cloud.calls if words[1:3] == ["storage", "cp"]]
-    assert len(sent) == (3 if verb == "restart" else 0)
+    assert len(sent) == (4 if verb == "restart" else 0)
 
 
 def test_restart_and_stop_of_vms_and_jobsets(cloud):

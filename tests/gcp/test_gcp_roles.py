@@ -46,7 +46,7 @@ def test_gclouds_own_parser_takes_every_command(printed, tmp_path):
     """`gcloud meta lint-gcloud-commands` knows every command and flag, and calls nobody."""
     distinct = {re.sub(r"/tmp/[^/]+/", f"{tmp_path}/", shlex.join(words)) for words in printed if words[0] == "gcloud"}
     shapes = {re.sub(r"=\S+|gs://\S+|maxlm-\S+", "", command): command for command in sorted(distinct)}
-    for name in ("startup.sh", "config.yml", "code.tar.gz"):
+    for name in ("startup.sh", "config.yml", "code.tar.gz", "cluster-secret"):
         (tmp_path / name).touch()
     listed = tmp_path / "commands.json"
     wrong = "gcloud compute tpus tpu-vm create x --zone=z --no-such-flag"  # that the parser looks at all

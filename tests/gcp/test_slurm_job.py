@@ -61,6 +61,14 @@ def test_what_it_asks_of_slurm():
     assert {"--requeue", "--open-mode=append", "--signal=B:TERM@300", "--ntasks-per-node=1", "--exclusive"} < asked
 
 
+def test_each_job_has_a_secret_that_its_tasks_share(cloud):
+    script = SCRIPT.read_text(encoding="utf-8")
+    (cloud.home / "probe").write_text(re.sub(r"^srun .*$", "printenv MAXLM_CLUSTER_SECRET &", script, flags=re.MULTILINE))
+    made = [cloud.execute(["bash", cloud.home / "probe", "c"], **JOB).stdout for _ in range(2)]
+    assert made[0] != made[1] and all(re.fullmatch("[0-9a-f]{64}\n", one) for one in made)
+    assert cloud.execute(["bash", cloud.home / "probe", "c"], MAXLM_CLUSTER_SECRET="mine", **JOB).stdout == "mine\n"
+
+
 def test_what_is_set_before_sbatch_wins(cloud):
     script = SCRIPT.read_text(encoding="utf-8")
     (cloud.home / "probe").write_text(re.sub(r"^srun .*$", "echo $NCCL_DEBUG &", script, flags=re.MULTILINE))

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from maxlm import cli
+from maxlm.config import UserError
 from maxlm.hardware.topologies import parse
 from maxlm.planning import advice, aot, cache, compile
+from maxlm.planning.compile import meant
 from maxlm.planning.hlo import read
 
 TINY = """
@@ -242,3 +244,23 @@ def test_json_is_all_that_a_process_prints(folder):
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout)["fits"]
     assert "worker" not in answer.stderr.lower()
+
+
+def test_a_model_alone_is_compiled_and_what_is_assumed_is_said(capfd, monkeypatch):
+    asked = []
+
+    def examine(config, *_):
+        asked.append(config)
+        raise UserError("not here")
+
+    monkeypatch.setattr("maxlm.planning.report.examine", examine)
+    Path("alone.yml").write_text(TINY[: TINY.index("data:")], encoding="utf-8")
+    _, _, err = run(capfd, "alone", "--topology", "v5e:2x2", "data.seq_len=512")
+    assert asked[0].tokens_per_step == 4 * 512  # a sequence a device
+    (line,) = [line for line in err.splitlines() if "assumed" in line]
+    assert "train.global_batch=4" in line and "train.steps=" in line and "data.seq_len" not in line
+
+
+def test_one_slice_of_a_config_for_several_needs_no_other_change():
+    loaded, machine = meant("runs/llama3-405b-2x-v6e-256", ["train.global_batch=512"], None, 1, any_mesh=True)
+    assert (machine.slices, loaded.config.mesh.across_slices) == (1, "data")

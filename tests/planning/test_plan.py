@@ -219,6 +219,17 @@ def test_a_config_is_found_again_from_wherever_it_is_extended(tmp_path):
         assert find(name).name != "out.yml"
 
 
+def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
+    """What would be refused when the written config is read: ways of splitting, on axes that the plan does not split."""
+    name, said = "runs/llama3-8b-v5p-128", ["train.global_batch=512", "mesh={zero: 1, context: 2, context_attention: gather}"]
+    loaded = load(name, said, any_mesh=True)
+    chosen = next(one for one in layouts(loaded.config, 64) if one.sizes["fsdp"] == 1)
+    out = tmp_path / "out.yml"
+    out.write_text(as_yaml(name, loaded, chosen, out, "A remark."), encoding="utf-8")
+    again = load(str(out))
+    assert again.config.model_copy(update={"run": loaded.config.run}) == chosen.apply(loaded.config)
+
+
 def test_a_layout_of_one_device_says_so():
     from maxlm.planning.search.table import words
 

@@ -4,15 +4,18 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
 import maxlm
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster
+from maxlm.runtime import cluster, meeting
+from maxlm.runtime.places import Place
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
 
@@ -86,6 +89,75 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
     ):
         raise AssertionError("there is nothing to join")
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("reached_at", "addresses", "warned"),
+    [
+        ({"10.0.0.5"}, ("10.0.0.5:8477", "10.0.0.5:8477"), 0),
+        ({"fd00::5"}, ("[fd00::5]:8477", "[fd00::5]:8477"), 0),
+        ({"8.8.8.8"}, ("8.8.8.8:8477", "8.8.8.8:8477"), 1),
+        ({"10.0.0.5", "192.168.0.5"}, ("node0:8477", None), 0),
+        ({"10.0.0.5", "8.8.8.8"}, ("node0:8477", None), 1),
+        ({"fe80::5%eth0"}, ("node0:8477", None), 0),
+        (set(), ("node0:8477", None), 0),
+    ],
+)
+def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, reached_at, addresses, warned):
+    """And at all addresses only where they took several ways; a public one is warned of."""
+    said, asked = [], {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: asked.update(how))
+    cluster._initialize(Place(2, 0, "node0:8476", "a test"), reached_at, said.append)
+    assert (asked["coordinator_address"], asked["coordinator_bind_address"]) == addresses
+    assert len(said) == warned and all("8.8.8.8:8477, a public address" in line for line in said)
+
+
+COMPILES = """
+import os, sys, threading, time
+import jax, jax.numpy as jnp
+from maxlm.runtime import meeting, roll_call
+from maxlm.runtime.places import Place
+port, number = int(sys.argv[1]), int(sys.argv[2])
+gaps, before = [], time.monotonic()
+beat = meeting.Meeting._beat
+def timed(self):
+    global before
+    gaps.append(time.monotonic() - before)
+    before = time.monotonic()
+    beat(self)
+meeting.Meeting._beat = timed
+here = roll_call.meet(Place(2, number, f"localhost:{port}", "a test"), 60)
+def f(x):
+    for i in range(2000):
+        x = jnp.tanh(x @ x) * (i + 1) + jnp.sort(x, axis=i % 2)
+    return x
+began = time.monotonic()
+if number == 1:
+    lowered = jax.jit(f).lower(jnp.ones((8, 8)))
+    lowered.as_text()
+    lowered.compile()
+    print(time.monotonic() - began, max(gaps), flush=True)
+    here.part()
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+def test_heartbeats_go_on_while_the_main_thread_traces_and_compiles():
+    """Or a run that compiles for minutes would be held to be stopped."""
+    port = free_port()
+    both_ends = [
+        subprocess.Popen([sys.executable, "-c", COMPILES, str(port), str(number)], env=environment(), text=True, stdout=subprocess.PIPE)
+        for number in range(2)
+    ]
+    said = both_ends[1].communicate(timeout=900)[0]
+    both_ends[0].kill()
+    both_ends[0].communicate()
+    seconds, longest = map(float, said.split())
+    print(f"traced and compiled for {seconds:.0f} s, longest between two turns {longest:.1f} s")
+    assert seconds > 15, "too short to prove anything"
+    assert longest < meeting.STOPPED_SECONDS / 4
 
 
 def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):

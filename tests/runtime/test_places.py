@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.runtime.places import find, first_node, split
+from maxlm.runtime.places import VARIABLES, find, first_node, split
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -116,6 +116,83 @@ def test_what_is_missing_or_wrong_is_said(environ, named, says):
     with pytest.raises(UserError) as error:
         look(environ, named)
     assert says in str(error.value)
+
+
+ALONE = {"process_count": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({}, {**ALONE, "coordinator": "x:1", "process_id": "0"}),
+        ({}, {**ALONE, "coordinator": "x:1"}),
+        ({}, ALONE),
+        ({"JAX_COORDINATOR_ADDRESS": "x:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, {}),
+        ({"JAX_NUM_PROCESSES": "1"}, {}),
+    ],
+)
+def test_one_process_needs_no_coordinator(environ, named):
+    assert look(environ, named) is None
+
+
+ODD = {
+    "coordinator": (
+        "", ":8476", "node0:", "node0:0", "node0:65535", "node0:99999999", "node0:-1", "node0:8476:8477", "two words:1", "node0 :1",
+        "n\u00f6de:1", "node0:\u0661", "a..b:1", ".:1", "-a:1", f"{'a' * 64}:1", f"{'a.' * 130}b:1", "fe80::1:8476", "[fe80:::1]:1",
+        "[]:1", "[::]:1", "0.0.0.0:1", "224.0.0.1:1", "[ff02::1]:1", "300.1.1.1:1", "1.2.3:1", "x" * 10_000, "http://node0:1", "\udcff:1",
+    ),
+    "process_count": ("", "0", "-2", "2.0", "1e3", " 2", "0x2", "\u0662", "\u00b2", "15001", "1000000", "9" * 5000, "none", "+2", "1_0"),
+    "process_id": ("", "4", "-1", "1.0", "\u0661", "\u00b9", "9" * 5000, "one", " 1", "1 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+def test_a_value_that_makes_no_sense_is_one_line(name, value):
+    with pytest.raises(UserError) as error:
+        look({}, {**EXPLICIT, name: value})
+    said = str(error.value)
+    assert said.startswith(f"{name} = ") and len(said) < 300 and said.isprintable()
+    if value:
+        with pytest.raises(UserError, match=r"^JAX_"):
+            look({**ENVIRONMENT, "JAX_NUM_PROCESSES": "4", VARIABLES[name]: value})
+
+
+@pytest.mark.parametrize("address", ["node_0.rack-1:1", "node0.:65534", "10.0.0.1:1", "[fd00::1]:8476", "[::1]:1", "localhost:1"])
+def test_addresses_that_are_right(address):
+    assert look({}, {**EXPLICIT, "coordinator": address}).address == address
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        *((SLURM, name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID")),
+        *((OPEN_MPI, name) for name in OPEN_MPI if name != "OMPI_MCA_orte_hnp_uri"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2", "OMPI_MCA_orte_hnp_uri": OPEN_MPI["OMPI_MCA_orte_hnp_uri"]}, "PMI_RANK"),
+        *(({**GKE_TPU, **SLICES}, name) for name in ("TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")),
+        *((JOBSET, name) for name in ("JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES")),
+    ],
+)
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "\u00b2", "9" * 5000])
+def test_a_launchers_number_that_is_none_is_one_line(environ, name, value):
+    with pytest.raises(UserError, match=name) as error:
+        look({**environ, name: value})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_STEP_NODELIST", "["), ("SLURM_STEP_NODELIST", ","), ("SLURM_PROCID", "16")])
+def test_what_slurm_cannot_mean_is_one_line(name, value):
+    with pytest.raises(UserError):
+        look({**SLURM, name: value})
+
+
+def test_a_node_without_a_number_of_tasks_is_the_processs_own():
+    assert look({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "?"}, n_gpus=8).devices is None
+
+
+def test_two_places_at_once_are_refused():
+    assert split(["process_id=1", "process_id=1"])[0] == {"process_id": "1"}
+    with pytest.raises(UserError, match="process_id is given twice, as 1 and as 2"):
+        split(["process_id=1", "process_id=2"])
 
 
 def test_gpus_that_do_not_divide_are_refused():

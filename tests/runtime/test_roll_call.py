@@ -1,5 +1,6 @@
-"""Processes meet before jax starts, and each of them hears of the end of any other, in a line that names it."""
+"""Processes meet before jax starts, whatever strangers do, and each of them hears of the end of any other, in a line that names it."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -10,26 +11,37 @@ import time
 import pytest
 from small_run import environment, free_port
 
+from maxlm.config.errors import UserError
+from maxlm.runtime import line, listening
+from maxlm.runtime.line import Line, LineError, StrangerError, shared_secret
+from maxlm.runtime.listening import listen
+
+SECRET = "a secret of the tests, long enough"
 PROGRAM = """
 import json, sys, time
+import os
 from maxlm.config.errors import UserError
-from maxlm.runtime import roll_call
+from maxlm.runtime import line, meeting as established, roll_call
 from maxlm.runtime.places import Place
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-roll_call.SETTLE_SECONDS = 0.5
+established.SETTLE_SECONDS = 0.5
+if "STOPPED_SECONDS" in os.environ:
+    established.BEAT_SECONDS, established.SUSPECT_SECONDS, established.STOPPED_SECONDS = 0.5, 1.5, float(os.environ["STOPPED_SECONDS"])
+say = lambda text: print(text, file=sys.stderr, flush=True)
 try:
-    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds)
+    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds, line.shared_secret(os.environ), say)
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 print(json.dumps(meeting.hosts), flush=True)
 if then == "stay":
     time.sleep(60)
-elif then in ("crash", "wrong"):
-    why = "RuntimeError: boom" if then == "crash" else "train.steps = x: must be a number"
+elif then in ("crash", "crash-later", "wrong"):
+    time.sleep(3 if then == "crash-later" else 0)
+    why = "RuntimeError: boom" if then != "wrong" else "train.steps = x: must be a number"
     print(f"maxlm: {why}", file=sys.stderr, flush=True)
-    meeting.part(why, 1 if then == "crash" else 2)
-    sys.exit(1 if then == "crash" else 2)
+    meeting.part(why, 1 if then != "wrong" else 2)
+    sys.exit(1 if then != "wrong" else 2)
 else:
     time.sleep(float(then))
     meeting.part()
@@ -39,12 +51,16 @@ else:
 
 @pytest.fixture
 def start():
-    """Starts process `process` of `count`, which stays until told otherwise: `then` is stay, crash, or seconds until it ends in order."""
+    """Starts process `process` of `count`, which stays until told otherwise.
+
+    `then`: stay, crash, crash-later, wrong, or seconds until it ends; `told`: another count; `secret`: "" for none; `extra`: variables.
+    """
     port, started = free_port(), []
 
-    def go(process, count, then="stay", seconds=20, told=None):
+    def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, **extra):
         program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
-        started.append(subprocess.Popen(program, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        how = {line.SECRET: secret, **extra}
+        started.append(subprocess.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
     go.port = port
@@ -149,38 +165,308 @@ def test_more_processes_than_files_are_allowed(hard, code):
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
     first = subprocess.Popen(
         [sys.executable, "-c", limited, *map(str, (port, count, 0, 60, 0.1))],
-        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(**{line.SECRET: SECRET}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    others = [knock(port, json.dumps({"process": number, "count": count, "host": "h"}), first) for number in range(1, count)]
+    others = []
+    for number in range(1, count):
+        other = greeted(port, SECRET, first)
+        if other is None:
+            break
+        with contextlib.suppress(OSError):  # it has just ended
+            other.send("hello", process=number, count=count, host="h")
+        others.append(other)
     for other in others if code == 0 else ():
-        assert b"still there" in other.recv(100)
-        other.sendall(b'{"here": true}\n')
+        assert other.receive(time.monotonic() + 30)["kind"] == "ask"
+        other.send("here")
     _, err = first.communicate(timeout=60)
     assert first.returncode == code, err
     assert code == 0 or "raise ulimit -n" in err
 
 
-def knock(port, hello, there):
-    """A line to process 0 as soon as it listens, upon which `hello` was said; None when the process `there` has ended."""
+def connect(port, there, address="127.0.0.1"):
+    """A connection to process 0 as soon as it listens; None when the process `there` has ended."""
     until = time.monotonic() + 30
     while there.poll() is None:
         assert time.monotonic() < until
-        try:
-            line = socket.create_connection(("localhost", port), timeout=10)
-            line.sendall(hello.encode() + b"\n")
-        except ConnectionError:
-            time.sleep(0.05)
-        else:
-            return line
+        with contextlib.suppress(ConnectionError):
+            return socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(address, 0))
+        time.sleep(0.05)
+    return None
+
+
+def greeted(port, secret, there):
+    """A line to process 0 on which a hello can be sent; None when it has ended."""
+    while (connection := connect(port, there)) is not None:
+        with contextlib.suppress(LineError, OSError):
+            found = Line(connection, secret.encode(), server=False)
+            found.wait_for_greeting(time.monotonic() + 10)
+            return found
     return None
 
 
 def test_strangers_are_sent_away(start):
     first = start(0, 2, then=0.1)
-    for hello in ("GET / HTTP/1.1", '{"process": 1}', '{"process": "x", "host": "", "count": 2}', "[]", ""):
-        knock(start.port, hello, first).close()
+    for hello in ("GET / HTTP/1.1", '{"process": 1}', '{"process": Infinity, "host": "", "count": 2}', "[" * 200_000, ""):
+        with connect(start.port, first) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(hello.encode() + b"\n")
     assert end(start(1, 2, then=0.1))[0] == 0
     assert end(first)[0] == 0
+
+
+def test_idle_and_slow_strangers_keep_nobody_waiting(start):
+    """More idle sockets than are kept for an address, and a byte now and then: a process of another address, and of the same, gets in."""
+    first = start(0, 2, then=0.1)
+    idle = [connect(start.port, first, "127.0.0.7" if number % 2 else "127.0.0.1") for number in range(2 * listening.MAX_PER_ADDRESS + 40)]
+    idle[-1].sendall(b"m")
+    began = time.monotonic()
+    assert end(start(1, 2, then=0.1))[0] == 0
+    assert end(first)[0] == 0
+    assert time.monotonic() - began < 15
+    for one in idle:
+        one.close()
+
+
+def test_nobody_holds_process_0_beyond_its_limit(start):
+    """One byte a second, as long as it takes."""
+    first = start(0, 2, seconds=3)
+    slow = connect(start.port, first)
+    began = time.monotonic()
+    while first.poll() is None:
+        assert time.monotonic() < began + 12
+        with contextlib.suppress(OSError):
+            slow.sendall(b"m")
+        time.sleep(0.3)
+    assert end(first)[0] == 6
+    slow.close()
+
+
+def test_without_a_secret_a_conflict_is_believed_by_nobody_but_its_sender(start):
+    """It may be a stranger: it is told, and process 0 waits for the right one."""
+    first = start(0, 2, then=0.1, secret="")
+    wrong = end(start(1, 2, told=3, secret=""))
+    assert wrong == (2, f"{(own := socket.gethostname())} was told of 3 processes, and {own} of 2: start all with the same number.")
+    right = start(1, 2, then=0.1, secret="")
+    assert end(right)[0] == 0
+    _, err = first.communicate(timeout=20)
+    assert first.returncode == 0
+    assert err.startswith("MAXLM_CLUSTER_SECRET is not set, so anybody who reaches localhost:")
+    assert "export MAXLM_CLUSTER_SECRET=$(openssl rand -hex 32)\n" in err
+    assert f"refused 127.0.0.1: {own} was told of 3 processes" in err or f"refused ::1: {own} was told of 3" in err
+
+
+def test_without_a_secret_the_second_of_a_number_is_refused_alone(start):
+    everyone = [start(0, 3, then=0.1, secret=""), start(1, 3, then=0.1, secret="")]
+    time.sleep(2)
+    code, said = end(start(1, 3, secret=""))
+    assert code == 2 and "both say that they are process 1" in said
+    everyone.append(start(2, 3, then=0.1, secret=""))
+    assert [end(one)[0] for one in everyone] == [0, 0, 0]
+
+
+def test_what_was_refused_is_said_when_time_is_up(start):
+    first = start(0, 2, seconds=4, secret="")
+    assert end(start(1, 2, told=3, secret=""))[0] == 2
+    code, said = end(first)
+    assert code == 6 and "process 1 did not come" in said and "was told of 3 processes, and" in said
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, "another secret, just as long"), (SECRET, ""), ("", SECRET)])
+def test_another_secret_is_named_on_both_sides(start, secrets):
+    first, second = (start(number, 2, seconds=4 - number, secret=secrets[number]) for number in range(2))
+    (code, here), (other, there) = end(first), end(second)
+    assert (code, other) == (6, 6)
+    assert "process 1 did not come" in here and "MAXLM_CLUSTER_SECRET" in here
+    assert "did not answer for 3 s (it " in there and "MAXLM_CLUSTER_SECRET" in there
+
+
+def test_a_secret_that_can_be_guessed_is_refused():
+    assert shared_secret({}) == shared_secret({line.SECRET: " "}) == b""
+    with pytest.raises(UserError, match=r"MAXLM_CLUSTER_SECRET has 5 characters.*openssl rand"):
+        shared_secret({line.SECRET: "short"})
+
+
+@pytest.fixture
+def ends():
+    """Makes both ends of a connection: client, server, with a secret each, both greeted; and all that the client has sent so far."""
+    opened = []
+
+    def make(secret=b"s" * 16, other=None):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            opened.append(socket.create_connection(listener.getsockname()))
+            opened.append(listener.accept()[0])
+        client, server = Line(opened[-2], secret, server=False), Line(opened[-1], secret if other is None else other, server=True)
+        client.wait_for_greeting(time.monotonic() + 5)
+        server.wait_for_greeting(time.monotonic() + 5)
+        return client, server
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+HELLO = {"process": 1, "count": 2, "host": "h"}
+
+
+def soon():
+    return time.monotonic() + 5
+
+
+def test_messages_arrive_in_order_and_only_with_the_secret(ends):
+    client, server = ends()
+    for process in range(3):
+        client.send("hello", process=process, count=9, host="h")
+    assert [server.receive(soon())["process"] for _ in range(3)] == [0, 1, 2]
+    server.send("ask")
+    assert client.receive(soon()) == {"kind": "ask"}
+    client, server = ends(b"s" * 16, b"t" * 16)
+    client.send("hello", **HELLO)
+    with pytest.raises(StrangerError, match="does not share this process's MAXLM_CLUSTER_SECRET"):
+        server.receive(soon())
+
+
+def test_a_recorded_message_is_of_no_use(ends):
+    """On another connection, a second time, and sent back to where it came from."""
+    client, server = ends()
+    client.send("hello", **HELLO)
+    recorded = server.connection.recv(4096, socket.MSG_PEEK)
+    for other in (ends()[0], client):
+        other.connection.sendall(recorded)
+    assert server.receive(soon()) == {"kind": "hello", **HELLO}
+    with pytest.raises(StrangerError):
+        server.receive(soon())
+    third, fourth = ends()
+    third.connection.sendall(recorded)
+    with pytest.raises(StrangerError):
+        fourth.receive(soon())
+    first, second = ends()
+    first.send("here")
+    second.connection.sendall(second.connection.recv(4096))
+    with pytest.raises(StrangerError):
+        first.receive(soon())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": NaN, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": true, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": -1, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": 2, "count": 2, "host": "h"}',
+        '{"kind": "hello", "process": 1, "count": 15001, "host": "h"}',
+        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h"}' % ("0" * 3000),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines"}',
+        '{"kind": "hello", "process": 1, "count": 2, "host": "%s"}' % ("h" * 65),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "more": 1}',
+        '{"kind": "hello", "process": 1, "count": 2}',
+        '{"kind": "beat", "silent": [true]}',
+        '{"kind": "end", "why": "x", "code": 0}',
+        '{"kind": "end", "why": "x", "code": 300}',
+        '{"kind": ["end"]}',
+        '{"kind": "met", "hosts": [1]}',
+        "[" * 4000,
+        '{"kind":' * 500,
+        "[]",
+        "1",
+        "",
+        "\x00",
+    ],
+)
+def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
+    """Also of one that has the secret."""
+    client, server = ends()
+    monkeypatch.setattr(line.json, "dumps", lambda message: text)
+    client.send("hello")
+    with pytest.raises(StrangerError):
+        server.receive(soon())
+
+
+def test_lines_are_bounded(ends):
+    """Before and after the other end is accepted, and however long it sends."""
+    client, server = ends()
+    client.send("end", why="x" * line.MAX_HELLO_BYTES, code=1)
+    with pytest.raises(StrangerError):
+        server.receive(soon())
+    client, server = ends()
+    server.limit = line.MAX_BYTES
+    client.send("end", why="x" * line.MAX_HELLO_BYTES, code=1)
+    assert server.receive(soon())["code"] == 1
+    with pytest.raises(LineError, match="nothing came"):
+        server.receive(time.monotonic() + 0.1)
+
+
+def test_a_million_bytes_hold_the_names_of_as_many_hosts_as_are_allowed():
+    assert line.MAX_PROCESSES * (line.MAX_NAME + len('"", ')) + 100 < line.MAX_BYTES
+
+
+def test_where_process_0_listens(monkeypatch):
+    """At the address it was named, or at all of them where that is not this machine's, or leads to loopback for this machine alone."""
+
+    def at(host):
+        found = listen(host, 0, 5)
+        addresses = {one.getsockname()[0] for one in found}
+        for one in found:
+            one.close()
+        return addresses
+
+    everywhere = {"::"} if socket.has_dualstack_ipv6() else {"0.0.0.0"}
+    assert at("127.0.0.5") == {"127.0.0.5"}
+    assert at("localhost") <= {"127.0.0.1", "::1"}
+    assert at("192.0.2.1") == everywhere, "an address of documentation, which no machine has"
+    assert at("no.such.host.invalid") == everywhere
+    named = {"debian": ["127.0.1.1"], "node0": ["127.0.0.6", "192.0.2.1"]}
+    look_up = lambda host, port, **how: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in named[host]]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert at("debian") == everywhere
+    assert at("node0") == everywhere
+
+
+def test_after_the_meeting_nobody_listens(start):
+    everyone = [start(number, 2) for number in range(2)]
+    for process in everyone:
+        assert process.stdout.readline()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", start.port), timeout=5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_is_stopped_is_named_by_all_others(start, victim):
+    """Its kernel still answers for it."""
+    everyone = [start(number, 3, STOPPED_SECONDS="4") for number in range(3)]
+    for process in everyone:
+        assert process.stdout.readline()
+    everyone[victim].send_signal(signal.SIGSTOP)
+    ends = [end(process, 60) for number, process in enumerate(everyone) if number != victim]
+    assert [code for code, _ in ends] == [6, 6]
+    for _, said in ends:
+        assert said.startswith(f"maxlm: lost {socket.gethostname()} (process {victim}): no heartbeat for ")
+        assert said.endswith("while its host answers: the process is stopped, or hangs")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
+    """Such as a collective that gives up waiting for it."""
+    everyone = [start(number, 3, then="crash-later" if number == 1 else "stay", STOPPED_SECONDS="9") for number in range(3)]
+    for process in everyone:
+        assert process.stdout.readline()
+    everyone[victim].send_signal(signal.SIGSTOP)
+    ends = [end(process, 60) for number, process in enumerate(everyone) if number != victim]
+    assert [code for code, _ in ends] == [6, 6]
+    assert all(said.startswith(f"maxlm: lost {socket.gethostname()} (process {victim}): no heartbeat") for _, said in ends)
+
+
+def test_a_process_that_was_stopped_for_a_while_blames_nobody(start):
+    """What the others sent meanwhile counts."""
+    everyone = [start(number, 3, then=9, STOPPED_SECONDS="5") for number in range(3)]
+    for process in everyone:
+        assert process.stdout.readline()
+    for _ in range(2):
+        everyone[0].send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        everyone[0].send_signal(signal.SIGCONT)
+        time.sleep(1)
+    assert [end(process, 60) for process in everyone] == [(0, "")] * 3
 
 
 def test_a_port_that_is_taken_is_said(start):

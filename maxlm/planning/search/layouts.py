@@ -61,7 +61,13 @@ class Layout:
 
     def settings(self, config: Config) -> dict[str, Any]:
         """As dotted settings over those of `config`. Axes that nothing is split over, there neither, stay unsaid."""
-        said = {f"mesh.{axis}": size for axis, size in self.mesh if axis in SAID or size > 1 or getattr(config.mesh, axis) != 1}
+        said: dict[str, Any] = {
+            f"mesh.{axis}": size for axis, size in self.mesh if axis in SAID or size > 1 or getattr(config.mesh, axis) != 1
+        }
+        if self.sizes.get("context", 1) == 1 and config.mesh.context_attention != "ring":
+            said["mesh.context_attention"] = "ring"  # the default, since there is nothing for another to do
+        if self.sizes["fsdp"] == self.sizes.get("expert", 1) == 1 and config.mesh.zero != 3:
+            said["mesh.zero"] = 3
         return {
             **said,
             "mesh.across_slices": self.across_slices,

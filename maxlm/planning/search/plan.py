@@ -74,10 +74,7 @@ def run(request: Request, *, as_json: bool) -> int:
         raise UserError(f"{machine.name} is no TPU: maxlm plan knows how fast TPUs are, and no GPU; use for example --topology v5p:4x4x4.")
     if not request.file.absolute().parent.is_dir():
         raise UserError(f"--out {request.file}: there is no folder {request.file.absolute().parent}; make it first.")
-    try:
-        plan = _plan(request, loaded, machine)
-    except KeyboardInterrupt:
-        raise UserError("Stopped before anything was compiled.") from None
+    plan = _plan(request, loaded, machine)
     from maxlm.planning.search.shown import show, to_json
 
     written, refused = _write(plan)

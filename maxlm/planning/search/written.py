@@ -20,7 +20,7 @@ def as_yaml(name: str, loaded: LoadedConfig, layout: Layout, out: Path, remark: 
     said = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
     sections: dict[str, Any] = {"extends": [_parent(name, out)]}
     for key, value in {**said, **layout.settings(loaded.config)}.items():
-        if key == "mesh.across_slices" and loaded.config.mesh.slices == 1:
+        if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in said:
             continue
         *path, last = key.split(".")
         section = sections

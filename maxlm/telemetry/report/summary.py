@@ -85,7 +85,7 @@ def status_of(run: Run) -> Status:
     if reason in FINISHED or not reason:
         return Status("finished", "good", message)
     if reason.startswith("preempt"):
-        return Status("preempted", "warn", f"It was told to stop{where} and saved; the same command continues it. {message}".strip())
+        return Status("preempted", "warn", f"It was told to stop{where}; the same command continues it. {message}".strip())
     return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
 
 

@@ -1,0 +1,89 @@
+"""Settings that do nothing where they stand: refused when somebody set one, since a run would not do what its config says."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from maxlm.config.problem import Problem
+from maxlm.config.schema import Config
+from maxlm.hardware.topologies import is_tpu, parse
+
+STDLIB = "python-stdlib"  # the one source of data.prepare that is no file
+
+
+class Inert(NamedTuple):
+    """A setting that does nothing here: why, and what would use it."""
+
+    field: str
+    why: str
+    use: str
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Of settings that are not at their defaults and that nothing reads."""
+    for found in (*_model(config), *_training(config), *_mesh(config), *_data(config)):
+        value, default = _value_and_default(config, found.field)
+        if value != default:
+            yield found.field, value, f"does nothing, since {found.why}", f"leave it at {_text(default)}, its default, or {found.use}"
+
+
+def _model(config: Config) -> Iterator[Inert]:
+    model = config.model
+    if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
+        yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")
+    if model.positions == "learned":
+        yield Inert("model.rope_local", "positions are learned", "use model.positions=rope")
+    if model.moe is not None and model.moe.router.groups > 1 and model.moe.router.top_groups == model.moe.router.groups:
+        router = "model.moe.router"
+        yield Inert(f"{router}.groups", f"{router}.top_groups = {model.moe.router.top_groups} are all of them", "lower top_groups")
+
+
+def _training(config: Config) -> Iterator[Inert]:
+    if config.optimizer.name != "muon":
+        yield Inert("optimizer.muon_momentum", f"optimizer.name = {config.optimizer.name} has no such momentum", "use optimizer.name=muon")
+    if config.optimizer.schedule == "constant":
+        yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
+    if config.precision.compute == "bfloat16":
+        yield Inert("precision.matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
+    if not config.model.mtp_depth:
+        yield Inert("train.mtp_loss", "model.mtp_depth = 0 predicts nothing further ahead", "raise model.mtp_depth")
+    if not config.run.sample_prompts:
+        yield Inert("run.sample_tokens", "run.sample_prompts has no prompt to continue", "give prompts")
+
+
+def _mesh(config: Config) -> Iterator[Inert]:
+    mesh = config.mesh
+    if mesh.slices == 1:
+        yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
+    if mesh.context == 1:
+        yield Inert("mesh.context_attention", "mesh.context = 1 splits no sequence", "raise mesh.context")
+    if mesh.fsdp == mesh.expert == 1:
+        yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
+    if config.cluster is not None and not is_tpu(parse(config.cluster.topology, mesh.slices).chip):
+        yield Inert("cluster.accelerator", f"{config.cluster.topology} is no TPU", "name a TPU's topology")
+
+
+def _data(config: Config) -> Iterator[Inert]:
+    prepare = config.data.prepare
+    if prepare is None:
+        return
+    if prepare.tokenizer.path is not None:
+        for name in ("vocab_size", "train_bytes"):
+            field = f"data.prepare.tokenizer.{name}"
+            yield Inert(field, f"data.prepare.tokenizer.path = {prepare.tokenizer.path} is trained already", "remove the path")
+    if set(prepare.sources) == {STDLIB}:
+        yield Inert("data.prepare.text_field", f"{STDLIB} has no fields", "add other sources")
+
+
+def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:
+    """The value of a dotted key that is there, and the value it has when nobody sets it."""
+    section: BaseModel = config
+    *path, name = field.split(".")
+    for part in path:
+        section = getattr(section, part)
+    return getattr(section, name), type(section).model_fields[name].default
+
+
+def _text(default: Any) -> Any:
+    return "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default

@@ -1,0 +1,82 @@
+"""Paths in settings: `~` expanded, and a kind of storage that nothing here reads refused, before anything is looked for."""
+
+import os.path
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic_core import PydanticCustomError
+
+from maxlm.config.errors import UserError, shorten
+
+BUCKET = "gs://"
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]*[a-z0-9](/[^?#%\\]*)?")
+
+
+def expand_home(path: str) -> str:
+    """`path` with `~` or `~user` at its start replaced by that user's home. Raises ValueError where there is no such user."""
+    if not path.startswith("~"):
+        return path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        name = path.partition("/")[0]
+        raise ValueError(f"the home of `{name}` is not known; write the path out, or ./{name} for a folder of that name") from None
+
+
+def local(path: str) -> str:
+    """A path of this machine's file system, `~` expanded. Raises PydanticCustomError for anything with a scheme, such as gs://."""
+    if SCHEME.match(path):
+        if path.startswith("file:"):
+            refuse("be a path, without file:", "write the path alone, such as /data/texts")
+        refuse("be a path of this machine's file system", "mount the bucket (gcsfuse) and name the mount, or copy it here")
+    return _expanded(path)
+
+
+def stored(path: str) -> str:
+    """A folder of this machine or of a bucket, gs://bucket/folder. Raises PydanticCustomError for any other scheme."""
+    scheme = SCHEME.match(path)
+    if scheme is None:
+        return _expanded(path)
+    if scheme[1].lower() != "gs":
+        refuse(
+            "be a folder of this machine's file system or gs://bucket/folder, the only storage that is supported",
+            f"copy it to one of them, or mount it and name the mount ({scheme[1][:20]}: is not supported)",
+        )
+    if not ADDRESS.fullmatch(path) or ".." in path.split("/"):
+        refuse("be written gs://bucket/folder, the bucket in lower case, without ?, #, % and ..", "write it so, as in gs://corpus/fineweb")
+    return path
+
+
+def store_argument(path: str) -> str:
+    """As `stored`, of an argument of the command line. Raises UserError."""
+    try:
+        return stored(path)
+    except PydanticCustomError as error:
+        said = error.context or {}
+        raise UserError(f"{shorten(path)}: must {said['rule']}; {said['fix']}.") from None
+
+
+def same_place(path: str) -> str:
+    """One spelling for all of a place: no `/` at the end, no `.` or `..` inside, links followed."""
+    return path.rstrip("/") if SCHEME.match(path) else os.path.realpath(path)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether `path` is `folder` or below it, as far as their names and links tell."""
+    inner, outer = same_place(path), same_place(folder).rstrip("/")
+    return inner == outer or inner.startswith(f"{outer}/")
+
+
+def refuse(rule: str, fix: str) -> NoReturn:
+    """Reject a value from inside a validator: what it must do, and what to write instead."""
+    raise PydanticCustomError("setting", "must {rule}", {"rule": rule, "fix": fix})
+
+
+def _expanded(path: str) -> str:
+    try:
+        return expand_home(path)
+    except ValueError as error:
+        rule, _, fix = str(error).partition("; ")
+        refuse(f"be a path ({rule})", fix)

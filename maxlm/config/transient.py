@@ -1,0 +1,92 @@
+"""Transient failures: the medium, the network or a credential failed, not the bytes, so that trying again may help."""
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from maxlm.config.errors import ExitCode, UserError
+
+Result = TypeVar("Result")
+
+RETRY_DELAYS_S: tuple[float, ...] = (1.0, 3.0, 8.0, 18.0)  # between five tries: half a minute in all
+
+_log = logging.getLogger(__name__)
+
+# Errors of the operating system that speak of what is stored (absent, of another kind), not of the medium or the right to read it.
+_OF_CONTENT = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.EILSEQ,
+    errno.EOVERFLOW,
+    errno.EFBIG,
+}
+# Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others speak of the content.
+_STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
+_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
+_NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.")
+_NOT_FOUND = ("NotFound", "FileNotFoundError")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether `error`, or what caused it, is a failure of the medium, the network, a credential or a permission."""
+    return any(_is_transient(cause) for cause in _chain(error))
+
+
+def retried(read: Callable[[], Result], what: str) -> Result:
+    """`read()`, tried again after RETRY_DELAYS_S while it fails in a way that may pass; said once in the log. Raises its last error."""
+    for number, delay_s in enumerate(RETRY_DELAYS_S):
+        try:
+            return read()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            if number == 0:
+                total_s = sum(RETRY_DELAYS_S)
+                _log.warning("%s failed and is tried again for %.0f s: %s", what, total_s, first_line(error))
+        time.sleep(delay_s)
+    return read()
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the start of its message, short enough for one line."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].strip() if lines else ""
+    return f"{type(error).__name__}: {text[:240]}".rstrip(": .")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, its parts if it is a group, and what it was raised from."""
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        current = left.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        left += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
+        left += current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, UserError):
+        return error.exit_code == ExitCode.UNAVAILABLE
+    code = _OS_ERROR_CODE.search(str(error))
+    if code is not None:
+        return int(code[1]) not in _OF_CONTENT
+    if isinstance(error, TimeoutError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _OF_CONTENT
+    if any(f"{kind.__module__}.".startswith(_NETWORK) for kind in type(error).__mro__):
+        return type(error).__name__ not in _NOT_FOUND
+    return _STATUS.search(str(error)[:400]) is not None

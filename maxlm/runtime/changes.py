@@ -1,0 +1,48 @@
+"""What a run that goes on does otherwise than the steps of its checkpoint were trained with. It may; it is said."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config import Config, UserError, load
+from maxlm.config.loader import flatten
+from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.loop import Start
+from maxlm.training.schedule import learning_rate
+
+ELSEWHERE = ("run.", "cluster.")  # settings that change no step
+STORE, RATE = "contents of the data store", "learning rate of the next update"
+
+
+def changes(directory: RunDirectory, config: Config, start: Start, fingerprint: str) -> dict[str, list[Any]]:
+    """Setting -> [before, now] of all that differ, with the learning rate and the data's fingerprint. The config before is kept.
+
+    Call it before the new config is written, in the process that writes. `fingerprint`: of the data store.
+    """
+    replaced = directory.replaced_configs()
+    at = next((step for step in replaced if step >= start.step), None)  # that config trained the steps up to there
+    source = directory.config if at is None else directory.config_until(at)
+    changed = _differences(source, config, start) if source.is_file() else {}
+    if changed or at is not None:
+        write_text(directory.config_until(start.step), source.read_text())
+    for step in replaced:
+        if step > start.step:  # these steps are trained anew
+            directory.config_until(step).unlink()
+    known = start.position.get("store", fingerprint)
+    return changed if known == fingerprint else {**changed, STORE: [known[:12], fingerprint[:12]]}
+
+
+def _differences(source: Path, config: Config, start: Start) -> dict[str, list[Any]]:
+    """Of the config in `source` and this one."""
+    try:
+        before = load(str(source.absolute()), any_mesh=True).config
+    except UserError as error:
+        return {"config": [f"one that this maxlm cannot read: {error}", "this one"]}
+    old, new = (dict(flatten(one.model_dump(mode="json"))) for one in (before, config))
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(ELSEWHERE)]
+    changed = {key: [old.get(key), new.get(key)] for key in differing}
+    updates = start.step - int(jax.device_get(start.state.skipped))
+    rates = [float(learning_rate(one)(updates)) for one in (before, config)]
+    return {**changed, RATE: rates} if rates[0] != rates[1] else changed

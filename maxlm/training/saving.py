@@ -1,0 +1,90 @@
+"""When a state is saved: at every `checkpoint.every_steps`, at the end, and only while training is healthy.
+
+Retention keeps the newest checkpoints, so each bad one that is saved removes a good one.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from maxlm.telemetry.observer import Event
+from maxlm.training import guards
+from maxlm.training.meter import Meter
+from maxlm.training.state import TrainState
+
+if TYPE_CHECKING:
+    from maxlm.training.loop import Session
+
+AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
+SHOWN = 3  # leaves named before the rest is only counted
+
+
+class Saving:
+    """Saves the states of one attempt, and tells what became of each save when it has ended."""
+
+    def __init__(self, session: "Session", meter: Meter, start: int) -> None:
+        self._session, self._meter = session, meter
+        self._saved = start  # step of the newest save, or of the checkpoint that training continues
+        self._postponed = False
+        self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
+        self._told_failure = False  # of the newest save
+
+    def when_due(self, step: int, state: TrainState) -> None:
+        """Save `state` if a save is due or was postponed, and training is healthy; else postpone it, and say so once."""
+        self._tell()
+        if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
+            return
+        doubt = self.doubt(state)
+        if not doubt:
+            self.save(step, state)
+        elif not self._postponed:
+            self._postponed = True
+            self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {doubt}")
+
+    def doubt(self, state: TrainState) -> str:
+        """Why `state` must not be saved now, if there is a reason. A state that is not finite is the end of the run: it stays so."""
+        self._meter.flush()
+        names = guards.not_finite(state, self._session.program.mesh)
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            self._meter.health.condemn(f"the state holds values that are not finite, in {', '.join(names[:SHOWN])}{more}")
+        return self._meter.health.doubt
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin to save `state`, whatever it holds, unless it is saved already."""
+        if step <= self._saved:
+            return
+        session, began = self._session, time.monotonic()
+        position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
+        with session.goodput.measure("save"):
+            self._tell(None)
+            session.checkpoints.save(step, state, position)
+        if session.checkpoints.last_failure is not None and not self._told_failure:  # another process could not write its part
+            self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
+        self._saved, self._postponed = step, False
+        self._began, self._blocked_s = began, time.monotonic() - began
+        self._meter.pause()
+
+    def finish(self) -> None:
+        """Wait for the running save. Raises CheckpointError if it failed."""
+        with self._session.goodput.measure("save"):
+            self._tell(None)
+            self._session.checkpoints.wait()
+
+    def after_error(self) -> None:
+        """Give the running save its time, since it holds a good state; the other processes may not be there any more."""
+        self._tell(AFTER_ERROR_SECONDS)
+
+    def _tell(self, wait_s: float | None = 0.0) -> None:
+        """Tell of the newest save, if it has ended."""
+        ended = self._session.checkpoints.ended(wait_s)
+        if ended is None:
+            return
+        self._told_failure = ended.failure is not None
+        if ended.failure is not None:
+            self._alarm("save_failed", ended.step, str(ended.failure))
+        else:
+            told = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
+            self._session.observers.on_event(Event("save", ended.step, data=told))
+
+    def _alarm(self, cause: str, step: int, reason: str) -> None:
+        self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))

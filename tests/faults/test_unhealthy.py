@@ -1,0 +1,66 @@
+"""A run that diverges, one that goes on with other settings, and the end of a run: what is said, and what is left."""
+
+import subprocess
+import sys
+
+import pytest
+from small_run import checkpoint_steps, environment, events, finish, make_workspace, metrics, start
+
+# Trains `small.yml`; the samples at the end meet SIGTERM, and then fail.
+ENDING_BADLY = """
+import os, signal, sys, time
+from rich.console import Console
+from maxlm.config import load
+from maxlm.runtime.run import run
+
+def show(config, directory, params, console, *, asked):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not asked():
+        time.sleep(0.01)
+    raise RuntimeError("no room for a sample")
+
+sys.exit(run(load("small.yml", sys.argv[1:]).config, Console(), show))
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("unhealthy"))
+
+
+@pytest.fixture(scope="module")
+def finished(workspace):
+    """What a run of 10 steps printed, whose samples failed."""
+    program = [sys.executable, "-c", ENDING_BADLY, "train.steps=10"]
+    done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_neither_a_signal_nor_a_failure_in_the_samples_costs_the_report_or_the_exit_code(workspace, finished):
+    assert "no samples of the model: RuntimeError: no room for a sample" in finished
+    assert "Traceback" not in finished
+    assert (workspace / "runs" / "small" / "report.html").exists()
+    assert checkpoint_steps(workspace) == [5, 10]
+
+
+def test_a_run_that_goes_on_otherwise_says_in_what_and_keeps_the_config(workspace, finished):
+    before = (workspace / "runs" / "small" / "config.yml").read_text()
+    finish(start(workspace, "train.steps=14", "optimizer.peak_lr=2e-3", "train.z_loss=1e-4"))
+    (told,) = events(workspace, "restore")
+    changed = told["changed"]
+    rates = changed.pop("learning rate of the next update")
+    assert changed == {"train.steps": [10, 14], "optimizer.peak_lr": [0.01, 0.002], "train.z_loss": [0.0, 0.0001]}
+    assert rates[0] == pytest.approx(1e-3), "the end of the first schedule"
+    assert rates[1] == pytest.approx(metrics(workspace)[10]["lr"])
+    assert (workspace / "runs" / "small" / "config-until-10.yml").read_text() == before
+
+
+def test_a_diverging_learning_rate_ends_with_4_and_its_states_are_not_kept(workspace, finished):
+    settings = ("run.name=diverging", "train.steps=60", "optimizer.peak_lr=10", "optimizer.warmup_steps=null")
+    said = finish(start(workspace, *settings), code=4)
+    assert "20 bad updates in a row; the loss of step 21" in said
+    assert "the last state is not saved, and there is no checkpoint" in said
+    assert checkpoint_steps(workspace, "diverging") == []
+    (stop,) = events(workspace, "stop", "diverging")
+    assert stop["reason"] == "unhealthy"

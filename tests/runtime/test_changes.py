@@ -1,0 +1,97 @@
+"""Settings that differ from those of the checkpoint: none is missed and none is said in vain, whatever attempts were in between."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_config
+
+from maxlm.config.loader import dump
+from maxlm.runtime.changes import RATE, STORE, changes
+from maxlm.telemetry.run_dir import RunDirectory
+
+A = tiny_config()
+B = tiny_config(optimizer={"peak_lr": 1e-3})
+C = tiny_config(train={"z_loss": 0.5})
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory.create(tmp_path, "r")
+
+
+def attempt(directory, config, step, store="a" * 64, recorded="a" * 64, skipped=0):
+    """What is said as a run goes on from `step`, with the config written afterwards."""
+    start = SimpleNamespace(step=step, state=SimpleNamespace(skipped=skipped), position={"next_step": step, "store": recorded})
+    said = changes(directory, config, start, store)
+    directory.write_config(dump(config))
+    return said
+
+
+def test_nothing_is_said_of_the_same_settings(directory):
+    directory.write_config(dump(A))
+    assert attempt(directory, A, 5) == {}
+    assert directory.replaced_configs() == []
+
+
+def test_where_a_run_writes_is_no_change_of_what_it_trains(directory):
+    directory.write_config(dump(tiny_config(run={"dir": "elsewhere", "log_every": 7})))
+    assert attempt(directory, A, 5) == {}
+
+
+def test_each_setting_is_said_with_both_values_and_the_learning_rate_at_that_step(directory):
+    directory.write_config(dump(A))
+    said = attempt(directory, B, 5)
+    rate = said.pop(RATE)
+    assert said == {"optimizer.peak_lr": [0.01, 0.001]}
+    assert rate[0] == pytest.approx(10 * rate[1])
+    assert directory.config_until(5).read_text() == dump(A)
+    assert attempt(directory, B, 7) == {}
+
+
+def test_a_longer_run_says_that_its_learning_rate_rises(directory):
+    directory.write_config(dump(A))
+    said = attempt(directory, tiny_config(train={"steps": 40}), 10)
+    assert said["train.steps"] == [10, 40]
+    assert said[RATE][0] == pytest.approx(1e-3)
+    assert said[RATE][1] > 8e-3
+
+
+def test_skipped_updates_do_not_move_the_schedule(directory):
+    directory.write_config(dump(A))
+    assert attempt(directory, B, 5, skipped=5)[RATE] == [pytest.approx(5e-3), pytest.approx(5e-4)]
+
+
+def test_other_data_under_the_same_name_is_said(directory):
+    directory.write_config(dump(A))
+    assert attempt(directory, A, 5, store="b" * 64) == {STORE: ["a" * 12, "b" * 12]}
+    assert directory.replaced_configs() == []
+
+
+def test_an_attempt_that_saved_nothing_is_not_what_the_checkpoint_was_trained_with(directory):
+    """B went on from 5, and died before it saved: what the steps were trained with is A."""
+    directory.write_config(dump(A))
+    attempt(directory, B, 5)
+    assert attempt(directory, A, 5) == {}
+    assert list(attempt(directory, C, 5)) == ["train.z_loss"]
+
+
+def test_of_a_checkpoint_further_back_the_settings_of_that_time_count(directory):
+    directory.write_config(dump(A))
+    attempt(directory, B, 5)
+    attempt(directory, C, 8)
+    assert directory.replaced_configs() == [5, 8]
+    assert set(attempt(directory, C, 6)) >= {"train.z_loss", "optimizer.peak_lr"}, "6 was trained with B"
+    assert directory.replaced_configs() == [5, 6], "the config that was replaced at 8 trains no step any more"
+    assert attempt(directory, C, 9) == {}
+
+
+def test_a_config_of_another_version_is_kept_and_said(directory):
+    directory.write_config("model: {no_such_setting: 1}\n")
+    assert "cannot read" in attempt(directory, A, 5)["config"][0]
+    assert directory.config_until(5).exists()
+
+
+def test_a_checkpoint_that_does_not_say_its_data_is_no_change(directory):
+    directory.write_config(dump(A))
+    start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position={"next_step": 5})
+    assert changes(directory, A, start, "b" * 64) == {}

@@ -1,0 +1,118 @@
+"""What counts as unhealthy, and what does not: made-up losses, no device."""
+
+import math
+
+import numpy as np
+import pytest
+
+from maxlm.training.health import BAD_AT_END, BAD_STEPS, SKIPS_IN_A_ROW, Health
+
+VOCAB = 320
+UNTRAINED = math.log(VOCAB)  # 5.77
+
+
+def watch(losses, norms=None, health=None):
+    """(the health after these losses, the steps and causes of its alarms)."""
+    health = health or Health(VOCAB)
+    alarms = []
+    for step, loss in enumerate(losses, start=1):
+        alarms += health.saw(step, loss, 1.0 if norms is None else norms[step - 1])
+    return health, [(event.step, event.data["cause"]) for event in alarms]
+
+
+def learning(steps, end=2.5, noise=0.1, seed=0):
+    """A loss that falls from that of an untrained model, with noise."""
+    fall = end + (UNTRAINED - end) * np.exp(-np.arange(steps) / (steps / 5))
+    return list(fall + noise * np.random.default_rng(seed).standard_normal(steps))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("steps", [30, 120, 1000])
+def test_a_run_that_learns_is_healthy_and_without_alarms(steps, noise):
+    for seed in range(5):
+        norms = np.exp(0.3 * np.random.default_rng(seed).standard_normal(steps))
+        health, alarms = watch(learning(steps, noise=noise, seed=seed), norms)
+        assert (health.doubt, health.at_end(), alarms) == ("", "", [])
+
+
+def test_a_model_that_begins_far_above_an_untrained_one_is_healthy():
+    health, _ = watch([24.0 - 0.01 * n for n in range(200)])
+    assert health.at_end() == ""
+    again, _ = watch([23.0] * 200, health=Health(VOCAB, health.levels))
+    assert again.at_end() == "", "nor after a restart"
+
+
+def test_a_single_hard_batch_is_no_end_and_no_alarm():
+    losses = learning(200)
+    losses[150] = losses[151] = 9.0
+    health, alarms = watch(losses)
+    assert (health.unhealthy, health.doubt, alarms) == ("", "", [])
+
+
+@pytest.mark.parametrize("where", [0, 50])
+def test_updates_that_are_not_finite(where):
+    health, _ = watch(learning(50)[:where] + [math.nan] * (SKIPS_IN_A_ROW - 1))
+    assert health.unhealthy == ""
+    assert "skipped: loss nan" in health.doubt
+    assert ("not one of 9 updates was finite" in health.at_end()) == (where == 0)
+    health.saw(99, 3.0, math.inf)
+    assert "10 updates in a row were not finite" in health.unhealthy
+
+
+def test_one_skipped_update_is_forgiven_by_the_next():
+    health, _ = watch([5.7, 5.6, math.nan])
+    assert health.at_end() != ""
+    health.saw(4, 5.5, 1.0)
+    assert health.at_end() == health.doubt == ""
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([UNTRAINED] * 250, "is back at ln(vocabulary) = 5.768"),
+        ([7.5] * 100, "is more than 1 nat above that of an untrained model"),
+    ],
+    ids=["a flipped bit", "garbage"],
+)
+def test_a_model_that_has_lost_what_it_learned_stops(after, said):
+    health = Health(VOCAB)
+    watch(learning(300), health=health)
+    _, alarms = watch(after[: BAD_STEPS - 1], health=health)
+    assert said in health.doubt, "from the first step on nothing is saved"
+    assert health.unhealthy == ""
+    assert [cause for _, cause in alarms] == ["loss_jump"]
+    watch(after[:1], health=health)
+    assert said in health.unhealthy
+
+
+def test_a_restart_knows_how_low_the_loss_was():
+    """The checkpoint may have been damaged just before it was saved; then the first loss of the next attempt is already bad."""
+    before, _ = watch(learning(300))
+    again = Health(VOCAB, before.levels)
+    watch([UNTRAINED] * BAD_STEPS, health=again)
+    assert "back at ln(vocabulary)" in again.unhealthy
+    anew, _ = watch([UNTRAINED] * BAD_STEPS)
+    assert anew.unhealthy == "", "without it this is how every run begins"
+
+
+def test_divergence_from_the_start_stops_and_a_short_run_is_not_done():
+    rising = [UNTRAINED + 0.5 * n for n in range(60)]
+    health, _ = watch(rising)
+    assert "above that of an untrained model" in health.unhealthy
+    short, _ = watch([UNTRAINED, 6.5, *[20.0] * BAD_AT_END])
+    assert short.unhealthy == ""
+    assert "above that of an untrained model" in short.at_end()
+
+
+def test_a_model_without_a_gradient_stops():
+    health, _ = watch([UNTRAINED] * BAD_STEPS, [0.0] * BAD_STEPS)
+    assert "nothing is learned" in health.unhealthy
+
+
+def test_jumps_are_told_once_with_both_levels():
+    losses = learning(200) + list(4.0 + 0.1 * np.random.default_rng(1).standard_normal(200))
+    health, alarms = watch(losses)
+    assert alarms == [(205, "loss_jump")]
+    assert health.at_end() == "", "an alarm stops nothing"
+    norms = [1.0 + 0.1 * (n % 3) for n in range(100)] + [40.0] * 100
+    assert watch([5.0] * 200, norms)[1] == [(105, "gradient_jump")]

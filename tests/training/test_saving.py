@@ -1,0 +1,246 @@
+"""Which states of a run become checkpoints: a loop with real checkpoints around a scripted step, so nothing of size is compiled."""
+
+import json
+import math
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny import tiny_config
+
+from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.telemetry.goodput import Goodput
+from maxlm.training import meter
+from maxlm.training.guards import keep_if_finite
+from maxlm.training.loop import Session, restore_or_init, train
+from maxlm.training.state import TrainState
+from maxlm.training.step import Metrics
+
+EVERY, KEEP, TOTAL = 5, 2, 60
+MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+class Data:
+    """Batches that are their own numbers."""
+
+    fingerprint = "f" * 64
+
+    def batches(self, start, sharding, stop):
+        return self._numbers(start, stop)
+
+    def _numbers(self, start, stop):
+        yield from ((n, n) for n in range(start, stop))
+
+
+class Script:
+    """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
+
+    mesh, batch_sharding = MESH, None
+
+    def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
+        self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
+        self._loss, self._parameter = loss, parameter
+
+    def init(self):
+        return jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {"w": jnp.zeros(4)}, {"mu": jnp.zeros(4)}), self._sharding)
+
+    @property
+    def _sharding(self):
+        return NamedSharding(MESH, PartitionSpec())
+
+    @property
+    def abstract_state(self):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.init())
+
+    def step(self, state, n):
+        loss = self._loss(n)
+        # An infinity in the parameters makes every later loss NaN.
+        loss = jnp.float32(loss) + 0 * jnp.sum(state.params["w"])
+        proposed = state.advance({"w": jnp.full(4, jnp.float32(self._parameter(n)))}, state.opt_state)
+        state = jax.device_put(keep_if_finite(state, proposed, loss, jnp.float32(1.0)), self._sharding)
+        zero = jnp.float32(0)
+        return state, Metrics(loss, zero, jnp.float32(1.0), zero, zero, state.skipped, jnp.uint32(n))
+
+
+class Events(list):
+    """An observer that keeps the events."""
+
+    on_event = list.append
+
+    def on_step(self, record): ...
+
+    def of(self, kind):
+        return [event for event in self if event.kind == kind]
+
+
+@pytest.fixture(autouse=True)
+def no_flops(monkeypatch):
+    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+
+
+def train_with(folder, script, events, stop=lambda step: None, data=None):
+    """The outcome; `events` are told what happens; `events.saved`: the checkpoints as training ends."""
+    checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    start = restore_or_init(script, checkpoints)
+    try:
+        return train(Session(script, data or Data(), None, checkpoints, events, Goodput(), stop), start)
+    finally:
+        events.saved = saved_in(folder)
+        checkpoints.close()
+
+
+def run(folder, script, stop=lambda step: None, data=None):
+    """(the outcome, the events)."""
+    events = Events()
+    return train_with(folder, script, events, stop, data), events
+
+
+def saved_in(folder):
+    """Steps of the committed checkpoints."""
+    return sorted(int(entry.name) for entry in (folder / "c").glob("*") if entry.name.isdigit())
+
+
+def bits(folder, step):
+    return json.loads((folder / "c" / str(step) / "manifest" / "manifest.json").read_text())["leaves"]
+
+
+@pytest.mark.parametrize("poison", ["parameter", "batches", "loss"])
+def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, poison):
+    """From step 22 on something is wrong for good; only two checkpoints are kept."""
+    script = {
+        "parameter": Script(parameter=lambda n: math.inf if n >= 22 else float(n)),
+        "batches": Script(loss=lambda n: math.nan if n >= 22 else 4.0),
+        "loss": Script(loss=lambda n: 9.0 if n >= 22 else 4.0, parameter=lambda n: -1.0 if n >= 22 else float(n)),
+    }[poison]
+    run(tmp_path, Script(total=20))
+    good = {step: bits(tmp_path, step) for step in (15, 20)}
+    for _ in range(5):
+        outcome, events = run(tmp_path, script)
+        assert outcome.status == "unhealthy"
+        assert saved_in(tmp_path) == [15, 20]
+        assert {step: bits(tmp_path, step) for step in (15, 20)} == good
+        assert [event.step for event in events.of("restore")] == [20]
+        postponed = [event for event in events.of("alarm") if event.data["cause"] == "save_postponed"]
+        assert [event.step for event in postponed] == [25], "said once"
+        assert "the last state is not saved" in outcome.message
+        assert "the newest checkpoint is that of step 20" in outcome.message
+    if poison == "parameter":
+        assert "the state holds values that are not finite, in params.w" in outcome.message
+
+
+def test_a_save_is_postponed_until_training_is_healthy_again(tmp_path):
+    outcome, events = run(tmp_path, Script(loss=lambda n: math.nan if 8 <= n < 12 else 4.0, total=25))
+    assert outcome.status == "done"
+    assert [event.step for event in events.of("save")] == [5, 13, 15, 20, 25]
+    (alarm,) = events.of("alarm")
+    assert (alarm.step, alarm.data["cause"]) == (10, "save_postponed")
+    assert "the update of step 10 was skipped: loss nan" in alarm.data["reason"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda n: math.nan, "not one of 7 updates was finite"),
+        (lambda n: math.nan if n == 6 else 4.0, "the update of step 7 was skipped"),
+        (lambda n: 89.0 if n > 0 else 4.0, "more than 1 nat above that of an untrained model"),
+    ],
+    ids=["all", "the last", "diverged"],
+)
+def test_a_short_run_that_ends_badly_is_not_done(tmp_path, loss, said):
+    outcome, _ = run(tmp_path, Script(loss, total=7))
+    assert outcome.status == "unhealthy"
+    assert said in outcome.message
+    assert 7 not in saved_in(tmp_path)
+
+
+def test_a_preempted_run_saves_no_unhealthy_state_and_says_so(tmp_path):
+    script = Script(loss=lambda n: math.nan if n >= 6 else 4.0)
+    outcome, events = run(tmp_path, script, lambda step: "SIGTERM" if step == 8 else None)
+    assert outcome.status == "preempted"
+    assert saved_in(tmp_path) == [5]
+    (event,) = events.of("preempt")
+    assert event.data["reason"].startswith("stopped by SIGTERM; the last state is not saved (the update of step 8 was skipped")
+    assert event.data["reason"].endswith("the newest checkpoint is that of step 5")
+
+
+def test_what_a_loss_has_come_down_to_is_known_after_a_restart_on_the_same_data(tmp_path):
+    """The state of step 20 was damaged just before it was saved: the next attempt sees nothing but a bad loss."""
+    run(tmp_path, Script(loss=lambda n: 2.0, total=20))
+    lost = Script(loss=lambda n: math.log(128))
+    outcome, _ = run(tmp_path, lost)
+    assert outcome.status == "unhealthy"
+    assert "is back at ln(vocabulary)" in outcome.message
+    other = Data()
+    other.fingerprint = "0" * 64
+    outcome, _ = run(tmp_path, lost, data=other)
+    assert outcome.status == "done", "on other data such a loss may be right"
+
+
+def held_manifest(monkeypatch):
+    """Saves do not end before the event that is returned is set."""
+    free = threading.Event()
+    text = manifest.Manifest.to_text
+
+    def late(page):
+        assert free.wait(60)
+        return text(page)
+
+    monkeypatch.setattr(manifest.Manifest, "to_text", late)
+    return free
+
+
+def test_a_save_is_told_when_it_is_committed_not_when_it_begins(tmp_path, monkeypatch):
+    free, seen, events = held_manifest(monkeypatch), {}, Events()
+
+    def stop(step):
+        seen[step] = [*saved_in(tmp_path), *events]
+        if step == 8:
+            free.set()
+
+    train_with(tmp_path, Script(total=10), events, stop)
+    assert seen[8] == [], "it is still being written"
+    assert [event.step for event in events.of("save")] == [5, 10]
+
+
+def test_an_exception_waits_for_the_save_in_flight(tmp_path, monkeypatch):
+    free = held_manifest(monkeypatch)
+
+    def loss(n):
+        if n == 6:
+            threading.Timer(0.5, free.set).start()
+            raise RuntimeError("a bug")
+        return 4.0
+
+    events = Events()
+    with pytest.raises(RuntimeError, match="a bug"):
+        train_with(tmp_path, Script(loss), events)
+    assert [event.step for event in events] == events.saved == [5]
+
+
+def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, monkeypatch):
+    text, failed, seen = manifest.Manifest.to_text, threading.Event(), {}
+
+    def full(page):
+        if page.step == 5:
+            failed.set()
+            raise OSError(28, "No space left on device")
+        return text(page)
+
+    def stop(step):
+        if step == 7:
+            assert failed.wait(60)
+            time.sleep(1)  # for the writer to end
+        seen[step] = [event.kind for event in events]
+
+    monkeypatch.setattr(manifest.Manifest, "to_text", full)
+    script, events = Script(total=10), Events()
+    outcome = train_with(tmp_path, script, events, stop)
+    assert outcome.status == "done"
+    assert seen[9] == ["alarm"]
+    assert [(event.kind, event.step) for event in events] == [("alarm", 5), ("save", 10)]
+    assert events[0].data["cause"] == "save_failed"
+    assert "no room left" in events[0].data["reason"]

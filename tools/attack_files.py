@@ -1,0 +1,433 @@
+"""Damage token stores and checkpoints in many ways and check that none of it is silent.
+
+    python tools/attack_files.py [--trials 2000] [--seed 0] [--directory DIR]
+
+Every trial damages one file or folder of a small store or of the newest of three checkpoints, reads everything in this process, and puts
+the files back. Outcomes: `noticed` (one line names the damage; of checkpoints, the older one came back to the bit), `harmless` (everything
+read equals what was written), `silent` (something else was read and nothing said) and `traceback` (an error of another kind). Exit code 1
+if any trial was silent or a traceback. Two things are no damage, since people do them: to delete a checkpoint, and to begin a run with that
+of another.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import transient
+from maxlm.config.errors import UserError
+from maxlm.config.schema import CheckpointConfig, DataConfig
+from maxlm.data import manifest, storage
+from maxlm.data.inspect import describe
+from maxlm.data.kept import open_tokenizer
+from maxlm.data.manifest import SPLITS, StoreInfo
+from maxlm.data.pipeline import Pipeline
+from maxlm.data.store import TokenStore
+from maxlm.data.tokenizer import hash_of_json
+from maxlm.data.writer import SplitWriter
+
+GOOD, BAD = ("noticed", "harmless"), ("silent", "traceback")
+STEPS = (1, 2, 3)
+VOCABULARY = 300
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to damage: `root` is damaged, `other` gives foreign files, `read` returns outcome and reason."""
+
+    name: str
+    root: Path
+    other: Path
+    read: Callable[[], tuple[str, str]]
+
+
+# --- what is damaged
+
+
+def make_store(path: Path, seed: int) -> None:
+    """A token store of some 3,000 tokens in a dozen small shards, with a tokenizer."""
+    rng = np.random.default_rng(seed)
+    text = _tokenizer(seed)
+    splits = {}
+    for split, count in zip(SPLITS, (120, 30), strict=True):
+        writer = SplitWriter(str(path), split, np.dtype(np.uint16))
+        for _ in range(count):
+            writer.add(np.append(rng.integers(1, VOCABULARY, rng.integers(1, 40)), 0).astype(np.uint32))
+        writer.finish()
+        splits[split] = writer.info
+    storage.write_bytes(str(path), manifest.TOKENIZER, text.encode())
+    settings: dict[str, Any] = {"data.prepare.tokenizer.end_of_document": END}
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "end_of_document_id": 0, "dtype": "uint16", "splits": splits}
+    manifest.save(
+        str(path), StoreInfo(tokenizer_hash=hash_of_json(text), fingerprint=manifest.fingerprint(settings), settings=settings, **sizes)
+    )
+
+
+def _tokenizer(seed: int) -> str:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {END: 0, **{char: number + 1 for number, char in enumerate(alphabet)}}
+    pairs = random.Random(seed).sample([(a, b) for a in "abcdefgh" for b in "ijklmnop"], VOCABULARY - len(words))
+    words |= {a + b: len(words) + number for number, (a, b) in enumerate(pairs)}
+    bpe = Tokenizer(models.BPE(vocab=words, merges=pairs))
+    bpe.add_special_tokens([END])
+    return bpe.to_str()
+
+
+def read_store(path: Path) -> dict[str, bytes]:
+    """All that a store gives: its facts, tokens, documents, batches and the tokenizer's work."""
+    found: dict[str, bytes] = {}
+    for split in SPLITS:
+        store = TokenStore.open(str(path), split)
+        found[f"{split} facts"] = store.info.model_dump_json().encode()
+        found[f"{split} tokens"] = store.read(0, store.n_tokens).tobytes()
+        found[f"{split} documents"] = store.read_documents(0, store.size.documents + 1).tobytes()
+    pipeline = Pipeline.create(DataConfig(store=str(path), seq_len=32), global_batch=8, seed=0, vocab_size=VOCABULARY)
+    found["batches"] = b"".join(np.asarray(field).tobytes() for step in range(pipeline.n_batches) for field in pipeline.host_batch(step))
+    tokenizer = open_tokenizer(str(path))
+    found["tokenizer"] = (tokenizer.text + str(tokenizer.encode("ai bj ck dl").tolist())).encode()
+    found["described"] = json.dumps({key: value for key, value in describe(str(path)).items() if key != "store"}).encode()
+    return found
+
+
+def make_state(step: int, seed: int) -> dict[str, Any]:
+    """A few arrays, all of them random, and the number of updates."""
+    rng = np.random.default_rng([step, seed])
+    return {
+        "params": {"w": jnp.asarray(rng.normal(size=(48, 32)), jnp.float32), "b": jnp.asarray(rng.normal(size=32), jnp.bfloat16)},
+        "opt_state": {"mu": jnp.asarray(rng.normal(size=(48, 32)), jnp.float32)},
+        "step": jnp.int32(step),
+    }
+
+
+def make_checkpoints(path: Path, seed: int) -> None:
+    """Checkpoints 1, 2 and 3."""
+    checkpoints = Checkpoints(path, CheckpointConfig(keep=3), {"model.d_model": "32"})
+    for step in STEPS:
+        checkpoints.save(step, make_state(step, seed), {"next_step": step})
+    checkpoints.close()
+
+
+def bits(tree: Any) -> list[bytes]:
+    """The bytes of every leaf."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def store_target(folder: Path) -> Target:
+    """A store; everything read must equal what was read before the damage."""
+    make_store(folder / "store", 0)
+    make_store(folder / "other-store", 1)
+    whole = read_store(folder / "store")
+
+    def read() -> tuple[str, str]:
+        try:
+            found = read_store(folder / "store")
+        except UserError as error:
+            return ("noticed" if "\n" not in str(error) and "store" in str(error) else "traceback"), str(error)
+        different = [name for name, content in whole.items() if found[name] != content]
+        return ("silent", f"{different} differ") if different else ("harmless", "")
+
+    return Target("store", folder / "store", folder / "other-store", read)
+
+
+def checkpoint_target(folder: Path) -> Target:
+    """Three checkpoints; whichever is restored must be what was saved under that step, and the last one unless something is said."""
+    make_checkpoints(folder / "checkpoints", 0)
+    make_checkpoints(folder / "other-checkpoints", 1)
+    states = {step: bits(make_state(step, 0)) for step in STEPS}
+    like = make_state(0, 0)
+
+    def read() -> tuple[str, str]:
+        checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=3), {"model.d_model": "32"})
+        try:
+            restored = checkpoints.restore(like)
+        except UserError as error:
+            return ("noticed" if "\n" not in str(error) else "traceback"), str(error)
+        reason = "; ".join(restored.skipped)
+        if bits(restored.state) != states.get(restored.step) or restored.data_position != {"next_step": restored.step}:
+            return "silent", f"step {restored.step} is not what was saved; {reason}"
+        if restored.step != STEPS[-1] and not reason:
+            return "silent", f"step {restored.step} came back and nothing was said"
+        return ("noticed", reason) if reason else ("harmless", "")
+
+    return Target("checkpoint", folder / "checkpoints", folder / "other-checkpoints", read)
+
+
+# --- how it is damaged: each changes something below `root` and returns what it did
+
+
+def files_of(target: Target) -> list[Path]:
+    """The files of the store, or of the newest checkpoint."""
+    root = target.root / str(STEPS[-1]) if target.name == "checkpoint" else target.root
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def pick(target: Target, chance: random.Random) -> Path:
+    """A file: half of the time weighed by size, so that arrays are hit as well as small files."""
+    files = files_of(target)
+    if chance.random() < 0.5:
+        return chance.choices(files, [path.stat().st_size + 1 for path in files])[0]
+    return chance.choice(files)
+
+
+def flip_bit(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    content = bytearray(path.read_bytes() or b"\0")
+    bit = chance.randrange(len(content) * 8)
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(content))
+    return f"bit {bit} of {path}"
+
+
+def truncate(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    content = path.read_bytes()
+    kept = chance.choice([0, len(content) // 2, max(len(content) - 1, 0), chance.randrange(len(content) + 1)])
+    path.write_bytes(content[:kept])
+    return f"{path} cut to {kept}"
+
+
+def delete(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    path.unlink()
+    return f"{path} deleted"
+
+
+def delete_folder(target: Target, chance: random.Random) -> str:
+    # Without the whole of checkpoint 3 there is none: that is how a run is turned back to 2.
+    path = chance.choice(sorted({path.parent for path in files_of(target)} - {target.root, target.root / str(STEPS[-1])}))
+    shutil.rmtree(path)
+    return f"{path} deleted"
+
+
+def swap(target: Target, chance: random.Random) -> str:
+    """Two files change places, of one size where there are such."""
+    one = pick(target, chance)
+    others = [path for path in files_of(target) if path != one]
+    alike = [path for path in others if path.stat().st_size == one.stat().st_size] or others
+    two = chance.choice(alike)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    return f"{one} and {two} swapped"
+
+
+def zero_block(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    content = path.read_bytes()
+    size = chance.choice([16, 64, 512, 4096])
+    start = chance.randrange(len(content) + 1) // size * size
+    path.write_bytes(content[:start] + bytes(len(content[start : start + size])) + content[start + size :])
+    return f"{path} zero from {start} to {start + size}"
+
+
+def grow(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    path.write_bytes(path.read_bytes() + chance.randbytes(chance.choice([1, 16, 4096])))
+    return f"{path} longer"
+
+
+def edit_json(target: Target, chance: random.Random) -> str:
+    """One value of a JSON file becomes another; the file stays JSON."""
+    files = []
+    for path in files_of(target):
+        with contextlib.suppress(ValueError):
+            files.append((path, json.loads(path.read_bytes())))
+    path, body = chance.choice([(path, body) for path, body in files if isinstance(body, dict)])
+    places = list(_places(body))
+    holder, key = chance.choice(places)
+    old = holder[key]
+    others: list[Any] = [None, True, 0, 1, -1, 2**40, 1.5, "", "x", [], {}, [old], str(old), old + 1 if isinstance(old, int) else "y"]
+    holder[key] = chance.choice(others)
+    path.write_text(json.dumps(body))
+    return f"{path}: {key} = {holder[key]!r}, was {old!r}"[:300]
+
+
+def _places(body: Any) -> Iterator[tuple[Any, Any]]:
+    for key, value in body.items() if isinstance(body, dict) else enumerate(body):
+        yield body, key
+        if isinstance(value, dict | list):
+            yield from _places(value)
+
+
+def foreign(target: Target, chance: random.Random) -> str:
+    """A file of another store, or of another run's checkpoint, or of another step, in the place of this one."""
+    path = pick(target, chance)
+    relative = path.relative_to(target.root)
+    sources = [target.other / relative]
+    if target.name == "checkpoint":
+        sources += [root / str(step) / Path(*relative.parts[1:]) for root in (target.root, target.other) for step in STEPS[:-1]]
+    there = [source for source in sources if source.is_file() and source != path]
+    if not there:  # array files have names of their own
+        there = [source for source in sorted(target.other.rglob("*")) if source.is_file() and source.parent.name == path.parent.name]
+    source = chance.choice(there or [chance.choice([source for source in sorted(target.other.rglob("*")) if source.is_file()])])
+    shutil.copyfile(source, path)
+    return f"{source} put in the place of {path}"
+
+
+def foreign_folder(target: Target, chance: random.Random) -> str:
+    """A whole folder of another store, run or step in the place of this one."""
+    if target.name == "store":
+        relative = chance.choice([Path("train"), Path("eval"), Path("train/tokens"), Path("train/documents"), Path("eval/tokens/c")])
+        source, place = chance.choice([target.other / relative, target.root / relative.parent / "documents"]), target.root / relative
+    else:
+        relative = chance.choice([Path("state"), Path("manifest"), Path("state/d"), Path("state/ocdbt.process_0"), Path()])
+        runs = [(target.root, 1), (target.root, 2), (target.other, 1), (target.other, 3)]
+        # A whole checkpoint 3 of a run of the same experiment is a good checkpoint 3: people begin runs so.
+        root, step = chance.choice(runs[:3] if relative == Path() else runs)
+        source, place = root / str(step) / relative, target.root / str(STEPS[-1]) / relative
+    if not source.is_dir() or source == place:
+        source = target.other / place.relative_to(target.root)
+    content = target.root.parent / "moved"
+    shutil.copytree(source, content)
+    shutil.rmtree(place)
+    content.rename(place)
+    return f"{source} put in the place of {place}"
+
+
+def rename_folder(target: Target, chance: random.Random) -> str:
+    """A step under another number, an array or a split under another name."""
+    if target.name == "checkpoint":
+        old, new = chance.choice([("3", "30"), ("3", "03"), ("3", "3.bak"), ("3", "-3"), ("2", "4"), ("3", "0"), ("3", str(10**12))])
+    else:
+        old, new = chance.choice(
+            [("train", "trial"), ("eval", "test"), ("train/tokens", "train/token"), ("train/tokens/c", "train/tokens/d")]
+        )
+    (target.root / old).rename(target.root / new)
+    return f"{old} renamed to {new}"
+
+
+def duplicate(target: Target, chance: random.Random) -> str:
+    """A copy beside the original: harmless, or another step."""
+    if target.name == "checkpoint":
+        new = chance.choice(["4", "03", "3 copy", "10", "3.orbax-checkpoint-tmp"])
+        shutil.copytree(target.root / "3", target.root / new)
+        return f"3 copied to {new}"
+    path = pick(target, chance)
+    shutil.copyfile(path, path.with_name(f"{path.name}{chance.choice(['.bak', '~', '0'])}"))
+    return f"{path} copied beside itself"
+
+
+def replace_by_folder(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    path.unlink()
+    path.mkdir()
+    return f"{path} is a folder"
+
+
+def replace_by_link(target: Target, chance: random.Random) -> str:
+    path = pick(target, chance)
+    path.unlink()
+    path.symlink_to(chance.choice([path, path.parent, Path("/nowhere"), Path("/dev/null")]))
+    return f"{path} is a link to {path.readlink()}"
+
+
+def no_right(target: Target, chance: random.Random) -> str:
+    """Without the right to read it. (It has no effect on root.)"""
+    path = pick(target, chance)
+    path.chmod(0)
+    return f"{path} may not be read"
+
+
+DAMAGES = (
+    *(flip_bit, flip_bit, flip_bit, truncate, delete, delete_folder, swap, zero_block, grow, edit_json, edit_json, foreign, foreign),
+    *(foreign_folder, rename_folder, duplicate, replace_by_folder, replace_by_link, no_right),
+)
+
+
+# --- the trials
+
+
+@contextlib.contextmanager
+def small_shards() -> Iterator[None]:
+    """Tiny stores of many shards; what may pass is not waited for."""
+    kept = storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S
+    storage.TOKENS, storage.DOCUMENTS = storage.ArrayLayout(chunk=64, shard=512), storage.ArrayLayout(chunk=16, shard=64)
+    transient.RETRY_DELAYS_S = (0.0,)
+    try:
+        yield
+    finally:
+        storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S = kept
+
+
+def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], None] = lambda done: None) -> list[dict[str, str]]:
+    """One row a trial: `target damage outcome what reason`."""
+    rows = []
+    with small_shards():
+        targets = [store_target(directory), checkpoint_target(directory)]
+        for target in targets:
+            assert target.read() == ("harmless", ""), f"the undamaged {target.name} is not read: {target.read()}"
+            shutil.copytree(target.root, directory / "kept" / target.name)
+        for number in range(trials):
+            chance = random.Random(f"{seed} {number}")
+            target, damage = targets[number % 2], DAMAGES[number // 2 % len(DAMAGES)]
+            what = damage(target, chance)
+            try:
+                outcome, reason = target.read()
+            except Exception as error:
+                outcome, reason = "traceback", f"{type(error).__name__}: {error}"
+            rows.append({"target": target.name, "damage": damage.__name__, "outcome": outcome, "what": what, "reason": reason})
+            shutil.rmtree(target.root)
+            shutil.copytree(directory / "kept" / target.name, target.root)
+            progress(number + 1)
+    return rows
+
+
+def table_of(rows: list[dict[str, str]]) -> Table:
+    """How often each damage had each outcome."""
+    counted = collections.Counter((row["target"], row["damage"], row["outcome"]) for row in rows)
+    table = Table("target", "damage", *GOOD, *BAD, title=f"{len(rows):,} damages to files")
+    for target, damage in sorted({key[:2] for key in counted}):
+        table.add_row(target, damage.replace("_", " "), *(str(counted[target, damage, outcome]) for outcome in (*GOOD, *BAD)))
+    table.add_section()
+    table.add_row("all", "", *(str(sum(row["outcome"] == outcome for row in rows)) for outcome in (*GOOD, *BAD)))
+    return table
+
+
+def main() -> int:
+    """Exit code 1 if something was silent or a traceback."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="an empty folder; default: a temporary one")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
+        rows = attack(
+            arguments.trials,
+            arguments.seed,
+            arguments.directory or Path(folder),
+            lambda done: status.update(f"{done:,} of {arguments.trials:,}"),
+        )
+    console.print(table_of(rows))
+    bad = [row for row in rows if row["outcome"] in BAD]
+    for row in bad[:40]:
+        console.print(f"{row['outcome']}: {row['what']}: {row['reason'][:400]}", markup=False, soft_wrap=True)
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
