@@ -131,7 +131,7 @@ read_secrets() {
     value=$(gcloud secrets versions access latest --secret="${pair#*=}") # its own line: an error must end the script
     export "${pair%%=*}=$value"
   done
-  # By it the hosts of a run know each other (docs/clusters.md); who can read the bucket can read it.
+  # The hosts of a run share it, so that no stranger takes part (docs/clusters.md).
   MAXLM_CLUSTER_SECRET=${MAXLM_CLUSTER_SECRET:-$(gcloud storage cat "$BUCKET/$RUN/cluster-secret")}
   export MAXLM_CLUSTER_SECRET
 }

@@ -141,7 +141,7 @@ wait_until_up() {
   done
 }
 
-# What the hosts fetch: the resolved config, unless a container holds it the code of git's HEAD, and what they know each other by.
+# What the hosts fetch: the resolved config, a secret that they share and, unless a container holds it, the code of git's HEAD.
 send_code() {
   if [[ -z $IMAGE ]]; then
     local changed

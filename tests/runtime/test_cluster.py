@@ -128,7 +128,7 @@ def timed(self):
 meeting.Meeting._beat = timed
 here = roll_call.meet(Place(2, number, f"localhost:{port}", "a test"), 60)
 def f(x):
-    for i in range(2000):
+    for i in range(300):
         x = jnp.tanh(x @ x) * (i + 1) + jnp.sort(x, axis=i % 2)
     return x
 began = time.monotonic()
@@ -156,7 +156,7 @@ def test_heartbeats_go_on_while_the_main_thread_traces_and_compiles():
     both_ends[0].communicate()
     seconds, longest = map(float, said.split())
     print(f"traced and compiled for {seconds:.0f} s, longest between two turns {longest:.1f} s")
-    assert seconds > 15, "too short to prove anything"
+    assert seconds > 8, "too short to prove anything"
     assert longest < meeting.STOPPED_SECONDS / 4
 
 
