@@ -32,7 +32,7 @@ def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkey
 @pytest.mark.soak
 def test_a_run_without_a_damaged_chunk_is_the_same_on_another_mesh_and_says_what_it_left_out(tmp_path):
     make_workspace(tmp_path)
-    finish(start(tmp_path, "train.steps=1"))
+    finish(start(tmp_path, "train.steps=5"))
     shard: Path = tmp_path / "store/train/tokens/c/0"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 4
