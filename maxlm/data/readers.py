@@ -110,7 +110,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             if text_field not in file.schema_arrow.names:
                 raise _missing(text_field, str(path), file.schema_arrow.names)
             rows, size, row = file.metadata.num_rows, path.stat().st_size, 0
@@ -119,7 +119,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
                     row += 1
                     origin = f"{path}, row {row}"
                     yield Document(_checked(value, text_field, origin), origin, size * row // rows)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is not a whole Parquet file: {error}.") from error
 
 

@@ -7,7 +7,6 @@ Chunks that hold only zeros are stored too: an absent chunk is then always damag
 """
 
 import contextlib
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
 # TensorStore's own default is 32 tries over a quarter of an hour, without a word.
 SHARED_CONTEXT = ts.Context({"gcs_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}})
-_NO_ACCESS = re.compile("PERMISSION_DENIED|UNAUTHENTICATED|credential|401|403")
 CREDENTIALS = "for gs:// run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS to a key file that may read it"
 
 
@@ -67,7 +65,7 @@ def failures_named(place: str, doing: str, kind: type[UserError] = UserError) ->
         reason = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0].replace("\x00", "")
         if not is_transient(error):
             raise kind(f"{place}: cannot {doing}: {reason}") from error
-        missing = f"; {CREDENTIALS}" if place.startswith("gs://") and _NO_ACCESS.search(reason) else ""
+        missing = f"; {CREDENTIALS}" if place.startswith("gs://") else ""
         raise UnavailableError(f"{place}: cannot {doing}: {reason}{missing}; try again when the cause is gone.") from error
 
 

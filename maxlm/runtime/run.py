@@ -14,9 +14,10 @@ from rich.console import Console
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.cluster import worst
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ExitCode
+from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump, flatten
 from maxlm.data.kept import keep_tokenizer
 from maxlm.data.pipeline import Pipeline
@@ -145,7 +146,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
 
 def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
     """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
-    opened, problem = None, ""
+    opened, problem, may_pass = None, "", False
     try:
         if config.data.prepare is not None:
             phases.say("preparing the data")
@@ -153,8 +154,12 @@ def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | No
         with phases("reading the data"):
             opened = open_data(config)
     except UserError as error:
-        problem = str(error)
-    cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
+        problem, may_pass = str(error), isinstance(error, UnavailableError)
+    may_pass = bool(worst(may_pass))  # of all processes
+    try:
+        cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
+    except UserError as error:
+        raise (UnavailableError(str(error)) if may_pass else error) from None
     assert opened is not None, "what could not be opened was told"
     return opened
 

@@ -176,6 +176,20 @@ def test_a_flipped_bit_is_never_read_as_text(tmp_path, name):
             assert found == TEXTS, f"byte {position}: damage passed as text"
 
 
+def test_a_damaged_name_in_parquet_is_one_line(tmp_path):
+    """Every bit of the footer: it holds names and lengths as text."""
+    path = write(tmp_path / "a.parquet", TEXTS[:5])
+    whole = path.read_bytes()
+    for bit in range((len(whole) - 600) * 8, len(whole) * 8, 5):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(content))
+        try:
+            list(documents([str(path)], "text"))
+        except UserError as error:
+            assert "a.parquet" in str(error)
+
+
 def test_a_field_that_parquet_lacks_names_those_it_has(tmp_path):
     with pytest.raises(UserError, match=r"no field body.*data.prepare.text_field.*id, text"):
         list(documents([str(write(tmp_path / "a.parquet", TEXTS))], "body"))

@@ -1,0 +1,48 @@
+"""Storage that fails for a moment ends a run with the code that is started again; damage in it is left out only if asked for, and told."""
+
+from pathlib import Path
+
+import pytest
+from small_run import events, finish, make_workspace, metrics, start
+
+from maxlm.config.errors import ExitCode, UnavailableError, UserError
+from maxlm.runtime import run
+
+
+class Data:
+    """A config of which only the data section is asked, and it prepares nothing."""
+
+    class data:  # noqa: N801
+        prepare = None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UnavailableError("no answer"), ExitCode.UNAVAILABLE), (UserError("no store"), ExitCode.WRONG_INPUT)]
+)
+def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkeypatch, error, code):
+    def fails(_config):
+        raise error
+
+    monkeypatch.setattr(run, "open_data", fails)
+    with pytest.raises(UserError, match=str(error)) as caught:
+        run._open_alike(Data())
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.soak
+def test_a_run_without_a_damaged_chunk_is_the_same_on_another_mesh_and_says_what_it_left_out(tmp_path):
+    make_workspace(tmp_path)
+    finish(start(tmp_path, "train.steps=5"))
+    shard: Path = tmp_path / "store/train/tokens/c/0"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 4
+    shard.write_bytes(bytes(content))
+    said = finish(start(tmp_path, "run.name=stops"), ExitCode.WRONG_INPUT)
+    assert "data.on_bad_chunk=skip" in said
+    for devices in (1, 2):
+        said = finish(start(tmp_path, f"run.name=on{devices}", "data.on_bad_chunk=skip", devices=devices))
+        assert "were left out" in said
+    one, two = ([(record["step"], record["batch_digest"]) for record in metrics(tmp_path, f"on{devices}")] for devices in (1, 2))
+    assert one == two
+    left_out = [[(event["samples"], event["tokens"]) for event in events(tmp_path, "alarm", f"on{devices}")] for devices in (1, 2)]
+    assert left_out[0] == left_out[1] != []
