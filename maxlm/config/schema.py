@@ -218,6 +218,12 @@ class MixtureEntry(Section):
     weight: PositiveFloat
 
 
+class SkipConfig(Section):
+    """Go on past damaged chunks of a store: samples that touch one become padding, with an alarm. Absent: the first stops training."""
+
+    at_most: Positive = 100  # chunks of one store, after which training stops after all
+
+
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
@@ -228,7 +234,7 @@ class DataConfig(Section):
     mask_documents: Bool = True  # a token attends only inside its document
     read_threads: Few = 4
     prefetch: Few = 2  # batches held ready on the device
-    on_bad_chunk: Literal["stop", "skip"] = "stop"  # skip: samples that touch a damaged chunk become padding, and an alarm says so
+    skip_bad_chunks: SkipConfig | None = None
     prepare: PrepareConfig | None = None
 
 
@@ -340,9 +346,14 @@ class RunConfig(Section):
     dir: LocalPath = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
-    wandb: Text | None = None  # a project at Weights & Biases; its own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count
     sample_prompts: tuple[Text, ...] = ()  # continued and printed at the end
     sample_tokens: Positive = 64
+
+
+class WandbConfig(Section):
+    """Figures also go to Weights & Biases, whose own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count."""
+
+    project: Text
 
 
 class ClusterConfig(Section):
@@ -365,6 +376,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     cluster: ClusterConfig | None = None
+    wandb: WandbConfig | None = None
 
     @property
     def tokens_per_step(self) -> int:

@@ -24,7 +24,6 @@ from maxlm.data.store import TokenStore, read_context
 if TYPE_CHECKING:
     import jax
 
-BAD_CHUNKS = 100  # damaged chunks that data.on_bad_chunk=skip leaves out of a store before it stops after all
 PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
 
 
@@ -161,7 +160,7 @@ class Pipeline:
         return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
 
     def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.on_bad_chunk=skip one that touches a damaged chunk has
+        """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.skip_bad_chunks one that touches a damaged chunk has
         length 0, so that all its weights are zero. Whether it does depends on the store alone, not on the mesh or the other rows.
         """
         store, S = self._stores[number], self._config.seq_len
@@ -169,7 +168,7 @@ class Pipeline:
         try:
             return store.read_windows(starts, S + 1)
         except DamagedStoreError:
-            if self._config.on_bad_chunk == "stop":
+            if self._config.skip_bad_chunks is None:
                 raise
         windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
         left_out = []
@@ -186,10 +185,10 @@ class Pipeline:
         """Count the damaged chunks of a window. Raises UserError once they are too many."""
         store, known = self._stores[number], self._bad_chunks[number]
         known.update(store.bad_chunks(start, start + self._config.seq_len + 1))
-        if len(known) > BAD_CHUNKS:
-            raise UserError(
-                f"{store.path}: more than {BAD_CHUNKS} chunks are damaged, which data.on_bad_chunk=skip does not leave out: {error}"
-            )
+        assert self._config.skip_bad_chunks is not None, "otherwise the first one stops training"
+        most = self._config.skip_bad_chunks.at_most
+        if len(known) > most:
+            raise UserError(f"{store.path}: more than data.skip_bad_chunks.at_most = {most} chunks are damaged: {error}")
 
     def _tell(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
         store, S = self._stores[number], self._config.seq_len
@@ -197,7 +196,7 @@ class Pipeline:
         tokens = int(np.minimum(store.n_tokens - 1 - starts, S).sum())
         named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
         reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were left out"
-        data = {"cause": "bad_chunk", "reason": f"{reason} (data.on_bad_chunk=skip)", "store": store.path, "split": store.split}
+        data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}
         with self._lock:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 

@@ -137,7 +137,7 @@ class _Flat:
                 for shard in range(start // self._layout.shard, self._layout.shards(stop)):
                     self._prove(shard)
             views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
-            doing = f"read its {self._store.split} tokens ({REMAKE}; data.on_bad_chunk=skip leaves out what is damaged)"
+            doing = f"read its {self._store.split} tokens ({REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged)"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
                 with ts.Batch() as batch:  # one request for neighbours in a shard
                     future = ts.stack(views).read(batch=batch)

@@ -74,8 +74,8 @@ def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] 
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
-    if config.run.wandb is not None:
-        check_wandb(config.run.wandb)
+    if config.wandb is not None:
+        check_wandb(config.wandb.project)
     look_for_devices()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
     with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
@@ -196,8 +196,8 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
         active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
-    if config.run.wandb is not None and primary:
-        active.append(WandbObserver(config.run.wandb, directory, config.model_dump(mode="json")))
+    if config.wandb is not None and primary:
+        active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))
     observers = Observers(active)
     try:
         yield observers

@@ -17,10 +17,10 @@ def check_wandb(project: str) -> None:
     """Raises ConfigError without the package, or without the key that only WANDB_MODE=offline spares: nothing may ask for it later."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder named wandb, where wandb writes by itself, is no package
-        raise ConfigError("run.wandb", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
+        raise ConfigError("wandb.project", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
     if os.environ.get("WANDB_MODE", "online") == "online" and not _has_key():
         rule = "no API key was found in WANDB_API_KEY or ~/.netrc"
-        raise ConfigError("run.wandb", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
+        raise ConfigError("wandb.project", project, rule, "run `wandb login`, or set WANDB_MODE=offline in the environment")
 
 
 class WandbObserver:

@@ -15,6 +15,7 @@ from data_cases import END, config_of, random_documents, write_store
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.schema import SkipConfig
 from maxlm.data import manifest, storage
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.order import WeightedSelection
@@ -361,7 +362,7 @@ def holed(store):
 
 
 def test_a_damaged_chunk_stops_training_and_says_how_to_go_on(holed):
-    with pytest.raises(DamagedStoreError, match=r"data\.on_bad_chunk=skip"):
+    with pytest.raises(DamagedStoreError, match=r"data\.skip_bad_chunks\.at_most"):
         pipeline(holed, shuffle=False, global_batch=8).host_batch(0)
 
 
@@ -371,7 +372,7 @@ def test_samples_that_touch_a_damaged_chunk_become_padding_and_are_told(holed, t
     shutil.copytree(holed, whole)
     flip_in(whole / "train/tokens/c/1", 20 + 3)
     good = pipeline(str(whole), shuffle=False, global_batch=8).host_batch(0)
-    skipping = pipeline(holed, shuffle=False, global_batch=8, on_bad_chunk="skip")
+    skipping = pipeline(holed, shuffle=False, global_batch=8, skip_bad_chunks=SkipConfig())
     batch = skipping.host_batch(0)
     for row in range(8):
         for name, array in batch._asdict().items():
@@ -386,7 +387,8 @@ def test_samples_that_touch_a_damaged_chunk_become_padding_and_are_told(holed, t
         np.testing.assert_array_equal(part.weights_BS, batch.weights_BS[rows])
 
 
-def test_too_many_damaged_chunks_stop_training_after_all(holed, monkeypatch):
-    monkeypatch.setattr("maxlm.data.pipeline.BAD_CHUNKS", 0)
-    with pytest.raises(UserError, match="more than 0 chunks are damaged"):
-        pipeline(holed, shuffle=False, global_batch=8, on_bad_chunk="skip").host_batch(0)
+def test_too_many_damaged_chunks_stop_training_after_all(holed):
+    flip_in(Path(holed) / "train/tokens/c/1", 40 + 3)
+    skipping = pipeline(holed, shuffle=False, global_batch=8, skip_bad_chunks=SkipConfig(at_most=1))
+    with pytest.raises(UserError, match=r"more than data\.skip_bad_chunks\.at_most = 1 chunks are damaged"):
+        skipping.host_batch(0)

@@ -38,9 +38,9 @@ def test_a_run_without_a_damaged_chunk_is_the_same_on_another_mesh_and_says_what
     content[1000] ^= 4
     shard.write_bytes(bytes(content))
     said = finish(start(tmp_path, "run.name=stops"), ExitCode.WRONG_INPUT)
-    assert "data.on_bad_chunk=skip" in said
+    assert "data.skip_bad_chunks" in said
     for devices in (1, 2):
-        said = finish(start(tmp_path, f"run.name=on{devices}", "data.on_bad_chunk=skip", devices=devices))
+        said = finish(start(tmp_path, f"run.name=on{devices}", "data.skip_bad_chunks.at_most=5", devices=devices))
         assert "were left out" in said
     one, two = ([(record["step"], record["batch_digest"]) for record in metrics(tmp_path, f"on{devices}")] for devices in (1, 2))
     assert one == two

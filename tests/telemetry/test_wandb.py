@@ -6,9 +6,9 @@ import sys
 import types
 
 import pytest
+from tiny import tiny_config
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import RunConfig
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
@@ -107,7 +107,7 @@ def test_a_service_that_is_not_reached_is_tried_again(observed, record):
 
 def test_without_the_package_it_is_refused_in_a_line(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run\.wandb = .*not installed; run `pip install 'maxlm\[wandb\]'`"):
+    with pytest.raises(ConfigError, match=r"wandb\.project = .*not installed; run `pip install 'maxlm\[wandb\]'`"):
         check_wandb("p")
     monkeypatch.undo()
     if not installed():
@@ -132,7 +132,7 @@ def test_online_without_a_key_is_refused_before_anything_asks_for_it(monkeypatch
 
 
 def test_it_is_off_by_default():
-    assert RunConfig().wandb is None
+    assert tiny_config().wandb is None
     code = "import sys, maxlm.telemetry.wandb_observer; assert 'wandb' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

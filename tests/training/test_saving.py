@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.data.prefetch import Prefetcher
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.guards import keep_if_finite
@@ -30,10 +31,10 @@ class Data:
     fingerprint = "f" * 64
 
     def batches(self, start, sharding, stop):
-        return self._numbers(start, stop)
+        return Prefetcher(lambda n: n, range(start, stop), 2)
 
-    def _numbers(self, start, stop):
-        yield from ((n, n) for n in range(start, stop))
+    def take_problems(self):
+        return []
 
 
 class Script:
