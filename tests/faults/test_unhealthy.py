@@ -12,6 +12,7 @@ import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
 from maxlm.runtime.run import run
+from maxlm.telemetry.phases import Phases
 
 def show(config, directory, params, console, *, asked):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -19,7 +20,7 @@ def show(config, directory, params, console, *, asked):
         time.sleep(0.01)
     raise RuntimeError("no room for a sample")
 
-sys.exit(run(load("small.yml", sys.argv[1:]).config, Console(), show))
+sys.exit(run(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
 """
 
 
