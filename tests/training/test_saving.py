@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.data.prefetch import Prefetcher
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
+from maxlm.training.evaluate import evaluate
 from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import Session, restore_or_init, train
 from maxlm.training.state import TrainState
@@ -245,3 +247,40 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
     assert [(event.kind, event.step) for event in events] == [("alarm", 5), ("save", 10)]
     assert events[0].data["cause"] == "save_failed"
     assert "no room left" in events[0].data["reason"]
+
+
+def test_the_last_state_is_saved_before_an_evaluation_that_a_signal_ends(tmp_path):
+    script, read = Script(total=5), []
+    script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0), jnp.float32(2.0))
+    held_out = HeldOut(read)
+    checkpoints, events = Checkpoints(tmp_path / "c", script.config.checkpoint, {}), Events()
+    session = Session(script, Data(), held_out, checkpoints, events, Goodput(), gives_up=lambda: len(read) == 3)
+    outcome = train(session, restore_or_init(script, checkpoints))
+    checkpoints.close()
+    assert (outcome.status, outcome.eval_loss, read) == ("done", None, [0, 1, 2])
+    assert saved_in(tmp_path) == [5] and not events.of("eval")
+
+
+def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
+    script, read = Script(total=5), []
+    script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0 * batch), jnp.float32(2.0))
+    assert evaluate(script, script.init(), HeldOut(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
+    assert read == list(range(6))
+
+
+class HeldOut:
+    """Six batches that are their own numbers."""
+
+    n_batches = 6
+
+    def __init__(self, read):
+        self._read = read
+
+    def device_batch(self, number, sharding):
+        self._read.append(number)
+        return number
+
+
+class EvalSums(NamedTuple):
+    nll: jax.Array
+    tokens: jax.Array
