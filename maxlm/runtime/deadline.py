@@ -169,7 +169,8 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
 
 def _tell(what: bytes) -> None:
     if _installed is not None:
-        os.write(_installed.line, what)
+        with contextlib.suppress(OSError):  # a guardian that somebody has killed or stopped must not cost the run
+            os.write(_installed.line, what)
 
 
 def _exit_by_signals() -> None:

@@ -119,6 +119,13 @@ def test_the_guardian_ends_with_a_command_that_is_killed(run):
         time.sleep(0.02)
 
 
+def test_a_command_whose_guardian_is_killed_ends_with_its_own_code(run):
+    process = run("time.sleep(1)\n    with deadline.allow(deadline.SAVE): sys.exit(4)")
+    os.kill(child(process), signal.SIGKILL)
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 4
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "nan", "inf"])
 def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(deadline.GRACE_VARIABLE, text)

@@ -13,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.config.errors import UserError
 from maxlm.data.prefetch import Prefetcher
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import Session, restore_or_init, train
+from maxlm.training.loss import LossSums
 from maxlm.training.state import TrainState
 from maxlm.training.step import Metrics
 
@@ -131,6 +133,50 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         assert "the newest checkpoint is that of step 20" in outcome.message
     if poison == "parameter":
         assert "the state holds values that are not finite, in params.w" in outcome.message
+
+
+class HeldOut:
+    """Held-out batches of which the second meets `then`."""
+
+    n_batches = 10
+
+    def __init__(self, then):
+        self._then = then
+
+    def device_batch(self, n, sharding):
+        if n == 1:
+            self._then()
+
+
+class Evaluated(Script):
+    """A script whose held-out losses are zero."""
+
+    def evaluate(self, params, batch):
+        return LossSums(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+
+
+def evaluated(folder, then, gives_up=lambda: False):
+    """The outcome of 7 steps and an evaluation that meets `then`."""
+    script = Evaluated(total=7)
+    checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    session = Session(script, Data(), HeldOut(then), checkpoints, Events(), Goodput(), gives_up=gives_up)
+    return train(session, restore_or_init(script, checkpoints))
+
+
+def test_an_evaluation_that_fails_does_not_cost_the_last_state(tmp_path):
+    def fail():
+        raise UserError("a held-out chunk is damaged")
+
+    with pytest.raises(UserError, match="a held-out chunk is damaged"):
+        evaluated(tmp_path, fail)
+    assert saved_in(tmp_path) == [5, 7]
+
+
+def test_a_signal_cuts_an_evaluation_short(tmp_path):
+    asked = []
+    outcome = evaluated(tmp_path, lambda: asked.append("SIGTERM"), lambda: bool(asked))
+    assert (outcome.status, outcome.eval_loss) == ("done", None)
+    assert saved_in(tmp_path) == [5, 7]
 
 
 def test_a_save_is_postponed_until_training_is_healthy_again(tmp_path):
