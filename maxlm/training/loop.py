@@ -125,8 +125,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if ready is None:
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
             _, batch = ready
-            for problem in session.data.take_problems():
-                session.observers.on_event(Event("alarm", step, data=problem))
+            _tell_problems(session, session.data, step)
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
@@ -171,8 +170,15 @@ def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> f
     began = time.monotonic()
     with session.goodput.measure("eval"):
         loss = evaluate(session.program, state, session.held_out, session.gives_up)
+    _tell_problems(session, session.held_out, step)
     if loss is None:
         return None
     session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return loss
+
+
+def _tell_problems(session: Session, data: Pipeline, step: int) -> None:
+    """Tell of the samples that were left out of batches."""
+    for problem in data.take_problems():
+        session.observers.on_event(Event("alarm", step, data=problem))

@@ -147,6 +147,9 @@ class HeldOut:
         if n == 1:
             self._then()
 
+    def take_problems(self):
+        return [{"cause": "bad_chunk", "reason": "a held-out chunk was left out"}]
+
 
 class Evaluated(Script):
     """A script whose held-out losses are zero."""
@@ -155,11 +158,11 @@ class Evaluated(Script):
         return LossSums(jnp.float32(0), jnp.float32(0), jnp.float32(1))
 
 
-def evaluated(folder, then, gives_up=lambda: False):
+def evaluated(folder, then, gives_up=lambda: False, events=None):
     """The outcome of 7 steps and an evaluation that meets `then`."""
     script = Evaluated(total=7)
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
-    session = Session(script, Data(), HeldOut(then), checkpoints, Events(), Goodput(), gives_up=gives_up)
+    session = Session(script, Data(), HeldOut(then), checkpoints, Events() if events is None else events, Goodput(), gives_up=gives_up)
     return train(session, restore_or_init(script, checkpoints))
 
 
@@ -170,6 +173,12 @@ def test_an_evaluation_that_fails_does_not_cost_the_last_state(tmp_path):
     with pytest.raises(UserError, match="a held-out chunk is damaged"):
         evaluated(tmp_path, fail)
     assert saved_in(tmp_path) == [5, 7]
+
+
+def test_samples_left_out_of_an_evaluation_are_told(tmp_path):
+    events = Events()
+    assert evaluated(tmp_path, lambda: None, events=events).eval_loss == 0
+    assert [(event.step, event.data["reason"]) for event in events.of("alarm")] == [(7, "a held-out chunk was left out")]
 
 
 def test_a_signal_cuts_an_evaluation_short(tmp_path):
