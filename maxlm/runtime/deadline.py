@@ -23,7 +23,8 @@ from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A command that `nohup` starts ignores SIGHUP, and goes on to.
+SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())
 GRACE_VARIABLE = "MAXLM_GRACE_SECONDS"
 # Seconds from SIGTERM to the end. A preempted machine of Google Cloud is gone after 30 (cloud.google.com/compute/docs/instances/spot);
 # Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 unless they are told otherwise.
@@ -169,7 +170,8 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
 
 def _tell(what: bytes) -> None:
     if _installed is not None:
-        os.write(_installed.line, what)
+        with contextlib.suppress(OSError):  # a guardian that somebody has killed or stopped must not cost the run
+            os.write(_installed.line, what)
 
 
 def _exit_by_signals() -> None:

@@ -218,9 +218,9 @@ def _stopping() -> Iterator[StopSignal]:
 @contextlib.contextmanager
 def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     """No other run writes in the directories of this one. A run that was asked to end is given its grace time. Raises UserError alike."""
-    places = {(Path(config.run.dir) / config.run.name).absolute(): "run.dir"}
+    places = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
-        places.setdefault(Path(config.checkpoint.dir).absolute(), "checkpoint.dir")
+        places.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # by two names it would wait for itself
     with contextlib.ExitStack() as locks:
         problem = ""
         try:

@@ -15,10 +15,11 @@ from maxlm.telemetry.words import count, duration, percent, sentence
 PLAIN_EVERY_S = 10.0
 REFRESH_PER_S = 2  # a redraw costs milliseconds that the loop may want
 BAR_MIN, BAR_MAX = 12, 40  # columns
+OWN = ("bad_chunk", "save_failed")  # causes of alarms that only the process where it happened knows of
 
 
 class ConsoleObserver:
-    """Prints on the primary process only. `clock` gives seconds."""
+    """Prints on the primary process; on another one only alarms that no other process tells. `clock` gives seconds."""
 
     def __init__(
         self, total_steps: int, *, primary: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -44,7 +45,7 @@ class ConsoleObserver:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
-        if self._primary:
+        if self._primary or event.data.get("cause") in OWN:
             self._say(sentence(event))
 
     def close(self) -> None:

@@ -38,10 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with.
-
-    `stop` is asked before every step: a reason to stop there, or None; `gives_up` while it waits for data or evaluates.
-    """
+    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None; `gives_up` in what may take long."""
 
     program: Program
     data: Pipeline
@@ -128,8 +125,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if ready is None:
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
             _, batch = ready
-            for problem in session.data.take_problems():
-                session.observers.on_event(Event("alarm", step, data=problem))
+            _tell_problems(session, session.data, step)
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
@@ -144,7 +140,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
 
 
 def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
-    """Evaluate and save the last state if it is healthy; else say why not, and which checkpoint is left."""
+    """Save the last state if it is healthy, and evaluate it meanwhile; else say why not, and which checkpoint is left."""
     state = end.state
     assert state is not None, "the steps end with a state"
     saving.doubt(state)
@@ -152,7 +148,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if wrong and (meter.health.unhealthy or end.status == "done"):
         end = replace(end, status="unhealthy", message=wrong)
     if not wrong:
-        saving.save(end.step, state)  # before the evaluation, which a signal ends
+        saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, end.step, state))
     saving.finish()
@@ -167,15 +163,22 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
 
 
 def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> float | None:
-    """Mean held-out loss in nats a token, told as an event; None without held-out data, or once a signal asks for the end."""
+    """Mean held-out loss in nats a token, told as an event; None without held-out data, or if a signal asks for the end meanwhile."""
     if session.held_out is None:
         return None
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
         loss = evaluate(session.program, state, session.held_out, session.gives_up)
+    _tell_problems(session, session.held_out, step)
     if loss is None:
         return None
     session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return loss
+
+
+def _tell_problems(session: Session, data: Pipeline, step: int) -> None:
+    """Tell of the samples that were left out of batches."""
+    for problem in data.take_problems():
+        session.observers.on_event(Event("alarm", step, data=problem))

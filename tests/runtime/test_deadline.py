@@ -119,8 +119,21 @@ def test_the_guardian_ends_with_a_command_that_is_killed(run):
         time.sleep(0.02)
 
 
+def test_a_command_whose_guardian_is_killed_ends_with_its_own_code(run):
+    process = run("time.sleep(1)\n    with deadline.allow(deadline.SAVE): sys.exit(4)")
+    os.kill(child(process), signal.SIGKILL)
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 4
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "nan", "inf"])
 def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(deadline.GRACE_VARIABLE, text)
     with pytest.raises(UserError, match=r"MAXLM_GRACE_SECONDS = .*number of seconds"):
         deadline.grace_seconds()
+
+
+def test_a_command_that_nohup_starts_goes_on_when_its_terminal_is_closed():
+    code = "import signal, sys; from maxlm.runtime import deadline; sys.exit(signal.SIGHUP in deadline.SIGNALS)"
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", code]
+    assert [subprocess.run(command, check=False).returncode for command in (ignoring, ignoring[4:])] == [0, 1]

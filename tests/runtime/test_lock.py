@@ -7,9 +7,10 @@ import time
 
 import pytest
 from small_run import finish, make_workspace, metrics, start, wait_for_step
+from tiny import tiny_config
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import lock
+from maxlm.runtime import lock, run
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom maxlm.runtime import lock\n"
@@ -83,3 +84,12 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     steps = [record["step"] for record in metrics(folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert not (folder / "runs" / "small" / lock.NAME).exists()
+
+
+def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not_wait_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ENDS_SECONDS", -1e9)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
+    with run._locked(config, print):
+        assert (tmp_path / "runs" / "a" / lock.NAME).exists()

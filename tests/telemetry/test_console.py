@@ -90,6 +90,13 @@ def test_other_processes_are_silent(record):
     assert screen.getvalue() == ""
 
 
+def test_another_process_tells_of_the_samples_that_it_alone_left_out():
+    screen = io.StringIO()
+    console = ConsoleObserver(10, primary=False, console=Console(file=screen))
+    console.on_event(Event("alarm", 3, data={"cause": "bad_chunk", "reason": "2 samples were left out"}))
+    assert screen.getvalue() == "Alarm at step 3: 2 samples were left out\n"
+
+
 def test_time_left_counts_what_the_wall_clock_sees(record):
     clock = Clock()
     pace = Pace(100, clock)

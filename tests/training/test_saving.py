@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.config.errors import UserError
 from maxlm.data.prefetch import Prefetcher
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
 from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import Session, restore_or_init, train
+from maxlm.training.loss import LossSums
 from maxlm.training.state import TrainState
 from maxlm.training.step import Metrics
 
@@ -133,6 +135,59 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         assert "the newest checkpoint is that of step 20" in outcome.message
     if poison == "parameter":
         assert "the state holds values that are not finite, in params.w" in outcome.message
+
+
+class HeldOut:
+    """Held-out batches of which the second meets `then`."""
+
+    n_batches = 10
+
+    def __init__(self, then):
+        self._then = then
+
+    def device_batch(self, n, sharding):
+        if n == 1:
+            self._then()
+
+    def take_problems(self):
+        return [{"cause": "bad_chunk", "reason": "a held-out chunk was left out"}]
+
+
+class Evaluated(Script):
+    """A script whose held-out losses are zero."""
+
+    def evaluate(self, params, batch):
+        return LossSums(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+
+
+def evaluated(folder, then, gives_up=lambda: False, events=None):
+    """The outcome of 7 steps and an evaluation that meets `then`."""
+    script = Evaluated(total=7)
+    checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    session = Session(script, Data(), HeldOut(then), checkpoints, Events() if events is None else events, Goodput(), gives_up=gives_up)
+    return train(session, restore_or_init(script, checkpoints))
+
+
+def test_an_evaluation_that_fails_does_not_cost_the_last_state(tmp_path):
+    def fail():
+        raise UserError("a held-out chunk is damaged")
+
+    with pytest.raises(UserError, match="a held-out chunk is damaged"):
+        evaluated(tmp_path, fail)
+    assert saved_in(tmp_path) == [5, 7]
+
+
+def test_samples_left_out_of_an_evaluation_are_told(tmp_path):
+    events = Events()
+    assert evaluated(tmp_path, lambda: None, events=events).eval_loss == 0
+    assert [(event.step, event.data["reason"]) for event in events.of("alarm")] == [(7, "a held-out chunk was left out")]
+
+
+def test_a_signal_cuts_an_evaluation_short(tmp_path):
+    asked = []
+    outcome = evaluated(tmp_path, lambda: asked.append("SIGTERM"), lambda: bool(asked))
+    assert (outcome.status, outcome.eval_loss) == ("done", None)
+    assert saved_in(tmp_path) == [5, 7]
 
 
 def test_a_save_is_postponed_until_training_is_healthy_again(tmp_path):
@@ -249,26 +304,14 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
     assert "no room left" in events[0].data["reason"]
 
 
-def test_the_last_state_is_saved_before_an_evaluation_that_a_signal_ends(tmp_path):
-    script, read = Script(total=5), []
-    script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0), jnp.float32(2.0))
-    held_out = HeldOut(read)
-    checkpoints, events = Checkpoints(tmp_path / "c", script.config.checkpoint, {}), Events()
-    session = Session(script, Data(), held_out, checkpoints, events, Goodput(), gives_up=lambda: len(read) == 3)
-    outcome = train(session, restore_or_init(script, checkpoints))
-    checkpoints.close()
-    assert (outcome.status, outcome.eval_loss, read) == ("done", None, [0, 1, 2])
-    assert saved_in(tmp_path) == [5] and not events.of("eval")
-
-
 def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
     script, read = Script(total=5), []
     script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0 * batch), jnp.float32(2.0))
-    assert evaluate(script, script.init(), HeldOut(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
+    assert evaluate(script, script.init(), SixBatches(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
     assert read == list(range(6))
 
 
-class HeldOut:
+class SixBatches:
     """Six batches that are their own numbers."""
 
     n_batches = 6
