@@ -247,5 +247,6 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
-    console.rule(style="dim")
+        if config.run.sample_prompts:
+            console.rule(style="dim")
     say(told)
