@@ -248,10 +248,10 @@ class _Guardian:
         if self.due is not None:
             return
         self.signal = number
+        if self.mode == SAVE:  # before `due`: the file for stacks is for those
+            self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
         self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
         self.due = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
-        if self.mode == SAVE:
-            self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG:
