@@ -123,7 +123,8 @@ def _changed(data: Mapping[str, Any]) -> str:
 
 
 def _was(value: Any) -> str:
-    return f"from {value[0]} to {value[1]}" if isinstance(value, list | tuple) and len(value) == 2 else f"to {value}"
+    shown = [f"{one:.6g}" if isinstance(one, float) else str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return f"from {shown[0]} to {shown[1]}" if len(shown) == 2 else f"to {value}"
 
 
 def _took(data: Mapping[str, Any]) -> str:
