@@ -82,11 +82,11 @@ class Checkpoints:
         return self._listed()[0]
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint, or None; if there are only strays, the log says so."""
+        """Step of the newest committed checkpoint that process 0 sees, or None; if there are only strays, the log says so."""
         steps, strays = self._listed()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        return max(steps, default=None)
+        return max(cluster.as_first(steps), default=None)  # a process that sees none would begin anew beside those that restore
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""

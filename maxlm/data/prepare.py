@@ -63,10 +63,14 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     _check_sizes(config.prepare)
     store = config.store.rstrip("/")
     files = find_files(config.prepare.sources)
-    of_files = digests(files, _known_digests(store))
+    known = _known_digests(store)
+    of_files = digests(files, known)
     settings = _settings(config.prepare, combined(files, of_files))
     existing = _existing(store, settings)
     if existing is not None:
+        if of_files != known:  # files of another date and the same content, or a store of a format without digests
+            with contextlib.suppress(UserError):  # of a store that may only be read
+                storage.write_bytes(store, SOURCES, json.dumps(of_files).encode())
         return existing
     with _locked(store):
         job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress), of_files)

@@ -163,3 +163,11 @@ def test_data_position_must_be_json(tmp_path):
     with pytest.raises(TypeError):
         open_store(tmp_path).save(1, {"params": jnp.ones(1)}, {"position": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_sees_other_folders_than_the_first_decides_as_the_first_does(tmp_path, monkeypatch):
+    """On a network file system; it would initialize a state while the others restore one, and all would wait for ever."""
+    store = open_store(tmp_path)
+    assert store.latest() is None
+    monkeypatch.setattr("maxlm.checkpoint.cluster.as_first", lambda seen: [4, 7])
+    assert store.latest() == 7

@@ -83,6 +83,15 @@ def test_a_second_call_changes_nothing_and_reads_no_document(source, tmp_path, m
     assert make(prepare_config(tmp_path / "store", source, workers=7)) == info, "the number of workers decides nothing"
 
 
+def test_sources_of_another_date_are_read_once(source, tmp_path, monkeypatch):
+    config = prepare_config(tmp_path / "store", source)
+    info = make(config)
+    os.utime(source)
+    assert make(config) == info
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+    assert make(config) == info
+
+
 def test_a_moved_source_is_the_same_source(source, tmp_path):
     info = make(prepare_config(tmp_path / "store", source))
     moved = source.rename(tmp_path / "moved.jsonl")
