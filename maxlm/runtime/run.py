@@ -43,8 +43,8 @@ from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
-from maxlm.training.loop import Outcome, Session, restore_or_init, train
-from maxlm.training.program import build_program
+from maxlm.training.loop import Outcome, Session, Start, restore_or_init, train
+from maxlm.training.program import Program, build_program
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -83,52 +83,78 @@ def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] 
 
 
 def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunLog) -> int:
-    console, goodput = phases.console, Goodput(began=phases.began)
-    with phases("looking for devices"):
-        keep_compiled_programs()
-    if jax.process_count() > 1:
-        cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
-    primary = phases.primary = jax.process_index() == 0
-    attempt.joined(here.hosts)
-    check_cluster(config, jax.devices())
-    mesh = build_mesh(config)
-    together = max(here.hosts.count(here.hosts[jax.process_index()]), 1)  # processes of this host, which share its memory
-    fits.check(config, dict(mesh.shape), jax.devices(), together)
+    goodput = Goodput(began=phases.began)
+    _check_machine(config, phases, here)
     data, held_out = _open_alike(config, phases)
-    program = build_program(config, mesh)
-    directory = RunDirectory(Path(config.run.dir) / config.run.name, primary)
-    saved = config.checkpoint.dir or str(directory.checkpoints)
-    cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
-    checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
-    latest = checkpoints.latest()
-    cluster.agree({}, lost_checkpoints(directory, saved, checkpoints.strays()) if primary and latest is None else "")
-    restoring = "restoring the newest checkpoint and " if latest is not None else ""
-    with phases(f"{restoring}compiling the step"):
-        start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
-        if start.step < config.total_steps:
-            fits.check_compiled(program.step, jax.local_devices()[0], together)
+    program = build_program(config, build_mesh(config))
+    directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    checkpoints = _checkpoints(config, directory, data)
+    start = _start(config, phases, program, checkpoints, _processes_here(here))
     if config.checkpoint.dir is not None:
         checkpoints.claim()
-    RunDirectory.create(config.run.dir, config.run.name, primary=primary)
-    log.write_to(directory.log if primary else None)
+    RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
+    log.write_to(directory.log if phases.primary else None)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with _stopping() as stop:  # to the very end, so that a signal cannot cost the report
-        with _observing(config, directory, console, primary) as observers:
-            if primary and start.restored is not None:
-                changed = changes(directory, config, start, data.fingerprint)
-                start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
-            directory.write_config(dump(config))
-            if primary:
-                keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
+        with _observing(config, directory, phases.console, phases.primary) as observers:
+            start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             observers.on_event(Event("start", start.step, data=facts))
             outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.gives_up), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
-        if primary:
-            _conclude(config, directory, console, outcome, functools.partial(show, asked=lambda: stop.asked is not None))
+        if phases.primary:
+            _conclude(config, directory, phases.console, outcome, functools.partial(show, asked=lambda: stop.asked is not None))
     return EXIT_CODES[outcome.status]
+
+
+def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
+    """Refuse what the devices that are here cannot do, before anything is built. Raises UserError, on all hosts alike where they differ."""
+    with phases("looking for devices"):
+        keep_compiled_programs()
+    if jax.process_count() > 1:
+        cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+    phases.primary = jax.process_index() == 0
+    attempt.joined(here.hosts)
+    check_cluster(config, jax.devices())
+    fits.check(config, dict(build_mesh(config).shape), jax.devices(), _processes_here(here))
+
+
+def _processes_here(here: Cluster) -> int:
+    """Processes of this host, which share its memory."""
+    return max(here.hosts.count(here.hosts[jax.process_index()]), 1)
+
+
+def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Checkpoints:
+    """The checkpoints of this run. Raises UserError if hosts do not share their folder, or if those that were saved are gone."""
+    folder = config.checkpoint.dir or str(directory.checkpoints)
+    cluster.check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
+    checkpoints = Checkpoints(folder, config.checkpoint, identity(config, data.tokenizer_hash))
+    gone = checkpoints.latest() is None and directory.primary
+    cluster.agree({}, lost_checkpoints(directory, folder, checkpoints.strays()) if gone else "")
+    return checkpoints
+
+
+def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, processes_here: int) -> Start:
+    """Where training begins, with the step compiled. A foreign checkpoint is refused before anything is written beside it."""
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
+    with phases(f"{restoring}compiling the step"):
+        start = restore_or_init(program, checkpoints)
+        if start.step < config.total_steps:
+            fits.check_compiled(program.step, jax.local_devices()[0], processes_here)
+    return start
+
+
+def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:
+    """Keep config and tokenizer with the run. Returns `start`, with what has changed since the attempt that wrote its checkpoint."""
+    if directory.primary and start.restored is not None:
+        changed = changes(directory, config, start, data.fingerprint)
+        start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
+    directory.write_config(dump(config))
+    if directory.primary:
+        keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
+    return start
 
 
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
