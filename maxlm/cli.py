@@ -319,7 +319,7 @@ def main() -> None:
         _close_output()
         _end(str(kind(message)), kind.exit_code)
     if code == CTRL_C:
-        _end("stopped by Ctrl-C.", ExitCode.STOPPED)
+        sys.exit(CTRL_C)  # `__main__` says which signal it was
     sys.exit(code)
 
 

@@ -4,6 +4,7 @@ XLA:CPU is told to do it as for the product's step, and by the older emitters, i
 """
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -15,5 +16,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 from maxlm.runtime.jax_setup import keep_compiled_programs
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup pytest &` ignores both, and so would the commands that tests start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 keep_compiled_programs()

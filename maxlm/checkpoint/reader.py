@@ -13,6 +13,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
+_LISTED = "_METADATA"  # the names, shapes and dtypes of the arrays, as Orbax keeps them
 
 
 def read_checkpoint(
@@ -60,6 +61,8 @@ def check_metadata(folder: ocp.path.Path) -> None:
 
 
 def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    if not (folder / STATE / _LISTED).exists():  # Orbax would take it for a layout of old
+        raise DamagedError(f"{STATE}/{_LISTED} is missing")
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     # Orbax would wait at a barrier for a process whose files are bad until it times out; we agree ourselves, at once.

@@ -214,7 +214,8 @@ class Checkpoints:
                 continue
             older = [number for number in candidates if number < candidate][:_LOOKED_AT]
             return candidate, arrays, position, (*skipped, *self._renamed(older))
-        raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. Nothing was changed.")
+        fix = "Nothing was changed. Bring back a copy of one, or begin anew under another run.name."
+        raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. {fix}")
 
     def _renamed(self, steps: list[int]) -> list[str]:
         """Which of these checkpoints are of another step than their names say: one of them may be the newest."""

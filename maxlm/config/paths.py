@@ -11,7 +11,7 @@ from maxlm.config.errors import UserError, shorten
 
 BUCKET = "gs://"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]*[a-z0-9](/[^?#%\\]*)?")
+ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#%\\]*)?")
 
 
 def expand_home(path: str) -> str:
@@ -45,7 +45,8 @@ def stored(path: str) -> str:
             f"copy it to one of them, or mount it and name the mount ({scheme[1][:20]}: is not supported)",
         )
     if not ADDRESS.fullmatch(path) or ".." in path.split("/"):
-        refuse("be written gs://bucket/folder, the bucket in lower case, without ?, #, % and ..", "write it so, as in gs://corpus/fineweb")
+        rule = "be written gs://bucket/folder, the bucket of 3 letters or more in lower case, without ?, #, % and .."
+        refuse(rule, "write it so, as in gs://corpus/fineweb")
     return path
 
 

@@ -120,7 +120,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
                     origin = f"{path}, row {row}"
                     yield Document(_checked(value, text_field, origin), origin, size * row // rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise UserError(f"{path} is not a whole Parquet file: {error}.") from error
+        raise UserError(f"{path} is not a whole Parquet file: {str(error).rstrip('.')}.") from error
 
 
 def _array_record(path: Path, text_field: str) -> Iterator[Document]:

@@ -63,4 +63,4 @@ def print_samples(config: Config, directory: Path, params: Parameters, console: 
             console.print(f"nothing: the prompt fills the {most_generated(config):,} tokens there may be", markup=False, highlight=False)
             continue
         sampler = Sampler(max_new_tokens=min(config.run.sample_tokens, room))
-        console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False)
+        console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """What a run that goes on does otherwise than the steps of its checkpoint were trained with. It may; it is said."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import jax
 from maxlm.config import Config, UserError, load
 from maxlm.config.loader import flatten
 from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.loop import Start
 from maxlm.training.schedule import learning_rate
 
@@ -32,6 +35,21 @@ def changes(directory: RunDirectory, config: Config, start: Start, fingerprint: 
             directory.config_until(step).unlink()
     known = start.position.get("store", fingerprint)
     return changed if known == fingerprint else {**changed, STORE: [known[:12], fingerprint[:12]]}
+
+
+def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:
+    """Why a run whose `checkpoints` hold none, but perhaps `strays`, must not begin at step 0: it has saved before. "" if it has not."""
+    if not directory.events.is_file():
+        return ""
+    events = [event for item in read_objects(directory.events) if item is not None and (event := Event.of(item)) is not None]
+    saved = [event.step for event in events if event.kind == "save"]
+    if not saved:
+        return ""
+    found = "; ".join([f"{checkpoints} holds no checkpoint", *strays])
+    return (
+        f"{found}; but this run has saved step {saved[-1]:,} ({directory.events}): put its checkpoints back, set checkpoint.dir to where "
+        f"they are, choose another run.name, or delete {directory.path} to begin anew. Nothing was changed."
+    )
 
 
 def _differences(source: Path, config: Config, start: Start) -> dict[str, list[Any]]:

@@ -23,7 +23,8 @@ from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A command that `nohup` starts ignores SIGHUP, and goes on to.
+SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())
 GRACE_VARIABLE = "MAXLM_GRACE_SECONDS"
 # Seconds from SIGTERM to the end. A preempted machine of Google Cloud is gone after 30 (cloud.google.com/compute/docs/instances/spot);
 # Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 unless they are told otherwise.
@@ -247,10 +248,10 @@ class _Guardian:
         if self.due is not None:
             return
         self.signal = number
+        if self.mode == SAVE:  # before `due`: the file for stacks is for those
+            self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
         self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
         self.due = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
-        if self.mode == SAVE:
-            self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG:

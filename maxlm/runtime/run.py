@@ -26,7 +26,7 @@ from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime import attempt, cluster, deadline, lock
-from maxlm.runtime.changes import changes
+from maxlm.runtime.changes import changes, lost_checkpoints
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
 from maxlm.runtime.expected import check_cluster
@@ -100,7 +100,9 @@ def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunL
     saved = config.checkpoint.dir or str(directory.checkpoints)
     cluster.check_shared(saved, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(saved, config.checkpoint, identity(config, data.tokenizer_hash))
-    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
+    latest = checkpoints.latest()
+    cluster.agree({}, lost_checkpoints(directory, saved, checkpoints.strays()) if primary and latest is None else "")
+    restoring = "restoring the newest checkpoint and " if latest is not None else ""
     with phases(f"{restoring}compiling the step"):
         start = restore_or_init(program, checkpoints)  # a foreign checkpoint is refused before anything is written beside it
         if start.step < config.total_steps:
@@ -245,5 +247,6 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
-    console.rule(style="dim")
+        if config.run.sample_prompts:
+            console.rule(style="dim")
     say(told)

@@ -45,17 +45,24 @@ class ConsoleObserver:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
-        if self._primary or event.data.get("cause") in OWN:
-            self._say(sentence(event))
+        if event.kind == "preempt" or not (self._primary or event.data.get("cause") in OWN):  # `stop` follows, and says the same
+            return
+        if event.kind == "stop" and self._live is None:
+            self._print_last()
+        self._say(sentence(event))
 
     def close(self) -> None:
         """Leaves the last state on the screen, and gives the terminal back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._record is not None and self._record.step != self._printed_step:
-            self._print_plain(self._record)
+        else:
+            self._print_last()
         self._record = None
+
+    def _print_last(self) -> None:
+        if self._record is not None and self._record.step != self._printed_step:
+            self._print_plain(self._record)
 
     def _start_live(self) -> Live:
         live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from maxlm.config.errors import UserError
 from maxlm.telemetry.append import AppendFile
 from maxlm.telemetry.background import Background
 
@@ -19,15 +20,18 @@ _CLOSE_S = 2.0
 class RunLog:
     """Use it in a `with`: meanwhile no logger writes to the console. A full or hung disk under the file delays nobody.
 
-    What was logged when it ends, and no file had come, is told on stderr from WARNING on.
+    What was logged when it ends, and no file had come, is told on stderr from WARNING on, unless it ends with an error for the user.
     """
 
     def __init__(self) -> None:
         self._handler = _Handler()
         self._console: list[tuple[logging.Logger, logging.Handler]] = []
+        self._level = logging.NOTSET
 
     def __enter__(self) -> "RunLog":
-        logging.getLogger("maxlm").setLevel(logging.INFO)  # which implementation of an operation was chosen, and why
+        ours = logging.getLogger("maxlm")
+        self._level = ours.level
+        ours.setLevel(logging.INFO)  # which implementation of an operation was chosen, and why
         self._console = list(_console_handlers())
         for logger, handler in self._console:
             logger.removeHandler(handler)
@@ -41,9 +45,12 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         logging.captureWarnings(False)
+        logging.getLogger("maxlm").setLevel(self._level)  # a thread that still compiles would log to the console
         logging.getLogger().removeHandler(self._handler)
         for logger, handler in self._console:
             logger.addHandler(handler)
+        if isinstance(error, UserError):  # its line says it all
+            self._handler.forget()
         self._handler.close()
 
 
@@ -74,6 +81,15 @@ class _Handler(logging.Handler):
             self._early.append(record)
         elif self._background is not None and self._file is not None:
             self._background.put(self._file.append, (self.format(record) + "\n").encode(errors="replace"))
+
+    def forget(self) -> None:
+        """Drop what waits for a file."""
+        self.acquire()
+        try:
+            if self._early is not None:
+                self._early.clear()
+        finally:
+            self.release()
 
     def close(self) -> None:
         for record in self._early or ():

@@ -83,9 +83,10 @@ def sentence(event: Event) -> str:
         case "observer":
             return f"{data.get('name') or 'An observer'} at step {event.step:,}{_because(data)}"
         case "stop":
-            reason = f" ({data['reason']})" if data.get("reason") else ""
+            reason = f" ({str(data['reason']).replace('_', ' ')})" if data.get("reason") else ""
             message = f": {data['message']}" if data.get("message") else ""
-            return f"Stopped at step {event.step:,}{reason}{message}"
+            more = "; the same command goes on" if data.get("reason") == "preempted" else ""
+            return f"Stopped at step {event.step:,}{reason}{message}{more}"
     return f"{event.kind} at step {event.step:,}"  # an events.jsonl of a later version
 
 
@@ -123,8 +124,14 @@ def _changed(data: Mapping[str, Any]) -> str:
 
 
 def _was(value: Any) -> str:
-    shown = [f"{one:.6g}" if isinstance(one, float) else str(one) for one in (value if isinstance(value, list | tuple) else [value])]
-    return f"from {shown[0]} to {shown[1]}" if len(shown) == 2 else f"to {value}"
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return f"from {_plain(value[0])} to {_plain(value[1])}"
+    return f"to {_plain(value)}"
+
+
+def _plain(value: Any) -> str:
+    """A learning rate is computed in float32: 0.001, not 0.0010000000474974513."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _took(data: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from small_run import events, finish, make_workspace, metrics, start
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.runtime import run
+from maxlm.telemetry.phases import Phases
 
 
 class Data:
@@ -25,7 +27,7 @@ def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkey
 
     monkeypatch.setattr(run, "open_data", fails)
     with pytest.raises(UserError, match=str(error)) as caught:
-        run._open_alike(Data())
+        run._open_alike(Data(), Phases(Console()))
     assert caught.value.exit_code == code
 
 

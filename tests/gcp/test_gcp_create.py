@@ -73,7 +73,7 @@ def test_several_slices_are_one_request(cloud):
 def test_gpu_machines(cloud, topology, machine):
     chosen = ["--accelerator", machine] if machine == "a3-highgpu-8g" else []
     cloud.run(
-        "create", "runs/quickstart", *chosen, f"cluster.topology={topology}", "data.store=gs://c/s", "train.global_batch=16", "--spot"
+        "create", "runs/quickstart", *chosen, f"cluster.topology={topology}", "data.store=gs://corpus/s", "train.global_batch=16", "--spot"
     )
     assert created(cloud) == [
         *["gcloud", "compute", "instances", "create", "maxlm-quickstart-0", "maxlm-quickstart-1"], *common("maxlm-quickstart"),

@@ -6,7 +6,8 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config.loader import dump
-from maxlm.runtime.changes import RATE, STORE, changes
+from maxlm.runtime.changes import RATE, STORE, changes, lost_checkpoints
+from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 
 A = tiny_config()
@@ -95,3 +96,16 @@ def test_a_checkpoint_that_does_not_say_its_data_is_no_change(directory):
     directory.write_config(dump(A))
     start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position={"next_step": 5})
     assert changes(directory, A, start, "b" * 64) == {}
+
+
+def test_a_run_that_has_saved_does_not_begin_anew_because_its_checkpoints_are_gone(directory):
+    """Their metrics would be written over, and the lost state go unnoticed."""
+    assert lost_checkpoints(directory, "there", []) == ""
+    directory.events.write_text(Event("start", 0).to_json() + "\n")
+    assert lost_checkpoints(directory, "there", []) == "", "killed before its first save"
+    directory.events.write_text(Event("start", 0).to_json() + "\n" + Event("save", 30).to_json() + "\ntorn")
+    said = lost_checkpoints(directory, "there", ["old-30 is not the name of a checkpoint"])
+    assert (
+        said.startswith("there holds no checkpoint; old-30 is not the name of a checkpoint; but this run has saved step 30 (")
+        and "run.name" in said
+    )

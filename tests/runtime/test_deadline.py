@@ -101,6 +101,12 @@ def test_a_second_interrupt_ends_at_once(run):
     assert seconds < GRACE
 
 
+def test_without_a_hang_there_is_no_file_for_stacks(run, tmp_path):
+    body = f"deadline.stacks_to(__import__('pathlib').Path({str(tmp_path / 'stacks.txt')!r}))\n    " + SAVING
+    end(run(body + "time.sleep(0.5)\n    sys.exit(3)"), signal.SIGTERM, code=3)
+    assert not (tmp_path / "stacks.txt").exists()
+
+
 def test_the_stacks_are_kept_in_a_file(run, tmp_path):
     body = f"deadline.stacks_to(__import__('pathlib').Path({str(tmp_path / 'stacks.txt')!r}))\n    " + SAVING + IN_C
     end(run(body), signal.SIGTERM, code=5)
@@ -131,3 +137,9 @@ def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(deadline.GRACE_VARIABLE, text)
     with pytest.raises(UserError, match=r"MAXLM_GRACE_SECONDS = .*number of seconds"):
         deadline.grace_seconds()
+
+
+def test_a_command_that_nohup_starts_goes_on_when_its_terminal_is_closed():
+    code = "import signal, sys; from maxlm.runtime import deadline; sys.exit(signal.SIGHUP in deadline.SIGNALS)"
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", code]
+    assert [subprocess.run(command, check=False).returncode for command in (ignoring, ignoring[4:])] == [0, 1]

@@ -109,3 +109,16 @@ def test_time_left_counts_what_the_wall_clock_sees(record):
     assert pace.seconds_left() == pytest.approx(90.0)
     clock.now += 1000
     assert pace.seconds_left() == 0.0
+
+
+def test_the_end_is_said_once_and_last(record):
+    """In a log the last step stood below "Stopped", which said again what "Told to stop" had said."""
+    console, screen, _ = observer(100)
+    for step in (1, 2, 3):
+        console.on_step(record(step))
+    console.on_event(Event("preempt", 3, data={"reason": "stopped by SIGTERM"}))
+    console.on_event(Event("stop", 3, data={"reason": "preempted", "message": "stopped by SIGTERM"}))
+    console.close()
+    first, last, stopped = screen.getvalue().splitlines()
+    assert (first.split("/")[0], last.split("/")[0]) == ("step 1", "step 3")
+    assert stopped == "Stopped at step 3 (preempted): stopped by SIGTERM; the same command goes on"

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 
+from maxlm.config.errors import UserError
 from maxlm.telemetry.log import RunLog
 
 
@@ -34,6 +35,20 @@ def test_without_a_file_warnings_are_told(named, capsys):
         named.info("a detail")
         named.warning("a problem")
     assert capsys.readouterr().err == "a problem\n"
+
+
+def test_an_error_for_the_user_is_all_that_is_told(named, capsys):
+    """Also of a thread that still works when it is raised, such as the one that compiles."""
+    with pytest.raises(UserError), RunLog():
+        named.warning("what led to it")
+        raise UserError("the checkpoint is damaged")
+    console = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(console)
+    try:
+        named.info("attention: xla")
+    finally:
+        logging.getLogger().removeHandler(console)
+    assert capsys.readouterr().err == ""
 
 
 def test_another_process_writes_it(named, capsys):

@@ -71,6 +71,11 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
             Event("restore", 5, 0.0, {"changed": {"optimizer.peak_lr": [0.001, 0.003], "data.store": ["a", "b"]}}),
             "Restored the checkpoint of step 5; changed: optimizer.peak_lr from 0.001 to 0.003, data.store from a to b",
         ),
+        (
+            Event("restore", 5, 0.0, {"changed": {"learning rate of the next update": [0.0010000000474974513, 0.00449865497648716]}}),
+            "Restored the checkpoint of step 5; changed: learning rate of the next update from 0.001 to 0.00449865",
+        ),
+        (Event("stop", 9, 0.0, {"reason": "nothing_left", "message": "all is done"}), "Stopped at step 9 (nothing left): all is done"),
         (Event("killed", 12, 0.0), "Killed or crashed after step 12: no end of this attempt was recorded"),
         (Event("observer", 3, 0.0, {"name": "FileObserver", "reason": "cannot write"}), "FileObserver at step 3: cannot write"),
         (Event("save", 500, 0.0, {"seconds": 0.42}), "Saved step 500 in 0.42 s"),

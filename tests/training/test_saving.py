@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from maxlm.config.errors import UserError
 from maxlm.data.prefetch import Prefetcher
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
+from maxlm.training.evaluate import evaluate
 from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import Session, restore_or_init, train
 from maxlm.training.loss import LossSums
@@ -315,3 +317,28 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
     assert [(event.kind, event.step) for event in events] == [("alarm", 5), ("save", 10)]
     assert events[0].data["cause"] == "save_failed"
     assert "no room left" in events[0].data["reason"]
+
+
+def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
+    script, read = Script(total=5), []
+    script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0 * batch), jnp.float32(2.0))
+    assert evaluate(script, script.init(), SixBatches(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
+    assert read == list(range(6))
+
+
+class SixBatches:
+    """Six batches that are their own numbers."""
+
+    n_batches = 6
+
+    def __init__(self, read):
+        self._read = read
+
+    def device_batch(self, number, sharding):
+        self._read.append(number)
+        return number
+
+
+class EvalSums(NamedTuple):
+    nll: jax.Array
+    tokens: jax.Array
