@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.config.errors import UserError
 from maxlm.data.pipeline import Pipeline
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event, Observers
@@ -120,8 +121,12 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if reason is not None:
                 return Outcome("preempted", step, f"stopped by {reason}", eval_loss, state)
             waiting = time.monotonic()
-            with goodput.measure("data_wait"):
-                ready = batches.get(session.gives_up)
+            try:
+                with goodput.measure("data_wait"):
+                    ready = batches.get(session.gives_up)
+            except UserError:  # the store is damaged or away
+                saving.before_error(step, state)
+                raise
             if ready is None:
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
             _, batch = ready

@@ -3,9 +3,13 @@
 Retention keeps the newest checkpoints, so each bad one that is saved removes a good one.
 """
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
+import jax
+
+from maxlm.checkpoint import CheckpointError
 from maxlm.telemetry.observer import Event
 from maxlm.training import guards
 from maxlm.training.meter import Meter
@@ -69,6 +73,12 @@ class Saving:
         with self._session.goodput.measure("save"):
             self._tell(None)
             self._session.checkpoints.wait()
+
+    def before_error(self, step: int, state: TrainState) -> None:
+        """Training ends here since no batch can be had: save `state` if it is healthy. Not in a cluster, where the others would go on."""
+        if jax.process_count() == 1 and not self.doubt(state):
+            with contextlib.suppress(CheckpointError):  # the error that ends training is the one to tell
+                self.save(step, state)
 
     def after_error(self) -> None:
         """Give the running save its time, since it holds a good state; the other processes may not be there any more."""

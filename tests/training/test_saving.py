@@ -137,6 +137,21 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         assert "the state holds values that are not finite, in params.w" in outcome.message
 
 
+def test_a_store_that_fails_costs_no_update(tmp_path):
+    class Damaged(Data):
+        def batches(self, start, sharding, stop):
+            def make(n):
+                if n == 8:
+                    raise UserError("a chunk is damaged")
+                return n
+
+            return Prefetcher(make, range(start, stop), 2)
+
+    with pytest.raises(UserError, match="a chunk is damaged"):
+        run(tmp_path, Script(), data=Damaged())
+    assert saved_in(tmp_path) == [5, 8]
+
+
 class HeldOut:
     """Held-out batches of which the second meets `then`."""
 
