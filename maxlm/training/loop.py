@@ -141,17 +141,17 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
 
 
 def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
-    """Evaluate and save the last state if it is healthy; else say why not, and which checkpoint is left."""
+    """Save the last state if it is healthy, and evaluate it; else say why not, and which checkpoint is left."""
     state = end.state
     assert state is not None, "the steps end with a state"
     saving.doubt(state)
     wrong = meter.health.at_end()
     if wrong and (meter.health.unhealthy or end.status == "done"):
         end = replace(end, status="unhealthy", message=wrong)
+    if not wrong:  # before the evaluation, which may take longer than a signal leaves
+        saving.save(end.step, state)
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, end.step, state))
-    if not wrong:
-        saving.save(end.step, state)
     saving.finish()
     if wrong:
         newest = session.checkpoints.latest()
@@ -164,13 +164,17 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
 
 
 def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> float | None:
-    """Mean held-out loss in nats a token, told as an event; None without held-out data."""
+    """Mean held-out loss in nats a token, told as an event; None without held-out data, or if a signal came: there is a state to save."""
     if session.held_out is None:
         return None
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        loss = evaluate(session.program, state, session.held_out)
+        loss = evaluate(session.program, state, session.held_out, session.gives_up)
+    if loss is None:
+        reason = "the evaluation is left out, since a signal came"
+        session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
+        return None
     session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return loss
