@@ -207,11 +207,12 @@ def generate(
     from maxlm.inference import Sampler
     from maxlm.inference.text import generate_from_run
     from maxlm.runtime.jax_setup import look_for_devices
+    from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
     look_for_devices()
     sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    with explain_out_of_memory("generating", "ask for fewer --tokens, or shorten the prompt"):
+    with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, or shorten the prompt"):
         typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
 
 

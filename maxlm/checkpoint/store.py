@@ -7,6 +7,7 @@ order; each writes its own shards.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import re
@@ -111,7 +112,9 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
-            raise CheckpointError(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); choose another folder.") from error
+            full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)  # it may have room later
+            kind, fix = (UnreachableError, "free space or choose another folder") if full else (CheckpointError, "choose another folder")
+            raise kind(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); {fix}.") from error
 
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Begins to save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.

@@ -5,11 +5,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxlm.config.errors import ConfigError
+from maxlm.config.errors import ConfigError, UnavailableError
 from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
 PROBE_BYTES = 1 << 20  # written and removed again to learn whether the disk takes a write
+
+
+class FullDiskError(ConfigError, UnavailableError):
+    """`run.dir` takes no write now. It may later: a run that a full disk has ended is started again."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def _probe(path: Path) -> None:
 
 def _explain(error: OSError, dir: str) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ConfigError("run.dir", dir, "is on a full disk (not even 1 MiB can be written)", "free space or choose another run.dir")
+        return FullDiskError("run.dir", dir, "is on a full disk (not even 1 MiB can be written)", "free space or choose another run.dir")
     if isinstance(error, FileExistsError | NotADirectoryError):
         return ConfigError("run.dir", dir, f"{error.filename} is a file, not a folder", "choose another run.dir or run.name")
     return ConfigError("run.dir", dir, f"cannot be written ({error.strerror or error})", "make it writable or choose another run.dir")

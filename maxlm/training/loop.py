@@ -177,6 +177,8 @@ def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> f
         loss = evaluate(session.program, state, session.held_out, session.gives_up)
     _tell_problems(session, session.held_out, step)
     if loss is None:
+        reason = "the evaluation is left out, since a signal came"
+        session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
         return None
     session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()

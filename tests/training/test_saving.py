@@ -202,7 +202,7 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path):
     asked = []
     outcome = evaluated(tmp_path, lambda: asked.append("SIGTERM"), lambda: bool(asked))
     assert (outcome.status, outcome.eval_loss) == ("done", None)
-    assert saved_in(tmp_path) == [5, 7]
+    assert saved_in(tmp_path) == [5, 7], "before the evaluation"
 
 
 def test_a_save_is_postponed_until_training_is_healthy_again(tmp_path):
@@ -251,6 +251,47 @@ def test_what_a_loss_has_come_down_to_is_known_after_a_restart_on_the_same_data(
     other.fingerprint = "0" * 64
     outcome, _ = run(tmp_path, lost, data=other)
     assert outcome.status == "done", "on other data such a loss may be right"
+
+
+class SignalledHeldOut:
+    """Held-out batches; a signal comes with number 3."""
+
+    n_batches = 8
+
+    def __init__(self):
+        self.asked = []
+
+    def device_batch(self, n, sharding):
+        self.asked.append(n)
+        return n
+
+    def take_problems(self):
+        return []
+
+
+def signalled(folder, every, total):
+    """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation."""
+    script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
+    script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
+    script.evaluate = lambda params, n: LossSums(jnp.float32(6.0), jnp.float32(0.0), jnp.float32(2.0))
+    checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    session = Session(
+        script, Data(), held_out, checkpoints, events, Goodput(),
+        lambda step: "SIGTERM" if 3 in held_out.asked else None, lambda: 3 in held_out.asked,
+    )  # fmt: skip
+    try:
+        return train(session, restore_or_init(script, checkpoints)), events, held_out
+    finally:
+        checkpoints.close()
+
+
+def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
+    """One that takes longer than the grace time would cost the state."""
+    outcome, events, held_out = signalled(tmp_path, every=7, total=20)
+    assert (outcome.status, outcome.step) == ("preempted", 7)
+    assert held_out.asked == [0, 1, 2, 3]
+    assert saved_in(tmp_path) == [5, 7]
+    assert [alarm.data["cause"] for alarm in events.of("alarm")] == ["not_evaluated"] and not events.of("eval")
 
 
 def held_manifest(monkeypatch):
