@@ -199,16 +199,19 @@ def _parse(text: str, origin: str) -> Any:
 
 
 def _check_plain(values: Any, origin: str, seen: set[int], path: tuple[str, ...] = ()) -> None:
-    """Refuse what would mean something else than it says: a key that is no text, and an alias (files share by `extends`)."""
+    """Refuse what would mean something else than it says: a key that is no text, a set, and an alias (files share by `extends`)."""
     key = shorten(".".join(path))
+    named = key or "the value"
     if isinstance(values, str) and not _is_unicode(values):
-        raise UserError(f"{origin}: {key} = {show(values)} holds half a character (a lone surrogate): take it out.")
+        raise UserError(f"{origin}: {named} = {show(values)} holds half a character (a lone surrogate): take it out.")
+    if isinstance(values, set):
+        raise UserError(f"{origin}: {named} is a set (`!!set` or `? name`), which has no order: write a list, as in [a, b].")
     if not isinstance(values, dict | list):
         return
     if id(values) in seen:
         raise UserError(f"{origin}: {key} is an alias (`*name`) of another value: write it out, or put it in a file to extend.")
     if len(path) == MOST_DEEP:
-        raise UserError(f"{origin}: {key} is nested too deeply, and no setting is deeper than {MOST_DEEP}.")
+        raise UserError(f"{origin}: {named} is nested too deeply, and no setting is deeper than {MOST_DEEP}.")
     seen.add(id(values))
     for name, value in values.items() if isinstance(values, dict) else enumerate(values):
         if isinstance(values, dict) and not (isinstance(name, str) and _is_unicode(name)):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.runtime import places, roll_call
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.deadline import Stopped
@@ -121,24 +121,26 @@ def _is_public(address: str) -> bool:
     return ipaddress.ip_address(address).is_global
 
 
-def agree(facts: Mapping[str, str], problem: str = "") -> None:
+def agree(facts: Mapping[str, str], problem: UserError | None = None) -> None:
     """Compare what all processes are about to run: `facts` is name -> value, the same names everywhere.
 
     `problem`: why this process cannot go on, if it cannot; the others must not wait for it.
 
     Raises:
         UserError: in all processes alike, naming the host that cannot go on, or that differs from the others, and in what.
+        UnavailableError: if the first host that cannot go on has met one.
     """
     if jax.process_count() == 1:
-        if problem:
-            raise UserError(problem)
+        if problem is not None:
+            raise problem
         return
-    said = words("\n".join([socket.gethostname(), problem, *facts.values()]))
+    may_pass = isinstance(problem, UnavailableError)
+    said = words("\n".join([socket.gethostname(), str(may_pass), str(problem or ""), *facts.values()]))
     hosts = [places.called(lines[0], number) for number, lines in enumerate(said)]
     for host, lines in zip(hosts, said, strict=True):
-        if lines[1]:
-            raise UserError(f"{host}: {lines[1]}")
-    for index, name in enumerate(facts, start=2):
+        if lines[2]:
+            raise (UnavailableError if lines[1] == str(True) else UserError)(f"{host}: {lines[2]}")
+    for index, name in enumerate(facts, start=3):
         values = [lines[index] for lines in said]
         ((usual, count), *_) = Counter(values).most_common()
         odd = [number for number, value in enumerate(values) if value != usual]
@@ -165,11 +167,11 @@ def check_shared(folder: str, field: str) -> None:
             probe.touch()
             name = str(probe)
     name = words(name)[0][0]
-    problem = ""
+    problem = None
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():
         if time.monotonic() > until:
-            problem = (
+            problem = UserError(
                 f"{field} = {folder}: checkpoints go there, and this host does not see what process 0 writes there; "
                 "set checkpoint.dir to a folder of a file system that all hosts share, or to gs://."
             )

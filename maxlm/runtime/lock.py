@@ -25,7 +25,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of file
 def held(folder: Path, field: str, seconds: float, say: Callable[[str], None]) -> Iterator[None]:
     """Within it no other process of maxlm holds `folder`, which is made if need be and removed again if it is still empty then.
 
-    A folder that cannot be written, and one on a file system without locks, is not locked.
+    One on a file system without locks is not locked.
 
     Args:
         field: the setting that names the folder, for messages.
@@ -34,6 +34,7 @@ def held(folder: Path, field: str, seconds: float, say: Callable[[str], None]) -
 
     Raises:
         UserError: another process holds it and does not end.
+        OSError: it cannot be written.
     """
     made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     file = _take(folder, field, seconds, say)
@@ -50,14 +51,11 @@ def held(folder: Path, field: str, seconds: float, say: Callable[[str], None]) -
 
 
 def _take(folder: Path, field: str, seconds: float, say: Callable[[str], None]) -> IO[str] | None:
-    """The locked file, or None where there can be none: whether the folder can be written is told where that is tried for good."""
+    """The locked file, or None on a file system without locks."""
     until, told = time.monotonic() + seconds, False
     while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = (folder / NAME).open("a+", encoding="utf-8")
-        except OSError:
-            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / NAME).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

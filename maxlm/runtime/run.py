@@ -14,10 +14,9 @@ from rich.console import Console
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
-from maxlm.checkpoint.cluster import worst
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ExitCode, UnavailableError
+from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
 from maxlm.data.kept import keep_tokenizer
 from maxlm.data.pipeline import Pipeline
@@ -39,7 +38,7 @@ from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
-from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
@@ -132,7 +131,8 @@ def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Che
     cluster.check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, data.tokenizer_hash))
     gone = checkpoints.latest() is None and directory.primary
-    cluster.agree({}, lost_checkpoints(directory, folder, checkpoints.strays()) if gone else "")
+    problem = lost_checkpoints(directory, folder, checkpoints.strays()) if gone else ""
+    cluster.agree({}, UserError(problem) if problem else None)
     return checkpoints
 
 
@@ -147,7 +147,12 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:
-    """Keep config and tokenizer with the run. Returns `start`, with what has changed since the attempt that wrote its checkpoint."""
+    """Keep config and tokenizer with the run. Returns `start`, with what has changed since the attempt that wrote its checkpoint.
+
+    With nothing left to train, the config stays that of the steps that were trained.
+    """
+    if start.step >= config.total_steps and directory.config.is_file():
+        return start
     if directory.primary and start.restored is not None:
         changed = changes(directory, config, start, data.fingerprint)
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
@@ -174,7 +179,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
 
 def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
     """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
-    opened, problem, may_pass = None, "", False
+    opened, problem = None, None
     try:
         if config.data.prepare is not None:
             phases.say("preparing the data")
@@ -182,12 +187,8 @@ def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | No
         with phases("reading the data"):
             opened = open_data(config)
     except UserError as error:
-        problem, may_pass = str(error), isinstance(error, UnavailableError)
-    may_pass = bool(worst(may_pass))  # of all processes
-    try:
-        cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
-    except UserError as error:
-        raise (UnavailableError(str(error)) if may_pass else error) from None
+        problem = error
+    cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
     assert opened is not None, "what could not be opened was told"
     return opened
 
@@ -245,17 +246,22 @@ def _stopping() -> Iterator[StopSignal]:
 
 @contextlib.contextmanager
 def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
-    """No other run writes in the directories of this one. A run that was asked to end is given its grace time. Raises UserError alike."""
+    """No other run writes in the directories of this one, which can be written. A run that was asked to end is given its grace time.
+
+    Raises UserError in all processes alike.
+    """
     places = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         places.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # by two names it would wait for itself
     with contextlib.ExitStack() as locks:
-        problem = ""
+        problem = None
         try:
             for place, field in places.items() if jax.process_index() == 0 else ():
                 locks.enter_context(lock.held(place, field, deadline.grace_seconds() + ENDS_SECONDS, say))
         except UserError as error:
-            problem = str(error)
+            problem = error
+        except OSError as error:
+            problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(place))
         cluster.agree({}, problem)
         yield
 

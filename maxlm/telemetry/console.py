@@ -47,21 +47,21 @@ class ConsoleObserver:
     def on_event(self, event: Event) -> None:
         if event.kind == "preempt" or not (self._primary or event.data.get("cause") in OWN):  # `stop` follows, and says the same
             return
-        if event.kind == "stop" and self._live is None:
-            self._print_last()
+        if event.kind == "stop":
+            self._end_line()
         self._say(sentence(event))
 
     def close(self) -> None:
         """Leaves the last state on the screen, and gives the terminal back."""
+        self._end_line()
+        self._record = None
+
+    def _end_line(self) -> None:
+        """The last record stands, and nothing is redrawn any more."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        else:
-            self._print_last()
-        self._record = None
-
-    def _print_last(self) -> None:
-        if self._record is not None and self._record.step != self._printed_step:
+        elif self._record is not None and self._record.step != self._printed_step and not self._console.is_terminal:
             self._print_plain(self._record)
 
     def _start_live(self) -> Live:

@@ -108,7 +108,7 @@ def _make_writable(path: Path, dir: str) -> None:
                 folder.rmdir()
             except OSError:
                 break
-        raise _explain(error, dir) from error
+        raise unwritable(error, "run.dir", dir) from error
 
 
 def _missing(path: Path) -> list[Path]:
@@ -126,9 +126,10 @@ def _probe(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _explain(error: OSError, dir: str) -> ConfigError:
+def unwritable(error: OSError, field: str, folder: str) -> ConfigError:
+    """The error to raise where the folder that the setting `field` names cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullDiskError("run.dir", dir, "is on a full disk (not even 1 MiB can be written)", "free space or choose another run.dir")
+        return FullDiskError(field, folder, "is on a full disk (not even 1 MiB can be written)", f"free space or choose another {field}")
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return ConfigError("run.dir", dir, f"{error.filename} is a file, not a folder", "choose another run.dir or run.name")
-    return ConfigError("run.dir", dir, f"cannot be written ({error.strerror or error})", "make it writable or choose another run.dir")
+        return ConfigError(field, folder, f"{error.filename} is a file, not a folder", f"choose another {field} or run.name")
+    return ConfigError(field, folder, f"cannot be written ({error.strerror or error})", f"make it writable or choose another {field}")

@@ -138,7 +138,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if step == start.step:
                 goodput.started()
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
-                eval_loss = _evaluate(session, meter, step + 1, state)
+                eval_loss = _evaluate(session, meter, saving, step + 1, state)
     finally:
         batches.close()
     return Outcome("done", total, f"all {total:,} steps are done", state=state)
@@ -155,7 +155,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if not wrong:
         saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
     if end.status == "done":
-        end = replace(end, eval_loss=_evaluate(session, meter, end.step, state))
+        end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
     saving.finish()
     if wrong:
         newest = session.checkpoints.latest()
@@ -167,14 +167,19 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     return end
 
 
-def _evaluate(session: Session, meter: Meter, step: int, state: TrainState) -> float | None:
+def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> float | None:
     """Mean held-out loss in nats a token, told as an event; None without held-out data, or if a signal asks for the end meanwhile."""
     if session.held_out is None:
         return None
+
+    def gives_up() -> bool:
+        saving.tell()  # a save may end meanwhile
+        return session.gives_up()
+
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        loss = evaluate(session.program, state, session.held_out, session.gives_up)
+        loss = evaluate(session.program, state, session.held_out, gives_up)
     _tell_problems(session, session.held_out, step)
     if loss is None:
         reason = "the evaluation is left out, since a signal came"

@@ -34,7 +34,7 @@ class Saving:
 
     def when_due(self, step: int, state: TrainState) -> None:
         """Save `state` if a save is due or was postponed, and training is healthy; else postpone it, and say so once."""
-        self._tell()
+        self.tell()
         if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
             return
         doubt = self.doubt(state)
@@ -60,7 +60,7 @@ class Saving:
         session, began = self._session, time.monotonic()
         position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
         with session.goodput.measure("save"):
-            self._tell(None)
+            self.tell(None)
             session.checkpoints.save(step, state, position)
         if session.checkpoints.last_failure is not None and not self._told_failure:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
@@ -71,7 +71,7 @@ class Saving:
     def finish(self) -> None:
         """Wait for the running save. Raises CheckpointError if it failed."""
         with self._session.goodput.measure("save"):
-            self._tell(None)
+            self.tell(None)
             self._session.checkpoints.wait()
 
     def before_error(self, step: int, state: TrainState) -> None:
@@ -82,10 +82,10 @@ class Saving:
 
     def after_error(self) -> None:
         """Give the running save its time, since it holds a good state; the other processes may not be there any more."""
-        self._tell(AFTER_ERROR_SECONDS)
+        self.tell(AFTER_ERROR_SECONDS)
 
-    def _tell(self, wait_s: float | None = 0.0) -> None:
-        """Tell of the newest save, if it has ended."""
+    def tell(self, wait_s: float | None = 0.0) -> None:
+        """Tell of the newest save, if it has ended or ends within `wait_s` seconds (None: until it has ended)."""
         ended = self._session.checkpoints.ended(wait_s)
         if ended is None:
             return

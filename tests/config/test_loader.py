@@ -246,6 +246,14 @@ def test_a_key_given_twice_is_refused(write, text):
         load("own")
 
 
+@pytest.mark.parametrize("override", ["run.sample_prompts=!!set {a}", "run={sample_prompts: !!set {a}}"])
+def test_a_set_is_refused(write, override):
+    """It has no order, and a list is meant."""
+    write(base=BASE)
+    with pytest.raises(UserError, match="is a set .* write a list"):
+        load("base", [override])
+
+
 @pytest.mark.parametrize("text", ["a: &x {b: 1}\nc: *x", "model: &m {rope: *m}", "run: {sample_prompts: &p [*p]}"])
 def test_an_alias_is_refused(write, text):
     write(own=text)

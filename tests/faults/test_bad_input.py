@@ -28,6 +28,7 @@ def workspace(trained, tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "work"
     shutil.copytree(trained, folder)
     monkeypatch.chdir(folder)
+    prepare(load("small.yml").config.data, progress=False)  # the copies of the sources have new dates, which the store keeps
     return folder
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_left_of_what_was_only_locked(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_not_locked(tmp_path):
     (tmp_path / "file").touch()
-    with lock.held(tmp_path / "file" / "run", "run.dir", 0, print):
+    with pytest.raises(NotADirectoryError), lock.held(tmp_path / "file" / "run", "run.dir", 0, print):
         pass
 
 
