@@ -250,7 +250,7 @@ def test_a_key_given_twice_is_refused(write, text):
 def test_a_set_is_refused(write, override):
     """It has no order, and a list is meant."""
     write(base=BASE)
-    with pytest.raises(UserError, match="is a set .* write a list"):
+    with pytest.raises(UserError, match=r"is a set .* write a list"):
         load("base", [override])
 
 
