@@ -6,14 +6,20 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 
 @contextlib.contextmanager
 def workers_without_signals() -> Iterator[None]:
-    """Processes that are started within it hear no SIGINT, SIGTERM or SIGHUP, which a terminal or a service manager sends to all.
+    """`multiprocessing` workers that are started within it get no SIGINT, SIGTERM or SIGHUP, which a terminal sends to the whole group."""
+    resource_tracker.ensure_running()  # the first process that is spawned would start it, which unblocks SIGINT and SIGTERM
+    with signals_blocked():
+        yield
 
-    Those that come to this process meanwhile are delivered at its end.
-    """
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block SIGINT, SIGTERM and SIGHUP, here and in processes started within it. Those that come meanwhile are delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield

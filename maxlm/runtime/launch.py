@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from maxlm.config.errors import ExitCode
-from maxlm.data.workers import workers_without_signals
+from maxlm.data.workers import signals_blocked
 from maxlm.runtime import attempt, deadline
 from maxlm.runtime.attempt import Attempt
 from maxlm.runtime.places import called
@@ -148,7 +148,7 @@ class Supervisor:
             path = Path(folder) / "attempt"
             environment = {**os.environ, attempt.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(ours)}
             try:
-                with workers_without_signals():  # until it has handlers, see `deadline.start`
+                with signals_blocked():  # until it has handlers, see `deadline.start`
                     self._process = subprocess.Popen(  # in a group of its own: of Ctrl-C it hears from us, once
                         self._command,
                         env=environment,
