@@ -296,6 +296,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where to work; failed trials stay there. Default: a temporary folder.")] = None,
 ) -> None:
     """Attack, print a table, and exit with 1 if a trial failed."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the commands would ignore it
     console = Console(width=None if sys.stdout.isatty() else 140)
     place = folder or Path(tempfile.mkdtemp(prefix="maxlm-attack-"))
     place.mkdir(parents=True, exist_ok=True)
