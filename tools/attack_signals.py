@@ -92,8 +92,8 @@ def _training(folder: Path, said: str) -> object:
 
 
 def _store(folder: Path, said: str) -> object:
-    """Every file of the token store."""
-    files = [path for path in sorted((folder / "store").rglob("*")) if path.is_file() and path.name != ".lock"]
+    """Every file of the token store, but for the dates of its sources, which are another copy in each trial."""
+    files = [path for path in sorted((folder / "store").rglob("*")) if path.is_file() and path.name not in (".lock", "sources.json")]
     return [(str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
 
 
