@@ -35,7 +35,7 @@ _FULL = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota exceeded", "File too
 
 
 def verdict_of(error: Exception) -> Verdict:
-    """What `error`, met while a checkpoint was read, says of it.
+    """Classify `error`, met while a checkpoint was read.
 
     Content shows its damage in many ways (TypeError, KeyError, any status of TensorStore), so whatever is neither a refusal of ours, nor a
     failure of the medium, nor a lack of memory is damage.

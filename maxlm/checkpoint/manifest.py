@@ -41,7 +41,7 @@ class Manifest:
     leaves: dict[str, Leaf]
 
     def disagreement(self, folder: str) -> str:
-        """Which of the steps differ that the folder's name, the manifest, the data position and the state give; "" if none does.
+        """Name the steps that differ among the folder's name, the manifest, the data position and the state; "" if none does.
 
         The state's is known without reading it: the plain sum of an int32 scalar is its bit pattern. A data position without `next_step`
         does not count batches, and then only the name is compared.

@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
-    """Whether to keep a record, in one line. An exception is raised to the caller as well, or belongs to a leaf beside the one that was."""
+    """Keep a record or not, in one line. An exception is raised to the caller as well, or belongs to a leaf beside the one that was."""
     if not any(library in f"{record.pathname} {record.getMessage()}" for library in _LIBRARIES):
         return True
     if record.exc_info or "exception was never retrieved" in record.getMessage():

@@ -145,7 +145,7 @@ class Checkpoints:
         return True
 
     def ended(self, wait_s: float | None = 0.0) -> Ended | None:
-        """How the newest save ended, told once; None while it runs. Asks no other process, and waits for `wait_s` seconds at most (None:
+        """End of the newest save, returned once; None while it runs. Asks no other process, and waits for `wait_s` seconds at most (None:
         until it has ended). To be called before the next `save`, which waits for the one before and says nothing of it.
         """
         pending = self._pending
@@ -221,7 +221,7 @@ class Checkpoints:
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. {fix}")
 
     def _renamed(self, steps: list[int]) -> list[str]:
-        """Which of these checkpoints are of another step than their names say: one of them may be the newest."""
+        """Checkpoints among these that are of another step than their names say: one of them may be the newest."""
         reasons = []
         for step in steps:
             try:
@@ -342,7 +342,7 @@ def _like(tree: Any, names: dict[str, Any], arrays: dict[str, jax.Array]) -> Any
 
 
 def _unlisted(directory: ocp.path.Path, step: int) -> str:
-    """Why the entry named `step` is not a committed checkpoint; "" if it is one."""
+    """Reason that the entry named `step` is not a committed checkpoint; "" if it is one."""
     folder = directory / str(step)
     if not folder.is_dir():
         return "it is not a folder"
@@ -356,7 +356,7 @@ def _unlisted(directory: ocp.path.Path, step: int) -> str:
 
 
 def _lists(directory: ocp.path.Path, step: int) -> bool:
-    """Whether Orbax can read what it keeps on this checkpoint. If not, it would refuse to save any other beside it."""
+    """True if Orbax can read its metadata of this checkpoint. If not, it would refuse to save any other beside it."""
     try:
         check_metadata(directory / str(step))
     except DamagedError:

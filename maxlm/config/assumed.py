@@ -39,7 +39,7 @@ def _seq_len(model: Any) -> int:
 
 
 def _devices(merged: Mapping[str, Any]) -> int:
-    """Of the cluster, all slices; 1 without one. What is wrong with it is told by the rules."""
+    """Number of devices of the cluster, all slices; 1 without one. The rules report what is wrong with it."""
     cluster, mesh = (merged.get(name) or {} for name in ("cluster", "mesh"))
     topology = cluster.get("topology") if isinstance(cluster, dict) else None
     slices = _number(mesh.get("slices") if isinstance(mesh, dict) else None)

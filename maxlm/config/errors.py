@@ -11,7 +11,7 @@ BITS = 256  # of a whole number that is written out
 
 
 class ExitCode(IntEnum):
-    """How a process ended. A supervisor starts a run again after 1, 5, 6 and 7, with a limit, and not after 0, 2 and 4."""
+    """Exit codes of a process. A supervisor starts a run again after 1, 5, 6 and 7, with a limit, and not after 0, 2 and 4."""
 
     DONE = 0
     CRASHED = 1  # our bug

@@ -55,7 +55,7 @@ def choices_of(detail: ErrorDetails) -> list[str]:
 
 
 def holds_text(key: str) -> bool:
-    """Whether the setting of this dotted key is text, and not a choice of words, a number, a list or a section."""
+    """True if the setting of this dotted key is text, and not a choice of words, a number, a list or a section."""
     owner: type[BaseModel] | None = Config
     *path, name = key.split(".")
     for part in path:
@@ -137,7 +137,7 @@ def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _reads_as(typed: type, text: str) -> bool:
-    """Whether `text` is a finite number of that type."""
+    """True if `text` is a finite number of that type."""
     try:
         return math.isfinite(typed(text))
     except (ValueError, OverflowError):

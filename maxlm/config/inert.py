@@ -21,7 +21,7 @@ class Inert(NamedTuple):
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Of settings that are not at their defaults and that nothing reads."""
+    """Problems of settings that are not at their defaults and that nothing reads."""
     for found in (*_model(config), *_training(config), *_mesh(config), *_data(config)):
         value, default = _value_and_default(config, found.field)
         if value != default:

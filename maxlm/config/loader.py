@@ -115,7 +115,7 @@ def _is(check: Callable[[], bool]) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8: half of a surrogate pair cannot."""
+    """True if `text` can be written as UTF-8: half of a surrogate pair cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -127,7 +127,7 @@ class _Files:
         self._left = MOST_BYTES
 
     def resolve(self, path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """What `path` extends, left to right, and its own keys over them; and where each dotted key was set."""
+        """Merge what `path` extends, left to right, and its own keys over them; with the origin of each dotted key."""
         resolved = path.resolve()
         if resolved in seen:
             circle = " -> ".join(p.stem for p in (*seen[seen.index(resolved) :], resolved))

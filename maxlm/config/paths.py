@@ -51,7 +51,7 @@ def stored(path: str) -> str:
 
 
 def store_argument(path: str) -> str:
-    """As `stored`, of an argument of the command line. Raises UserError."""
+    """Check an argument of the command line as `stored` does. Raises UserError."""
     try:
         return stored(path)
     except PydanticCustomError as error:
@@ -65,7 +65,7 @@ def same_place(path: str) -> str:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether `path` is `folder` or below it, as far as their names and links tell."""
+    """True if `path` is `folder` or below it, as far as their names and links tell."""
     inner, outer = same_place(path), same_place(folder).rstrip("/")
     return inner == outer or inner.startswith(f"{outer}/")
 

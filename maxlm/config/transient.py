@@ -37,7 +37,7 @@ _NOT_FOUND = ("NotFound", "FileNotFoundError")
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, is a failure of the medium, the network, a credential or a permission."""
+    """True if `error`, or its cause, is a failure of the medium, the network, a credential or a permission."""
     return any(_is_transient(cause) for cause in _chain(error))
 
 

@@ -65,7 +65,7 @@ def digests(files: Sequence[SourceFile], known: Digests) -> Digests:
 
 
 def combined(files: Sequence[SourceFile], of_files: Digests) -> str:
-    """What the files hold, in hex: kind, size and content of each, in order. Their folder does not matter, nor their dates."""
+    """Digest of all files in hex: kind, size and content of each, in order. Their folder does not matter, nor their dates."""
     total = hashlib.sha256()
     for file in files:
         total.update(f"{''.join(file.path.suffixes[-2:])} {file.size} {of_files[str(file.path)][1]}\n".encode())

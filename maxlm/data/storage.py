@@ -27,7 +27,7 @@ CREDENTIALS = "for gs:// run `gcloud auth application-default login` or set GOOG
 
 
 class DamagedStoreError(UserError):
-    """What is stored is not what was written: reading it again will not help."""
+    """Stored bytes differ from those that were written: reading them again will not help."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ArrayLayout:
     shard: int
 
     def shards(self, length: int) -> int:
-        """How many shards hold `length` elements."""
+        """Number of shards that hold `length` elements."""
         return -(-length // self.shard)
 
     def size_of(self, shard: int, length: int, itemsize: int) -> int:

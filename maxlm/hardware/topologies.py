@@ -93,7 +93,7 @@ def parse(name: str, slices: int = 1) -> Topology:
 
 
 def accelerator(topology: Topology) -> str | None:
-    """What Cloud TPU calls one slice, such as v5p-128 for v5p:4x4x4; None of a GPU."""
+    """Name of one slice on Cloud TPU, such as v5p-128 for v5p:4x4x4; None of a GPU."""
     if not topology.is_tpu:
         return None
     chip = topology.chip.name

@@ -20,7 +20,7 @@ def token_flops(config: "ModelConfig", seq_len: int, *, masked: bool = True) -> 
 
 
 def counts(config: "Config") -> dict[str, int]:
-    """What a config comes to: parameters, those one token meets, tokens an update (padding included), FLOPs a training token."""
+    """Counts of a config: parameters, those one token meets, tokens an update (padding included), FLOPs a training token."""
     from maxlm.models.parameters import count_active_parameters, count_parameters
 
     return {

@@ -1,4 +1,4 @@
-"""What a run that goes on does otherwise than the steps of its checkpoint were trained with. It may; it is said."""
+"""Settings in which a resumed run differs from those its checkpoint was trained with. They are allowed, and reported."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ def changes(directory: RunDirectory, config: Config, start: Start, fingerprint: 
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:
-    """Why a run whose `checkpoints` hold none, but perhaps `strays`, must not begin at step 0: it has saved before. "" if it has not."""
+    """Reason that a run whose `checkpoints` hold none, but perhaps `strays`, must not begin at step 0: it has saved before; or ""."""
     if not directory.events.is_file():
         return ""
     events = [event for item in read_objects(directory.events) if item is not None and (event := Event.of(item)) is not None]
@@ -53,7 +53,7 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
 
 
 def _differences(source: Path, config: Config, start: Start) -> dict[str, list[Any]]:
-    """Of the config in `source` and this one."""
+    """Settings that differ between the config in `source` and this one."""
     try:
         before = load(str(source.absolute()), any_mesh=True).config
     except UserError as error:

@@ -147,7 +147,7 @@ def grace_seconds() -> float:
 
 
 def _exit() -> None:
-    """Where the interpreter would give up its handlers of signals and then take itself apart, which takes time and may crash."""
+    """End the process before the interpreter restores signal handlers and finalizes, which takes time and may crash."""
     if _code is None:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -185,7 +185,7 @@ def _exit_by_signals() -> None:
 
 @dataclass
 class _Guardian:
-    """What the guardian knows: whom it guards, its pipes, and when the end is due, if a signal came."""
+    """State of the guardian process: the pid it watches, its pipes, and the deadline once a signal has come."""
 
     guarded: int
     line: int

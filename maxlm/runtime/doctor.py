@@ -182,7 +182,7 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:
-    """Whether an update of a small model, in the default precision, could be computed on one of the devices."""
+    """True if an update of a small model, in the default precision, could be computed on one of the devices."""
     if devices["error"]:
         return
     if devices["training"] is None:
@@ -193,7 +193,7 @@ def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:
 
 
 def files_finding(most: int) -> Finding:
-    """Whether a process may have as many files open as a run needs; `most` as the system says, which is negative for no limit."""
+    """Check that a process may have as many files open as a run needs; `most` as the system says, which is negative for no limit."""
     if 0 <= most < LOW_FILES:
         fix = f"raise it to {LOW_FILES}: ulimit -Hn {LOW_FILES}, or LimitNOFILE in systemd"
         return Finding("open files", "warning", f"{most} at most, and checkpoints of a large model and many hosts need more", fix)

@@ -1,4 +1,4 @@
-"""Whether the devices that are here are those of the config's `cluster` section."""
+"""Check that the devices are those of the config's `cluster` section."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ class End:
 
     @property
     def by_accident(self) -> bool:
-        """Whether it says nothing of the run: killed or stopped by somebody, or something outside failed that may come back."""
+        """True if the cause is outside the run: it was killed or stopped, or a service failed that may come back."""
         return self.waited or -self.code in KILLS or self.code in (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
 
     @property
@@ -203,7 +203,7 @@ class Supervisor:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Whether the child `pid` is stopped by a signal. Where the system does not say, it is not."""
+    """True if the child `pid` is stopped by a signal; False where the system does not say."""
     if not hasattr(os, "waitid"):
         return False
     try:

@@ -83,7 +83,7 @@ class Line:
 
     @property
     def greeted(self) -> bool:
-        """Whether the other end's greeting has come, before which nothing can be sent."""
+        """True once the other end's greeting has come; nothing can be sent before."""
         return bool(self._key)
 
     def peer(self) -> str:
@@ -98,7 +98,7 @@ class Line:
         return plain(str(self.connection.getsockname()[0]))
 
     def fileno(self) -> int:
-        """Of the connection, for selectors."""
+        """File descriptor of the connection, for selectors."""
         return self.connection.fileno()
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _wait(connection: socket.socket, event: int, seconds: float) -> bool:
-    """Whether the connection is ready within `seconds`."""
+    """True if the connection is ready within `seconds`."""
     if seconds <= 0:
         return False
     with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""Where process 0 listens, and visitors there that have not yet said who they are: bounded in time and number, all and per address."""
+"""Listening socket of process 0, with connections that are not yet authenticated: bounded in time and in number, in all and per address."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ class Visitor:
 
     @property
     def may_go(self) -> bool:
-        """Whether it has had time to say who it is, so that it can be dropped for another."""
+        """True if it has had time to authenticate, so that it can be dropped for another."""
         return time.monotonic() > self.since + MIN_SECONDS
 
 
@@ -59,7 +59,7 @@ class Listening:
         self._selector.close()
 
     def addresses(self) -> list[str]:
-        """Where it listens."""
+        """Address and port of the listener."""
         return [str(listener.getsockname()[0]) for listener in self._listeners]
 
     def watch(self, line: Line) -> None:

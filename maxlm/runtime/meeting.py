@@ -66,7 +66,7 @@ class Meeting:
             self._see_them_off()
 
     def name(self) -> str:
-        """Of this process."""
+        """Name of this process."""
         return self._name(self._place.process)
 
     def _listen(self, until: float = math.inf) -> None:

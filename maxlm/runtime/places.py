@@ -128,7 +128,7 @@ def _short(value: str) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """Whether `host` is a name or an address at which others can find a host; an IPv6 address stands in brackets."""
+    """True if `host` is a name or an address at which others can find a host; an IPv6 address stands in brackets."""
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else ""
     try:
         address = ipaddress.IPv6Address(inner) if inner else ipaddress.IPv4Address(host)

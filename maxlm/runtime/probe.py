@@ -35,7 +35,7 @@ def describe_devices() -> dict[str, Any]:
 
 
 def try_to_train() -> str | None:
-    """Why an update of a small model cannot be computed here on one device, in a line; None where it can."""
+    """Reason that an update of a small model cannot be computed here on one device, in a line; None if it can."""
     config = Config.model_validate(SMALL)
     try:
         with fits.explain_out_of_memory("training a small model"):

@@ -74,7 +74,7 @@ class _Seat:
 
 
 class _Gathering:
-    """What process 0 knows of the others while it waits for them."""
+    """State of process 0 while it waits for the others."""
 
     def __init__(self, place: Place, secret: bytes, listening: Listening, say: Say) -> None:
         self._place, self._trusted, self._listening, self._say = place, bool(secret), listening, say
@@ -85,7 +85,7 @@ class _Gathering:
         self._n_refused = 0
 
     def complete(self) -> bool:
-        """Whether all have come, and have answered since that they are still there."""
+        """True if all have come, and have answered since that they are still there."""
         if len(self.seats) < self._place.count - 1:
             return False
         for seat in self.seats.values():
@@ -161,7 +161,7 @@ class _Gathering:
             self._seat(number, seat.rival)
 
     def _disagrees(self, line: Line, address: str, why: str) -> None:
-        """Of one that was told something else: an end for all if it shares the secret, and for itself only if it may be anybody."""
+        """Refuse a process that was told something else: an end for all if it shares the secret, else for itself alone."""
         if self._trusted:
             self.conflict = why
         self._refuse(line, f"{address}: {why}", why)

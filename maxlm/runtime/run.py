@@ -137,7 +137,7 @@ def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Che
 
 
 def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, processes_here: int) -> Start:
-    """Where training begins, with the step compiled. A foreign checkpoint is refused before anything is written beside it."""
+    """Restore or initialize the state, with the step compiled. A foreign checkpoint is refused before anything is written beside it."""
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
     with phases(f"{restoring}compiling the step"):
         start = restore_or_init(program, checkpoints)

@@ -34,7 +34,7 @@ class StopSignal:
         return self.asked or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
 
     def gives_up(self) -> bool:
-        """Whether the loop need not wait for its next batch any more. In a cluster the others would wait for this process instead."""
+        """True if the loop need not wait for its next batch any more. In a cluster the others would wait for this process instead."""
         return self._alone and self.asked is not None
 
     def close(self) -> None:

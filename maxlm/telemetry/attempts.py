@@ -10,7 +10,7 @@ from maxlm.telemetry.observer import Event, is_step
 
 
 class Sign(NamedTuple):
-    """Of a record: when it was known (seconds since 1970), and the means since the record before, in seconds a step."""
+    """Time of a record (seconds since 1970), and the means since the record before, in seconds a step."""
 
     step: int
     time: float
@@ -83,7 +83,7 @@ def _attempt(span: Sequence[Event], first_step: int, until: int | None, signs: C
 
 
 def _last_sign(span: Sequence[Event], signs: Iterable[Sign]) -> Event:
-    """What is known of an attempt that has no end: its last record or event, and where its time went as far as they tell."""
+    """Last record or event of an attempt that has no end, and its time by part as far as they tell."""
     start = span[0]
     began = max(event.step for event in span if event.kind in ("start", "restore"))
     seconds = dict.fromkeys(PARTS, 0.0)

@@ -1,4 +1,4 @@
-"""What training reports, and the interface of those that follow it. None of them can stop or delay training."""
+"""Records and events of training, and the interface of observers. No observer can stop or delay training."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Whether a run fits the memory there is: by a lower bound before anything is built, by the compiler's figures before the first step, and,
+"""Check that a run fits in memory: by a lower bound before anything is built, by the compiler's figures before the first step, and,
 where both were passed and it still does not, in one line.
 """
 
@@ -92,7 +92,7 @@ _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, dat
 
 
 def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
-    """What a device of a mesh of `sizes` holds during a step, at least. In integers: no size is too large for it.
+    """Lower bound of what a device of a mesh of `sizes` holds during a step. In integers: no size is too large for it.
 
     State in float32; either all gradients, or what the backward pass of a microbatch starts from, which is one tensor as wide as the model
     a layer and the logits of one part of the loss; a sum of gradients over microbatches is beside both. State is split evenly.
@@ -132,7 +132,7 @@ def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
 
 
 def _read(config: Config) -> tuple[Part, ...]:
-    """What a process holds while it makes a batch: its rows, and the number of every row."""
+    """Host memory of a process while it makes a batch: its rows, and the number of every row."""
     rows, numbers = -(-config.train.global_batch // jax.process_count()), 8 * config.train.global_batch
     return (Part("a batch", INT32 * (ARRAYS + 1) * rows * config.data.seq_len + numbers, f"lower {_longest(config)}"),)
 

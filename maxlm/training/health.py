@@ -1,4 +1,4 @@
-"""Whether training is healthy, judged on the host by the loss and the gradient norm of every update: the same in every process."""
+"""Health of training, judged on the host by the loss and the gradient norm of every update: the same in every process."""
 
 import math
 import statistics
@@ -41,17 +41,17 @@ class Health:
 
     @property
     def levels(self) -> dict[str, float]:
-        """What a checkpoint keeps, as far as it is known."""
+        """Levels that a checkpoint keeps, as far as they are known."""
         known = {} if self._first is None else {"first": self._first}
         return {**known, "best": self._best} if math.isfinite(self._best) else known
 
     @property
     def doubt(self) -> str:
-        """Why a state should not be saved now, if there is a reason."""
+        """Reason not to save a state now, or ""."""
         return self.unhealthy or self._wrong
 
     def at_end(self) -> str:
-        """Why the last state is not a good end, if there is a reason: the last update was not finite, or the loss is bad."""
+        """Reason that the last state is not a good end, or "": the last update was not finite, or the loss is bad."""
         if self.unhealthy:
             return self.unhealthy
         if self._skips_in_a_row and self._skips_in_a_row == self._updates:

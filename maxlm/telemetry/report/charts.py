@@ -38,7 +38,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Frame:
-    """What charts of one page share: the steps they span, and what happened when."""
+    """Data that the charts of one page share: the steps they span, and their events."""
 
     first_step: float
     last_step: float
@@ -191,7 +191,7 @@ def _draw_marks(marks: Marks, x: Axis, size: Size) -> str:
 
 
 def _pixels(steps_N: NDArray[np.float64], x: Axis, size: Size) -> list[int]:
-    """Where steps within the axis lie, each pixel once."""
+    """Positions of steps within the axis, each pixel once."""
     within_N = steps_N[(steps_N >= x.low) & (steps_N <= x.high)]
     return np.unique(np.rint(LEFT + size.plot_w * x.share(within_N)).astype(np.int64)).tolist() if len(within_N) else []
 

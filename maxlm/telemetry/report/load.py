@@ -56,7 +56,7 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """As events and records tell."""
+        """Attempts, from events and records."""
         return attempts_of(self.events, self._signs)
 
     def _signs(self) -> list[Sign]:

@@ -192,7 +192,7 @@ def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
 
 
 def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
-    """Which line is which, and what marks say; "" where nothing needs saying."""
+    """Legend of lines and marks; "" where none is needed."""
     first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
     said = []
     if any(len(eval_loss(run).steps_N) for run in runs):
