@@ -308,7 +308,7 @@ def main() -> None:
         message = str(error) if isinstance(error, UserError) else str(UserError(error.format_message()))
         _end(message, getattr(error, "exit_code", ExitCode.WRONG_INPUT))
     except KeyboardInterrupt:
-        code = CTRL_C
+        code = CTRL_C  # `__main__` says which signal it was, and ends with STOPPED
     except BrokenPipeError:
         _close_output()
         _end("the program that read this output has ended.", ExitCode.STOPPED)
@@ -319,8 +319,6 @@ def main() -> None:
         message = f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror}."
         _close_output()
         _end(str(kind(message)), kind.exit_code)
-    if code == CTRL_C:
-        sys.exit(CTRL_C)  # `__main__` says which signal it was
     sys.exit(code)
 
 

@@ -70,7 +70,7 @@ def test_output_that_cannot_be_written_is_one_line():
     assert ended.stderr.count(b"\n") == 1 and b"No space left" in ended.stderr
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError(), PermissionError(13, "Permission denied", "there")])
+@pytest.mark.parametrize("raised", [BrokenPipeError(), PermissionError(13, "Permission denied", "there")])
 def test_what_stops_a_command_has_its_exit_code(monkeypatch, capsys, raised):
     def stop(*_, **__):
         raise raised
@@ -80,6 +80,20 @@ def test_what_stops_a_command_has_its_exit_code(monkeypatch, capsys, raised):
     code, _, err = end(monkeypatch, capsys, "report", "somewhere")
     assert code == (ExitCode.WRONG_INPUT if isinstance(raised, PermissionError) else ExitCode.STOPPED)
     assert err.startswith("maxlm: ") and err.count("\n") == 1
+
+
+def test_an_interrupt_is_said_once_by_the_program(monkeypatch, capsys):
+    """`maxlm.__main__` knows the signal; what a command prints of it would be a second line."""
+    monkeypatch.setattr("maxlm.telemetry.report.write_report", _interrupted)
+    assert end(monkeypatch, capsys, "report", "somewhere") == (cli.CTRL_C, "", "")
+    code = "import maxlm.telemetry.report as r, os, signal; r.write_report = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+    program = f"import sys; {code}; sys.argv = ['maxlm', 'report', 'x']; from maxlm.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (ExitCode.STOPPED, "maxlm: stopped by SIGINT\n")
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def shown(monkeypatch, capsys, *arguments: str) -> dict[str, list]:
