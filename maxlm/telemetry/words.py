@@ -63,8 +63,7 @@ def sentence(event: Event) -> str:
             damaged = "".join(f"; passed over: {reason}" for reason in data.get("passed_over", ()))
             return f"Restored the checkpoint of step {event.step:,}{_took(data)}{damaged}{_changed(data)}"
         case "save":
-            failed = f"; the save before failed: {data['failed_before']}" if data.get("failed_before") else ""
-            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}{failed}"
+            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}"
         case "skip":
             return f"Skipped the update of step {event.step:,}{_because(data)}"
         case "alarm":
