@@ -17,7 +17,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 from maxlm.runtime.jax_setup import keep_compiled_programs
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup pytest &` ignores both, and so would the commands that tests start
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 keep_compiled_programs()
+
+
+def pytest_runtest_setup() -> None:
+    """`nohup pytest &` ignores both signals, and so would the commands that tests start. Before every test: a compiler that installs handlers
+    of its own, and removes them, leaves these as it found them.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
