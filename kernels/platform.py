@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def device() -> tuple[str, str]:
-    """Platform and kind of the mesh in force: programs are also compiled for devices that are not there."""
+    """Platform and kind of the current mesh: programs are also compiled for devices that are not there."""
     found = jax.sharding.get_abstract_mesh().abstract_device
     if found is not None:
         return found.platform, found.device_kind
@@ -49,7 +49,7 @@ def logged(operation: str, chosen: str, reason: str) -> str:
 
 
 def on_each_device(run: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any, *, split: bool) -> Callable[..., Any]:
-    """`run` on every device's share of operands that the mesh in force splits as the specs say, if `split`.
+    """`run` on every device's share of operands that the current mesh splits as the specs say, if `split`.
 
     Inside a `jax.shard_map` over some axes a kernel must be told of the others, too, even where they split nothing.
     """

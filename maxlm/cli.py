@@ -62,7 +62,7 @@ def options(
 def train(config: ConfigName, overrides: Overrides = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
-    from maxlm.runtime.places import split
+    from maxlm.runtime.cluster_env import split
 
     cluster, rest = split(overrides or [])
     settings = load(config, rest).config
@@ -105,7 +105,7 @@ def compile_(
     json_: Json = False,
 ) -> None:
     """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
-    from maxlm.planning import compile as planning
+    from maxlm.cost import compile_command as planning
     from maxlm.runtime import deadline
 
     with deadline.allow(deadline.KEEP):  # Ctrl-C among the suggestions leaves it at those found
@@ -124,13 +124,13 @@ def plan_(
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
-    from maxlm.planning.search import machines, plan
+    from maxlm.planning import choose_topology, plan
     from maxlm.runtime import deadline
 
     request = plan.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
-            raise typer.Exit(machines.compare(request, chips_at_most, as_json=json_))
+            raise typer.Exit(choose_topology.compare(request, chips_at_most, as_json=json_))
         raise typer.Exit(plan.run(request, as_json=json_))
 
 
@@ -172,7 +172,7 @@ def kernels_report(
     json_: Json = False,
 ) -> None:
     """Time kernels on the chip that is here; for others compile them, and say what their machine code does, beside the library's."""
-    from maxlm.planning.lab import report as lab
+    from maxlm.kernel_lab import report as lab
 
     raise typer.Exit(lab.run(chip or [], operation, shape or [], as_json=json_))
 
@@ -186,7 +186,7 @@ def kernels_sweep(
     json_: Json = False,
 ) -> None:
     """Compile our kernels for TPUs that are not there at several choices of blocks, count them, and say which are best."""
-    from maxlm.planning.lab import sweep as lab
+    from maxlm.kernel_lab import sweep as lab
 
     raise typer.Exit(lab.run(chip or [], operation, shape or [], write=write, as_json=json_))
 
@@ -258,12 +258,12 @@ def bench_comm(
     json_: Json = False,
 ) -> None:
     """Measure collectives over each axis of a mesh, of all hosts, against what their links can do."""
+    from maxlm.runtime.cluster_env import split
     from maxlm.runtime.comm import sizes
-    from maxlm.runtime.places import split
 
     cluster, rest = split(arguments or [])
     asked, some = sizes.chosen(operation or []), sizes.between(smallest, largest)
-    from maxlm.planning.limits import bus_limit
+    from maxlm.cost.bus_bandwidth import bus_limit
     from maxlm.runtime.comm.command import Request, run
 
     request = Request(*Request.mesh_of(rest), tuple(asked), tuple(some), out)
@@ -277,7 +277,7 @@ def doctor(
     json_: Json = False,
 ) -> None:
     """Check devices, versions, disk and what is missing, and say how to get it; or the hosts of a cluster."""
-    from maxlm.runtime.places import split
+    from maxlm.runtime.cluster_env import split
 
     named, rest = split(place or [])
     if rest or (named and not cluster):

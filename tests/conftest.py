@@ -21,7 +21,7 @@ keep_compiled_programs()
 
 
 def pytest_runtest_setup() -> None:
-    """`nohup pytest &` ignores both signals, and so would the commands that tests start. Before every test: a compiler that installs handlers
+    """`nohup pytest &` ignores both signals, and so would commands that tests start. Before every test: a compiler that installs handlers
     of its own, and removes them, leaves these as it found them.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -39,12 +39,12 @@ from maxlm.config import transient
 from maxlm.config.errors import UserError
 from maxlm.config.schema import CheckpointConfig, DataConfig
 from maxlm.data import manifest, storage
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe
-from maxlm.data.kept import open_tokenizer
 from maxlm.data.manifest import SPLITS, StoreInfo
-from maxlm.data.pipeline import Pipeline
 from maxlm.data.store import TokenStore
 from maxlm.data.tokenizer import hash_of_json
+from maxlm.data.tokenizer_store import open_tokenizer
 from maxlm.data.writer import SplitWriter
 
 GOOD, BAD = ("noticed", "harmless"), ("silent", "traceback")

@@ -33,7 +33,7 @@ HOSTS = [f"real{number}" for number in range(COUNT)]
 PROGRAM = """
 import json, os, socket, sys, time
 from maxlm.runtime import line, roll_call
-from maxlm.runtime.places import Place
+from maxlm.runtime.cluster_env import Place
 number, count, port, seconds = map(int, sys.argv[1:])
 socket.gethostname = lambda: f"real{number}"
 print("ready", flush=True)

@@ -31,12 +31,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, together
+from maxlm.runtime import cluster, host_allgather
+from maxlm.runtime.cluster_env import split
 from maxlm.runtime.comm.measure import Turns, turns
 from maxlm.runtime.comm.operations import OPERATIONS, Operation, put_in
 from maxlm.runtime.comm.sizes import in_words, parse
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
-from maxlm.runtime.places import split
 
 AXIS, ROUND_SECONDS, MOST = "all", 0.3, 200
 COLUMNS = ("called", "hand", "bench", "library")
@@ -116,10 +116,10 @@ def compare(mesh: Mesh, name: str, size: int, rounds: int) -> dict[str, Any]:
     if name == "all-reduce":
         runs["hand"] = by_hand(mesh, ring, size, IN_ONE)
     once = [run(2) / 2 for run in runs.values()]
-    slowest = float(together.rows(np.array(once, np.float32)).max())
+    slowest = float(host_allgather.rows(np.array(once, np.float32)).max())
     count = min(MOST, max(3, math.ceil(ROUND_SECONDS / slowest)))
     times = np.array([[run(count) / count for run in runs.values()] for _ in range(rounds)], np.float32)
-    times = together.rows(times).max(axis=0)  # of the slowest process
+    times = host_allgather.rows(times).max(axis=0)  # of the slowest process
     seconds = {key: statistics.median(column.tolist()) for key, column in zip(runs, times.T, strict=True)}
     hand = seconds.get("hand", seconds["called"])
     ratios = {"bench_over_hand": seconds["bench"] / hand, "library_over_ring": seconds["library"] / seconds["bench"]}

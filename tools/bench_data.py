@@ -20,8 +20,8 @@ from rich.table import Table
 
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.manifest import SplitInfo, StoreInfo
-from maxlm.data.pipeline import Pipeline
 from maxlm.data.writer import SplitWriter
 
 VOCAB = 32_000

@@ -2,7 +2,7 @@
 
 usage: python tools/bench_kernels.py [OPERATION ...] [--rounds 7] [--tiny]    (default: all operations at real shapes, forward + backward)
 
-Who takes part: `maxlm/planning/lab/races.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
+Who takes part: `maxlm/kernel_lab/benchmark.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
 Prints a table, and a JSON line a row.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from maxlm.hardware.chips import chip_of
-from maxlm.planning.lab.races import RACES, run
+from maxlm.kernel_lab.benchmark import RACES, run
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def main() -> None:
     device = jax.devices()[0]
     rows = []
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {args.rounds}; ratio: the other's time over ours")
-    with jax.set_mesh(jax.sharding.Mesh([device], ("device",))):  # kernels are chosen for the mesh in force
+    with jax.set_mesh(jax.sharding.Mesh([device], ("device",))):  # kernels are chosen for the current mesh
         for race in itertools.chain.from_iterable(RACES[name]((), tiny=args.tiny) for name in args.operations or RACES):
             for row in run(race, args.rounds, chip_of(device.device_kind)):
                 rows.append(row)

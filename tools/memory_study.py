@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxlm.planning.aot import leave_chips_alone
+from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
 
 import jax  # noqa: E402 - it reads the environment when it is imported
 
+from maxlm.compiler.aot import CompiledStep, compile_step  # noqa: E402
 from maxlm.config.schema import Config  # noqa: E402
 from maxlm.hardware.topologies import parse  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
-from maxlm.planning.aot import CompiledStep, compile_step  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}

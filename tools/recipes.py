@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxlm.planning.aot import leave_chips_alone
+from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
 
 from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
-from maxlm.planning.search.plan import scale_of  # noqa: E402
-from maxlm.planning.search.verify import verify  # noqa: E402
-from maxlm.telemetry.words import count, duration  # noqa: E402
+from maxlm.planning.plan import scale_of  # noqa: E402
+from maxlm.planning.verify import verify  # noqa: E402
+from maxlm.telemetry.formatting import count, duration  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")

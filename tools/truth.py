@@ -18,10 +18,11 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
+from maxlm.cost import step_cost
+from maxlm.cost.collectives import AxisLinks
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology
-from maxlm.planning import cost, hlo
-from maxlm.planning.collectives import AxisLinks
+from maxlm.hlo import parser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_rows.yml")
@@ -65,7 +66,7 @@ class Result:
     """A row and what is predicted of its program."""
 
     row: Row
-    step: cost.StepCost
+    step: step_cost.StepCost
 
     @property
     def error(self) -> float:
@@ -101,10 +102,10 @@ def read_rows() -> list[Row]:
     return [_row(entry, told) for entry in told["rows"]]
 
 
-def predict(row: Row, program: Path) -> cost.StepCost:
+def predict(row: Row, program: Path) -> step_cost.StepCost:
     """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    return cost.estimate(hlo.read(program.read_text()), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
+    return step_cost.estimate(parser.read(program.read_text()), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
 
 
 def _row(entry: dict, told: dict) -> Row:
@@ -181,7 +182,7 @@ def _notes(row: Row) -> Iterator[str]:
 INTRO = """# Truth: predicted against published
 
 {date}. Each program is MaxText 0.2.5's own step, compiled by its own stack (jax 0.12.0.1, libtpu 0.0.51) for the topology, without a
-TPU; the estimator is `maxlm.planning.cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). Nothing is
+TPU; the estimator is `maxlm.cost.step_cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). Nothing is
 fitted. **{within} of {rows} within 15%.**
 
     python tools/truth.py FOLDER_OF_HLO

@@ -42,7 +42,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _AttentionSpec:
     """What is asked for beside the operands; fields as in `attention`."""
 
     scale: float
@@ -77,13 +77,13 @@ def attention(
     than keys.
     `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
     is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the mesh in force splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200),
+    `layout` says how the current mesh splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200),
     "xla", or None for the best that the device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for
     shapes that do not fit, or that the implementation asked for cannot run.
     """
     if sinks_H is not None and sinks_H.shape != q_BSHK.shape[2:3]:
         raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
-    asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
+    asked = _AttentionSpec(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
     out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
     return out_BSHV if sinks_H is None or lse_BHS is None else with_sinks(out_BSHV, lse_BHS, sinks_H)
@@ -113,7 +113,7 @@ def attention_and_logsumexp(
     """`attention`, and float32 logsumexp of every query's scores in nats, -inf where it sees nothing: parts that saw different keys add
     up by it. Both carry gradients.
     """
-    asked = _Asked(scale, window, softcap, layout or Layout(), implementation, logsumexp=True)
+    asked = _AttentionSpec(scale, window, softcap, layout or Layout(), implementation, logsumexp=True)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
     out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
     assert lse_BHS is not None, "it was asked for"
@@ -121,7 +121,7 @@ def attention_and_logsumexp(
 
 
 def _run(
-    asked: _Asked, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_at: _At, key_at: _At
+    asked: _AttentionSpec, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_at: _At, key_at: _At
 ) -> tuple[jax.Array, jax.Array | None]:
     _check(q_BSHK, k_BTGK, v_BTGV, query_at[0], key_at[0])
     places = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
@@ -201,7 +201,7 @@ def _problems(q_BSHK: jax.Array, *, places: bool, logsumexp: bool) -> dict[str, 
 
 
 def _choose(problems: Mapping[str, str]) -> str:
-    """The implementation for the device of the mesh in force, logged once with the reason."""
+    """The implementation for the device of the current mesh, logged once with the reason."""
     platform, _ = device()
     if platform == "tpu":
         problems = {name: problem for name, problem in problems.items() if name != "hopper"}

@@ -30,7 +30,7 @@ def grouped_matmul(
     Group e has `group_sizes_E[e]` rows (any number, 0 included), after those of the groups before it. Rows beyond all groups give 0 and get
     no gradient; an empty group's weights get a gradient of 0. Sums are float32, rounded once to the dtype of x. What is in one group's
     rows, NaN included, changes no bit of another's. `implementation`: "tpu", "hopper" (H100 and H200), "xla", or None for the best that
-    the device of the mesh in force runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced
+    the device of the current mesh runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced
     and exceed M or are negative, and where the implementation asked for cannot run this. Sizes known only later must not: rows beyond M
     are not there.
     """

@@ -29,13 +29,13 @@ class MlpLayout:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _MatmulSpec:
     activation: str
     layout: MlpLayout
 
 
 def gated_mlp_problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout | None = None) -> str:
-    """Why `gated_mlp` cannot run x of this shape [B, S, D] on the mesh in force, or is no faster than XLA; empty if it should be used."""
+    """Why `gated_mlp` cannot run x of this shape [B, S, D] on the current mesh, or is no faster than XLA; empty if it should be used."""
     platform, kind = device()
     if platform != "tpu" and platform not in GPUS:
         return "the device is no TPU and no GPU"
@@ -57,7 +57,7 @@ def gated_mlp(
     """(act(x gate) * (x up)) down (Shazeer 2020, arXiv 2002.05202); `activation`: "silu" or "gelu" (by tanh).
 
     The matmuls that end in something elementwise, one forward and one backward, are kernels, interpreted on a CPU. Sums are float32, what
-    is kept is rounded to x's dtype. `layout` says how the mesh in force splits the operands. What a remat policy saves is named "gate"
+    is kept is rounded to x's dtype. `layout` says how the current mesh splits the operands. What a remat policy saves is named "gate"
     and "up". Raises ValueError for shapes and dtypes that do not fit, and for what the kernels cannot run.
     """
     if activation not in tpu.ACTIVATIONS:
@@ -68,7 +68,7 @@ def gated_mlp(
         raise ValueError(f"gated_mlp: shapes do not fit: x {x_BSD.shape}, {shapes}")
     if any(w.dtype != x_BSD.dtype for w in weights.values()):
         raise ValueError(f"gated_mlp: x {x_BSD.dtype} and weights {', '.join(str(w.dtype) for w in weights.values())} must be of one dtype")
-    asked = _Asked(activation, layout or MlpLayout())
+    asked = _MatmulSpec(activation, layout or MlpLayout())
     if problem := _problem(x_BSD.shape, gate_DF.shape[1], x_BSD.dtype, asked.layout, device()[1]):
         raise ValueError(f"gated_mlp: cannot run this: {problem}")
     return _gated_mlp(asked, x_BSD, gate_DF, up_DF, down_FD)
@@ -88,7 +88,7 @@ def _local(shape: tuple[int, ...], d_ff: int, layout: MlpLayout) -> tuple[int, i
 
 
 def _kernels() -> ModuleType:
-    """For the device of the mesh in force: gated_forward, gated_backward, why_not and why_slow."""
+    """For the device of the current mesh: gated_forward, gated_backward, why_not and why_slow."""
     if device()[0] not in GPUS:
         return tpu
     from maxlm.kernels.matmul import gpu  # what compiles for GPUs is loaded where there is one
@@ -97,12 +97,12 @@ def _kernels() -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_mlp(asked: _Asked, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+def _gated_mlp(asked: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
     return _forward(asked, x_BSD, gate_DF, up_DF, down_FD)[0]
 
 
 def _forward(
-    asked: _Asked, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+    asked: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     whole, columns = _specs(asked.layout)
     hidden_BSF, gate_BSF, up_BSF = _on_each_device(
@@ -112,7 +112,7 @@ def _forward(
     return jnp.einsum("BSF,FD->BSD", hidden_BSF, down_FD), saved
 
 
-def _backward(asked: _Asked, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(asked: _MatmulSpec, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) -> tuple[jax.Array, ...]:
     x_BSD, gate_BSF, up_BSF, gate_DF, up_DF, down_FD = saved
     whole, columns = _specs(asked.layout)
     hidden_BSF, dgate_BSF, dup_BSF = _on_each_device(
@@ -131,7 +131,7 @@ def _specs(layout: MlpLayout) -> tuple[P, P]:
     return P(layout.batch or None, None, None), P(layout.batch or None, None, layout.hidden or None)
 
 
-def _on_each_device(asked: _Asked, kernel: Any, specs: tuple[P, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _on_each_device(asked: _MatmulSpec, kernel: Any, specs: tuple[P, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`kernel` on every device's share, sequences joined to rows."""
     platform, kind = device()
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlm.checkpoint.leaves import named_leaves
+from maxlm.checkpoint.tree_paths import named_leaves
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # name of the leaf -> two uint32 scalars
 

@@ -3,8 +3,8 @@
 import jax
 
 from maxlm.checkpoint.errors import CheckpointError
-from maxlm.checkpoint.leaves import PARAMS
 from maxlm.checkpoint.manifest import Leaf
+from maxlm.checkpoint.tree_paths import PARAMS
 
 _SHOWN = 3  # differences named before the rest is only counted
 

@@ -20,8 +20,8 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import cluster, digest, manifest, quiet
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
-from maxlm.checkpoint.leaves import PARAMS, abstract_leaf, bytes_here, named_leaves
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
+from maxlm.checkpoint.tree_paths import PARAMS, abstract_leaf, bytes_here, named_leaves
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 

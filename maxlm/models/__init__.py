@@ -1,13 +1,13 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.decoder import Cache, Decoder, Given, Routings
+from maxlm.models.decoder import BlockContext, Cache, Decoder, Routings
 from maxlm.models.flops import attended_pairs, counts, step_flops, token_flops
 from maxlm.models.parameters import abstract_parameters, bind, count_parameters, init_parameters, parameter_axes, parameter_specs
 
 __all__ = [
+    "BlockContext",
     "Cache",
     "Decoder",
-    "Given",
     "Routings",
     "abstract_parameters",
     "attended_pairs",

@@ -31,7 +31,7 @@ class Cache(NamedTuple):
     length: Int[Array, ""]
 
 
-class Mixing(nnx.Module):
+class AttentionBase(nnx.Module):
     """What every kind of attention does with its queries, keys and values: softmax(scale * q k^T) v over what causality, window and
     document leave (arXiv 1706.03762), and the matmul out of the heads. Subclasses declare and compute the three.
     """
@@ -115,7 +115,7 @@ class Mixing(nnx.Module):
         return 6 * self.out_HKD.shape[-3] * head_dims * pairs / seq_len
 
 
-class Attention(Mixing):
+class Attention(AttentionBase):
     """Grouped-query attention (arXiv 2305.13245)."""
 
     def __init__(self, config: ModelConfig, *, local: bool) -> None:
@@ -157,6 +157,6 @@ class Attention(Mixing):
 
 
 def _layout() -> Layout:
-    """How the mesh in force splits attention's operands."""
+    """How the current mesh splits attention's operands."""
     mesh = jax.sharding.get_abstract_mesh()
     return Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))

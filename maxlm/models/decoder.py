@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.ahead import Ahead
 from maxlm.models.attention import Attention, Cache
 from maxlm.models.forward import Forward
-from maxlm.models.latent import LatentAttention
 from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
+from maxlm.models.mla import LatentAttention
 from maxlm.models.mlp import Mlp
 from maxlm.models.moe import Moe
+from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.remat import rematerialise
 from maxlm.models.router import Routing
 from maxlm.parallel import constrain
@@ -31,7 +31,7 @@ Caches = dict[str, tuple[Cache, ...]]  # of "head", "layers" and "tail"
 Routings = dict[str, tuple[Routing, ...]]  # of "layers", "tail" and "ahead", stacked as they are
 
 
-class Given(NamedTuple):
+class BlockContext(NamedTuple):
     """What blocks read beside hidden states; carries no gradient."""
 
     angles: dict[bool, Angles | None]  # by whether a layer is local; None with learned positions
@@ -39,7 +39,7 @@ class Given(NamedTuple):
     noise_BS: Int[Array, "B S"] | None  # what jitter grows from, in training
 
 
-class Through(NamedTuple):
+class DecoderOutput(NamedTuple):
     """What has gone through all blocks."""
 
     x_BSD: Float[Array, "B S D"]
@@ -64,7 +64,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], given: Given, cache: Cache | None, forward: Forward
+        self, x_BSD: Float[Array, "B S D"], given: BlockContext, cache: Cache | None, forward: Forward
     ) -> tuple[Float[Array, "B S D"], Cache | None, _Report]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         angles, segment_ids_BS = given.angles[self.attention.local], given.segment_ids_BS
@@ -117,7 +117,7 @@ class Decoder(nnx.Module):
         tied = config.tie_embeddings
         self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
         kinds = [config.layer_pattern[(config.n_layers + i) % len(pattern)] for i in range(config.mtp_depth)]
-        self.ahead = nnx.List([Ahead(config, Block(config, local=kind == "local", experts=experts)) for kind in kinds])
+        self.ahead = nnx.List([FutureTokenModule(config, Block(config, local=kind == "local", experts=experts)) for kind in kinds])
 
     def __call__(
         self,
@@ -128,21 +128,21 @@ class Decoder(nnx.Module):
         *,
         forward: Forward | None = None,
         caches: Caches | None = None,
-    ) -> Through:
+    ) -> DecoderOutput:
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given."""
-        given = Given(self.angles(positions_BS), segment_ids_BS, noise_BS)
+        given = BlockContext(self.angles(positions_BS), segment_ids_BS, noise_BS)
         through = self.through(self.embed(tokens_BS, positions_BS), given, forward or Forward(), caches)
         return through._replace(x_BSD=self.final_norm(through.x_BSD))
 
-    def through(self, x_BSD: Float[Array, "B S D"], given: Given, forward: Forward, caches: Caches | None = None) -> Through:
+    def through(self, x_BSD: Float[Array, "B S D"], given: BlockContext, forward: Forward, caches: Caches | None = None) -> DecoderOutput:
         """All blocks, between `embed` and `final_norm`."""
         x_BSD, caches_of_head = self.begin(x_BSD, given, forward, caches)
         through = self.run(x_BSD, given, forward, caches=caches)
         return through if through.caches is None else through._replace(caches={**caches_of_head, **through.caches})
 
     def look_ahead(
-        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Array], given: Given, forward: Forward
-    ) -> tuple[list[Array], Through]:
+        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Array], given: BlockContext, forward: Forward
+    ) -> tuple[list[Array], DecoderOutput]:
         """(hidden states after a final norm for each token further ahead, what the last of these blocks gives): `tokens[i]`, [B, S], stand
         i + 1 places further than those that x_BSD, before its final norm, was made of.
         """
@@ -155,9 +155,11 @@ class Decoder(nnx.Module):
             normed.append(ahead.final_norm(x_BSD))
             if report is not None:
                 penalty, reports = penalty + report[0], [*reports, report[1]]
-        return normed, Through(x_BSD, None, penalty, {"ahead": tuple(reports)} if reports else None)
+        return normed, DecoderOutput(x_BSD, None, penalty, {"ahead": tuple(reports)} if reports else None)
 
-    def begin(self, x_BSD: Float[Array, "B S D"], given: Given, forward: Forward, caches: Caches | None = None) -> tuple[Array, Caches]:
+    def begin(
+        self, x_BSD: Float[Array, "B S D"], given: BlockContext, forward: Forward, caches: Caches | None = None
+    ) -> tuple[Array, Caches]:
         """The blocks before the pattern."""
         x_BSD, new, _ = _period(partial(_layer, forward, given), x_BSD, _owns(self.head, caches, "head"))
         return x_BSD, {"head": new}
@@ -165,12 +167,12 @@ class Decoder(nnx.Module):
     def run(
         self,
         x_BSD: Float[Array, "B S D"],
-        given: Given,
+        given: BlockContext,
         forward: Forward,
         *,
         caches: Caches | None = None,
         alive: tuple[Array, ...] | None = None,
-    ) -> Through:
+    ) -> DecoderOutput:
         """The blocks of the pattern, between `begin` and `final_norm`. `alive`, stacked as `layers`: which are there; the others are
         padding.
         """
@@ -185,7 +187,7 @@ class Decoder(nnx.Module):
         found = {"layers": reports, "tail": reports_of_tail}
         penalty = sum((jnp.sum(report[0]) for part in found.values() for report in part if report is not None), jnp.float32(0))
         routings = {name: tuple(report[1] for report in part) for name, part in found.items()} if self.config.moe is not None else None
-        return Through(x_BSD, {"layers": new_layers, "tail": new_tail} if caches else None, penalty, routings)
+        return DecoderOutput(x_BSD, {"layers": new_layers, "tail": new_tail} if caches else None, penalty, routings)
 
     @property
     def unembedding_VD(self) -> jax.Array:
@@ -249,11 +251,11 @@ def _period(layer: Callable, x_BSD: jax.Array, owns: tuple[_Own, ...]) -> tuple[
     return x_BSD, tuple(caches), tuple(reports)
 
 
-def _layer(forward: Forward, given: Given, x_BSD: jax.Array, own: _Own) -> tuple[jax.Array, tuple[Cache | None, _Report]]:
+def _layer(forward: Forward, given: BlockContext, x_BSD: jax.Array, own: _Own) -> tuple[jax.Array, tuple[Cache | None, _Report]]:
     """One block, with what its backward pass needs kept as the remat policy says."""
     block, cache, is_there = own
 
-    def apply(block: Block, x_BSD: jax.Array, given: Given, cache: Cache | None) -> tuple[jax.Array, Cache | None, _Report]:
+    def apply(block: Block, x_BSD: jax.Array, given: BlockContext, cache: Cache | None) -> tuple[jax.Array, Cache | None, _Report]:
         return block(x_BSD, given, cache, forward)
 
     into_BSD = x_BSD if is_there is None else jnp.where(is_there, x_BSD, 0)  # the gradient of padding goes nowhere

@@ -51,7 +51,7 @@ _fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fe
 
 
 def _on_tpu() -> bool:
-    """Whether the mesh in force is one of TPUs, present or not."""
+    """Whether the current mesh is one of TPUs, present or not."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "tpu"
 

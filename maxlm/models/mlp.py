@@ -65,6 +65,6 @@ class Mlp(nnx.Module):
 
 
 def _layout() -> MlpLayout:
-    """How the mesh in force splits rows and the feed-forward width."""
+    """How the current mesh splits rows and the feed-forward width."""
     mesh = jax.sharding.get_abstract_mesh()
     return MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))

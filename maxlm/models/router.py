@@ -101,7 +101,7 @@ def _chosen_by_tokens(config: MoeConfig, compared_BSE: jax.Array) -> jax.Array:
     return jax.lax.top_k(compared_BSE, config.top_k)[1]
 
 
-def room(config: MoeConfig, seq_len: int) -> int:
+def expert_capacity(config: MoeConfig, seq_len: int) -> int:
     """Tokens of a sequence that an expert takes at most, where there is a capacity, or where experts choose."""
     return min(seq_len, math.ceil((config.router.capacity or 1.0) * config.top_k * seq_len / config.n_experts))
 
@@ -110,7 +110,7 @@ def _chosen_by_experts(config: MoeConfig, compared_BSE: jax.Array, routed_BS: ja
     """Each expert takes the tokens of a sequence that score best with it; a token meets any number of experts (arXiv 2202.09368)."""
     seq_len, experts = compared_BSE.shape[1:]
     worth_BES = jnp.where(routed_BS[:, None], jnp.swapaxes(compared_BSE, 1, 2), -jnp.inf)
-    least_BE1 = jax.lax.top_k(worth_BES, room(config, seq_len))[0][..., -1:]
+    least_BE1 = jax.lax.top_k(worth_BES, expert_capacity(config, seq_len))[0][..., -1:]
     taken_BES = (worth_BES >= least_BE1) & routed_BS[:, None]
     return jnp.where(jnp.swapaxes(taken_BES, 1, 2), jnp.arange(experts), experts)
 
@@ -121,7 +121,7 @@ def _with_room(config: MoeConfig, chosen_BSK: jax.Array, forward: Forward) -> ja
     ordered_BSK = in_sequence(chosen_BSK, forward.context)
     asks_BSE = jnp.sum(ordered_BSK[..., None] == jnp.arange(experts), axis=2, dtype=jnp.int32)
     before_BSE = in_sequence(jnp.cumsum(asks_BSE, axis=1) - asks_BSE, forward.context, back=True)
-    return jnp.where(_pick(before_BSE, chosen_BSK) < room(config, chosen_BSK.shape[1]), chosen_BSK, experts)
+    return jnp.where(_pick(before_BSE, chosen_BSK) < expert_capacity(config, chosen_BSK.shape[1]), chosen_BSK, experts)
 
 
 def _load_shares(config: MoeConfig, chosen_BSK: jax.Array, routed_BS: jax.Array, forward: Forward) -> jax.Array:

@@ -24,7 +24,7 @@ from maxlm.parallel.pipeline import AXIS
 
 
 @dataclass(frozen=True)
-class Deal:
+class StageAssignment:
     """Which period of the layer pattern lies where, when the depth is cut into `stages` x `chunks` parts and part q lies on stage q mod
     stages. Parts differ by one period at most, and the shorter are padded: each stage computes as many. The last period may be cut short.
     """
@@ -104,8 +104,8 @@ class Deal:
         return tuple(run if size > 1 else run[:, 0] for run, size in zip(by_run, self.runs, strict=True))
 
 
-def deal_out(deal: Deal, params: Parameters) -> Parameters:
-    """The layers of `params`, tail included, as the stages of the mesh in force compute with them: leading dim over `stage`."""
+def scatter_to_stages(deal: StageAssignment, params: Parameters) -> Parameters:
+    """The layers of `params`, tail included, as the stages of the current mesh compute with them: leading dim over `stage`."""
     resting, lying = _specs(deal)
 
     def one(leaf: Array, tail: Array | None, split: int | None, run: int) -> Array:
@@ -124,8 +124,8 @@ def deal_out(deal: Deal, params: Parameters) -> Parameters:
     return jax.shard_map(all_of_them, in_specs=specs, out_specs=lying, check_vma=False)(*given)
 
 
-def bring_back(deal: Deal, layers: Parameters) -> Parameters:
-    """The inverse of `deal_out`, of gradients: {"layers", "tail"} as parameters are at rest."""
+def gather_from_stages(deal: StageAssignment, layers: Parameters) -> Parameters:
+    """The inverse of `scatter_to_stages`, of gradients: {"layers", "tail"} as parameters are at rest."""
     resting, lying = _specs(deal)
     whole, place_of = deal.whole, deal.place_of
 
@@ -148,7 +148,7 @@ def bring_back(deal: Deal, layers: Parameters) -> Parameters:
     return jax.shard_map(all_of_them, in_specs=(lying,), out_specs=back, check_vma=False)(layers)
 
 
-def in_periods(deal: Deal, reports: Routings) -> Routings:
+def in_periods(deal: StageAssignment, reports: Routings) -> Routings:
     """What the layers of all stages have reported, as `Decoder.run` would."""
     periods = [jax.tree.map(lambda leaf: leaf[deal.place_of], run) for run in reports["layers"]]
     cut = [(periods[run], sizes) for run, sizes in enumerate(zip(deal.tail, deal.runs, strict=True)) if sizes[0]]
@@ -158,7 +158,7 @@ def in_periods(deal: Deal, reports: Routings) -> Routings:
     }
 
 
-def _specs(deal: Deal) -> tuple[Parameters, Parameters]:
+def _specs(deal: StageAssignment) -> tuple[Parameters, Parameters]:
     """How parameters are split at rest, and layers on their stages."""
     resting = parameter_specs(deal.config, jax.sharding.get_abstract_mesh())
     lying = jax.tree.map(lambda spec: P(AXIS, *map(_without_stage, spec[1:])), resting["layers"], is_leaf=lambda leaf: isinstance(leaf, P))
@@ -175,7 +175,7 @@ def _split(spec: P) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if AXIS in (entry if isinstance(entry, tuple) else (entry,))), None)
 
 
-def _as_they_are(deal: Deal) -> bool:
+def _as_they_are(deal: StageAssignment) -> bool:
     return not deal.padded and deal.chunks == 1
 
 

@@ -30,7 +30,7 @@ _AXIS = "context"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _AttentionSpec:
     """What is asked for beside the operands; `size` devices of the axis."""
 
     strategy: ContextAttention
@@ -47,7 +47,7 @@ class _Asked:
 
 
 def context_size() -> int:
-    """Devices that a sequence is split over in the mesh in force."""
+    """Devices that a sequence is split over in the current mesh."""
     return jax.sharding.get_abstract_mesh().shape.get(_AXIS, 1)
 
 
@@ -59,7 +59,7 @@ def zigzag(x_BS: Shaped[Array, "B S ..."], size: int) -> Shaped[Array, "B S ..."
 
 
 def in_sequence(x_BS: Shaped[Array, "B S ..."], strategy: ContextAttention, *, back: bool = False) -> Shaped[Array, "B S ..."]:
-    """Tokens that lie where attention wants them under the mesh in force, in the order of their sequence; `back`: the inverse."""
+    """Tokens that lie where attention wants them under the current mesh, in the order of their sequence; `back`: the inverse."""
     size = context_size()
     if size == 1 or strategy == "ulysses":
         return x_BS
@@ -89,7 +89,7 @@ def context_attention(
     values narrower than keys do so with zeros.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    asked = _Asked(strategy, mesh.shape[_AXIS], scale, window, softcap, implementation, logsumexp=sinks_H is not None)
+    asked = _AttentionSpec(strategy, mesh.shape[_AXIS], scale, window, softcap, implementation, logsumexp=sinks_H is not None)
     batch, heads = mesh_axes("batch", mesh) or None, mesh_axes("heads", mesh) or None
     spec, tokens, rows = P(batch, _AXIS, heads), P(batch, _AXIS), P(batch, heads, _AXIS) if asked.logsumexp else None
     local = functools.partial(_ulysses if strategy == "ulysses" else _in_zigzag, asked)
@@ -103,7 +103,7 @@ def context_attention(
 
 
 def _ulysses(
-    asked: _Asked, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array
+    asked: _AttentionSpec, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     exchange = functools.partial(jax.lax.all_to_all, axis_name=_AXIS, tiled=True)
     given = {"query": q_BSHK, "key": k_BSGK, "value": v_BSGK}
@@ -123,7 +123,9 @@ _Rows = tuple[Any, ...]
 _Keys = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, asked: _Asked) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS: jax.Array, asked: _AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
     rows = tuple(zip(_heads_first(q_BSHK), _halves(segments_BS), strict=True))
     keys = tuple(zip(_heads_first(k_BSGK), _heads_first(v_BSGK), _halves(segments_BS), strict=True))
     attend = functools.partial(_attend, asked)
@@ -144,7 +146,7 @@ def _forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_B
     return out_BSHK.astype(q_BSHK.dtype), jnp.where(jnp.isfinite(lse_BHS), lse_BHS * LOG2E, UNSEEING)
 
 
-def _backward(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, asked: _Asked) -> Gradients:
+def _backward(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, asked: _AttentionSpec) -> Gradients:
     q_BSHK, k_BSGK, v_BSGK, segments_BS, out_BSHK, lse_BHS = saved
     lse_BHS = jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
     dlse_BHS = jnp.zeros_like(lse_BHS) if dlse_BHS is None else dlse_BHS
@@ -183,18 +185,18 @@ def _backward(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, as
 _attention = differentiable(_forward, _backward)
 
 
-def _in_zigzag(asked: _Asked, *operands: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _in_zigzag(asked: _AttentionSpec, *operands: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return _attention(*operands, asked, asked.logsumexp)
 
 
-def _attend(asked: _Asked, rows: _Rows, keys: _Keys, distance: int) -> Part:
+def _attend(asked: _AttentionSpec, rows: _Rows, keys: _Keys, distance: int) -> Part:
     """Of queries to the keys that stand `distance` chunks before them."""
     (q, segments), (k, v, key_segments) = rows, keys
     offset = distance * q.shape[2]
     return attention_part(q, k, v, segments, key_segments, offset=offset, window=asked.window, **asked.options)
 
 
-def _differentiate(asked: _Asked, rows: _Rows, keys: _Keys, distance: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _differentiate(asked: _AttentionSpec, rows: _Rows, keys: _Keys, distance: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What these queries and keys add to the gradients of q, and of k and v; float32."""
     (q, segments, out, lse, dout, dlse), (k, v, key_segments) = rows, keys
     options = {"offset": distance * q.shape[2], "window": asked.window, **asked.options}
@@ -233,7 +235,7 @@ def _if(condition: jax.Array, tree: Any) -> Any:
 
 
 def _around(
-    asked: _Asked, keys: tuple[_Keys, ...], state: Any, dkeys: Any, hop: Callable[[Any, jax.Array, Any], tuple[Any, Any]]
+    asked: _AttentionSpec, keys: tuple[_Keys, ...], state: Any, dkeys: Any, hop: Callable[[Any, jax.Array, Any], tuple[Any, Any]]
 ) -> tuple[Any, Any]:
     """(state, dkeys) after `hop(state, early, keys)` for the keys of every other device: dkeys, if any, sums up what hops give for keys.
 
@@ -285,7 +287,7 @@ def _dunpacked(dpacked: jax.Array | None) -> Any:
     return (dk_first, dv_first), (dk_second, dv_second)
 
 
-def _next(asked: _Asked, tree: Any) -> Any:
+def _next(asked: _AttentionSpec, tree: Any) -> Any:
     """From every device to the next one."""
     return jax.lax.ppermute(tree, _AXIS, [(i, (i + 1) % asked.size) for i in range(asked.size)])
 
@@ -293,13 +295,13 @@ def _next(asked: _Asked, tree: Any) -> Any:
 # With a window, only chunks that it reaches are fetched.
 
 
-def _reached(asked: _Asked, length: int) -> range:
+def _reached(asked: _AttentionSpec, length: int) -> range:
     """How many chunks before its own a query sees keys, 0 among them."""
     assert asked.window is not None, "without it, everything is reached"
     return range(min(-(-(asked.window - 1) // length), 2 * asked.size - 1) + 1)
 
 
-def _fetch(asked: _Asked, chunks: tuple[Any, ...], distance: int) -> tuple[Any, ...]:
+def _fetch(asked: _AttentionSpec, chunks: tuple[Any, ...], distance: int) -> tuple[Any, ...]:
     """What stands `distance` chunks before both chunks of every device; zeros, which are padding, before the sequence."""
     if distance == 0:
         return chunks
@@ -311,6 +313,6 @@ def _fetch(asked: _Asked, chunks: tuple[Any, ...], distance: int) -> tuple[Any, 
     return first, _sum(to_second, second)
 
 
-def _return(asked: _Asked, dchunks: tuple[Any, ...], distance: int) -> tuple[Any, ...]:
+def _return(asked: _AttentionSpec, dchunks: tuple[Any, ...], distance: int) -> tuple[Any, ...]:
     """The gradients of what `_fetch` brought, at home."""
     return jax.linear_transpose(lambda chunks: _fetch(asked, chunks, distance), dchunks)(dchunks)[0]

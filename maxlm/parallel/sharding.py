@@ -70,7 +70,7 @@ def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh 
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin the sharding of activation `x` to its logical axes. Without a mesh in force, `x` as it is."""
+    """Pin the sharding of activation `x` to its logical axes. Without a current mesh, `x` as it is."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

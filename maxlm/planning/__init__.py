@@ -1,1 +1,1 @@
-"""Know before you pay: compile for any topology without the hardware, read the compiled program, price it, search layouts."""
+"""Finds a layout: enumerate, predict in microseconds, compile the most promising, learn from what was compiled."""

@@ -16,13 +16,13 @@ from pathlib import Path
 import jax
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
-from maxlm.runtime import places, roll_call
+from maxlm.runtime import cluster_env, roll_call
 from maxlm.runtime.accelerators import find_accelerators
+from maxlm.runtime.cluster_env import Place
 from maxlm.runtime.deadline import Stopped
+from maxlm.runtime.host_allgather import words
 from maxlm.runtime.line import shared_secret
-from maxlm.runtime.places import Place
 from maxlm.runtime.signals import beside_preemption_service
-from maxlm.runtime.together import words
 
 HANG_SECONDS = (
     120  # after which jax's own heartbeat ends all processes, naming nobody; asked every half of it, so never before the roll call's
@@ -48,7 +48,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     HOST_LOST, and a line that says why.
 
     Args:
-        named: what the command line says of the cluster, see `places.find`.
+        named: what the command line says of the cluster, see `cluster_env.find`.
         say: is told, before waiting for the others, what was found, and where.
         seconds: to wait for them.
 
@@ -58,7 +58,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
     n_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    place = places.find(named, os.environ, functools.cache(places.metadata) if on_tpu else lambda name: None, n_gpus)
+    place = cluster_env.find(named, os.environ, functools.cache(cluster_env.metadata) if on_tpu else lambda name: None, n_gpus)
     if place is None:
         yield Cluster("one process", (socket.gethostname(),))
         return
@@ -89,7 +89,7 @@ def _first_line(error: BaseException) -> str:
 
 def _initialize(place: Place, reached_at: Collection[str], say: Callable[[str], None]) -> None:
     """Start jax's own service beside the roll call; `reached_at`: addresses of this host at which the others reached process 0."""
-    host, port = places.host_and_port(place.address)
+    host, port = cluster_env.host_and_port(place.address)
     address, bind = _join(host, port + 1), None
     if len(reached_at) == 1 and "%" not in (
         only := next(iter(reached_at))
@@ -136,7 +136,7 @@ def agree(facts: Mapping[str, str], problem: UserError | None = None) -> None:
         return
     may_pass = isinstance(problem, UnavailableError)
     said = words("\n".join([socket.gethostname(), str(may_pass), str(problem or ""), *facts.values()]))
-    hosts = [places.called(lines[0], number) for number, lines in enumerate(said)]
+    hosts = [cluster_env.called(lines[0], number) for number, lines in enumerate(said)]
     for host, lines in zip(hosts, said, strict=True):
         if lines[2]:
             raise (UnavailableError if lines[1] == str(True) else UserError)(f"{host}: {lines[2]}")

@@ -1,8 +1,8 @@
 """A signal ends this process within its limit, whatever its threads do.
 
 SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. A thread that computes in C, or waits for a disk, does not hear of that, and
-no thread of Python runs while one of them holds the interpreter's lock. So the clock runs in a small process, the guardian: the C handler
-of Python writes each signal to its pipe, which needs neither the lock nor a thread. When the limit has passed, the guardian prints the
+no thread of Python runs while one of them holds the interpreter's lock. So the clock runs in a small process, the monitor: the C handler
+of Python writes each signal to its pipe, which needs neither the lock nor a thread. When the limit has passed, the monitor prints the
 stacks of all threads where something hangs, and ends this process with the exit code that is due.
 """
 
@@ -35,7 +35,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one, which reached the process by two ways
 _LONGEST_LINE = 500  # bytes a pipe takes at once, POSIX's PIPE_BUF
 
-# What the guardian is told beside signals, which are numbers below 65.
+# What the monitor is told beside signals, which are numbers below 65.
 PROMPT, KEEP, SAVE, _ENDS, _STACKS_TO = b"A", b"K", b"S", b"E", b"F"
 
 
@@ -50,9 +50,9 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Installed:
-    """The guardian of this process: its pid, and the pipe to it."""
+    """The monitor of this process: its pid, and the pipe to it."""
 
-    guardian: int
+    monitor: int
     line: int
 
 
@@ -72,16 +72,16 @@ def start() -> None:
     parent = None if inherited is None else int(inherited)
     line, told = os.pipe()
     dump, dumped = os.pipe()
-    guardian = os.fork()
-    if guardian == 0:
-        _be_guardian(_Guardian(os.getppid(), line, dump, grace, parent), told, dumped)
+    monitor = os.fork()
+    if monitor == 0:
+        _run_monitor(_Monitor(os.getppid(), line, dump, grace, parent), told, dumped)
     for end in (line, dump, parent):
         if end is not None:
             os.close(end)
     os.set_blocking(told, False)
     faulthandler.register(STACKS_SIGNAL, file=dumped, all_threads=True, chain=False)
     _exit_by_signals()
-    _installed = _Installed(guardian, told)
+    _installed = _Installed(monitor, told)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     sys.unraisablehook = _say_unless_stopped
     sys.excepthook = _print_unless_stopped
@@ -109,13 +109,13 @@ def finish(code: int) -> Stopped | None:
 
 
 def dismiss() -> None:
-    """End the guardian: this process has handlers of its own, and takes its time."""
+    """End the monitor: this process has handlers of its own, and takes its time."""
     global _installed
     if _installed is None:
         return
     signal.set_wakeup_fd(-1)
     os.close(_installed.line)
-    os.waitpid(_installed.guardian, 0)
+    os.waitpid(_installed.monitor, 0)
     _installed = None
 
 
@@ -157,7 +157,7 @@ def _exit() -> None:
 
 
 def _say_unless_stopped(what: "sys.UnraisableHookArgs") -> None:
-    """Python drops what a finalizer or a callback raises, and says so; for `Stopped` the guardian does what is left to do."""
+    """Python drops what a finalizer or a callback raises, and says so; for `Stopped` the monitor does what is left to do."""
     if not isinstance(what.exc_value, Stopped):
         sys.__unraisablehook__(what)
 
@@ -170,7 +170,7 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
 
 def _tell(what: bytes) -> None:
     if _installed is not None:
-        with contextlib.suppress(OSError):  # a guardian that somebody has killed or stopped must not cost the run
+        with contextlib.suppress(OSError):  # a monitor that somebody has killed or stopped must not cost the run
             os.write(_installed.line, what)
 
 
@@ -184,8 +184,8 @@ def _exit_by_signals() -> None:
 
 
 @dataclass
-class _Guardian:
-    """State of the guardian process: the pid it watches, its pipes, and the deadline once a signal has come."""
+class _Monitor:
+    """State of the monitor process: the pid it watches, its pipes, and the deadline once a signal has come."""
 
     guarded: int
     line: int
@@ -294,7 +294,7 @@ class _Guardian:
                 file.write(text)
 
 
-def _be_guardian(guardian: _Guardian, *others: int) -> NoReturn:
+def _run_monitor(monitor: _Monitor, *others: int) -> NoReturn:
     """The life of the child process."""
     try:
         for number in SIGNALS:  # a terminal sends them to both
@@ -302,7 +302,7 @@ def _be_guardian(guardian: _Guardian, *others: int) -> NoReturn:
         for end in (0, 1, *others):
             with contextlib.suppress(OSError):  # closed before
                 os.close(end)
-        guardian.run()
+        monitor.run()
     finally:
         os._exit(0)
 

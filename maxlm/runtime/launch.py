@@ -18,9 +18,9 @@ from typing import IO
 
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
-from maxlm.runtime import attempt, deadline
-from maxlm.runtime.attempt import Attempt
-from maxlm.runtime.places import called
+from maxlm.runtime import deadline, progress_file
+from maxlm.runtime.cluster_env import called
+from maxlm.runtime.progress_file import Attempt
 
 NO_HELP: dict[int, str] = {  # exit codes after which nothing is started
     ExitCode.DONE: "",
@@ -146,7 +146,7 @@ class Supervisor:
         ours, theirs = os.pipe()  # its other end is closed when this process is gone, and the run then ends, too
         with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
             path = Path(folder) / "attempt"
-            environment = {**os.environ, attempt.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(ours)}
+            environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(ours)}
             try:
                 with signals_blocked():  # until it has handlers, see `deadline.start`
                     self._process = subprocess.Popen(  # in a group of its own: of Ctrl-C it hears from us, once
@@ -167,7 +167,7 @@ class Supervisor:
                 reader.start()
                 killed_for = self._wait(self._process)
                 reader.join(timeout=5)  # a grandchild may hold the pipe
-                return End(self._process.returncode, attempt.read(path), tuple(said), killed_for)
+                return End(self._process.returncode, progress_file.read(path), tuple(said), killed_for)
             finally:
                 os.close(theirs)
 

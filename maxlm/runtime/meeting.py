@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlm.config.errors import ExitCode
+from maxlm.runtime.cluster_env import Place, called
 from maxlm.runtime.line import Line, LineError
-from maxlm.runtime.places import Place, called
 
 SETTLE_SECONDS = 2.0  # in which the news of a lost host overtakes the errors that it causes in the others
 PART_SECONDS = 5.0  # that process 0 stays, at most, for the others to end before jax's service does, which would cut them short
@@ -63,7 +63,7 @@ class Meeting:
             self._tell("bye")
         else:
             self._tell("end", why=why, code=int(code))
-            self._see_them_off()
+            self._drain_peers()
 
     def name(self) -> str:
         """Name of this process."""
@@ -153,10 +153,10 @@ class Meeting:
         self._parted.set()
         sys.stderr.write(f"maxlm: {why}\n")
         sys.stderr.flush()
-        self._see_them_off()
+        self._drain_peers()
         os._exit(code)  # the main thread may wait for the lost one for ever
 
-    def _see_them_off(self) -> None:
+    def _drain_peers(self) -> None:
         """Process 0 is the last to go: jax's service ends with it, and that ends the others before they have said why."""
         if self._place.process != 0:
             return

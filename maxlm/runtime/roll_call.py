@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.runtime.cluster_env import Place, called, host_and_port
 from maxlm.runtime.line import MAKE_SECRET, MAX_BYTES, MAX_NAME, SECRET, Line, LineError, Message, StrangerError
 from maxlm.runtime.listening import MAX_VISITORS, Listening, OutOfFilesError
 from maxlm.runtime.meeting import Meeting
-from maxlm.runtime.places import Place, called, host_and_port
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would be a burden to whoever knows their names
 ANSWER_SECONDS = 2.0  # for one that waits to answer that it is still there

@@ -18,13 +18,13 @@ from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
-from maxlm.data.kept import keep_tokenizer
-from maxlm.data.pipeline import Pipeline
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare
+from maxlm.data.tokenizer_store import keep_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import attempt, cluster, deadline, lock
+from maxlm.runtime import cluster, deadline, lock, progress_file
 from maxlm.runtime.changes import changes, lost_checkpoints
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.digests import code_digest, digest
@@ -115,7 +115,7 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     if jax.process_count() > 1:
         cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     phases.primary = jax.process_index() == 0
-    attempt.joined(here.hosts)
+    progress_file.joined(here.hosts)
     check_cluster(config, jax.devices())
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), _processes_here(here))
 
@@ -221,8 +221,8 @@ def _facts(config: Config, joined: str, folder: Path) -> dict[str, Any]:
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
     """Observers that are closed, however the block ends; what they could not write is told."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
-    if attempt.VARIABLE in os.environ:
-        active.append(attempt.AttemptObserver(os.environ[attempt.VARIABLE]))
+    if progress_file.VARIABLE in os.environ:
+        active.append(progress_file.AttemptObserver(os.environ[progress_file.VARIABLE]))
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     if config.wandb is not None and primary:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.balance import Balance, collapsed, times_even
+from maxlm.telemetry.formatting import percent
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.words import percent
 
 COLLAPSED_STEPS = 20  # in a row
 IDLE_STEPS = 100  # in a row without a token

@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from maxlm.telemetry.formatting import count, duration, percent, sentence
 from maxlm.telemetry.observer import Event, StepRecord
-from maxlm.telemetry.words import count, duration, percent, sentence
 
 PLAIN_EVERY_S = 10.0
 REFRESH_PER_S = 2  # a redraw costs milliseconds that the loop may want

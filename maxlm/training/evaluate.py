@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from maxlm.data.pipeline import Pipeline
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.training.program import Program
 from maxlm.training.state import TrainState
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from maxlm.checkpoint.leaves import named_leaves
+from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.training.state import TrainState
 
 

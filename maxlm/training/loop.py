@@ -14,7 +14,7 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
-from maxlm.data.pipeline import Pipeline
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.training.evaluate import evaluate

@@ -10,7 +10,7 @@ from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.kernels.linear_cross_entropy import Layout
-from maxlm.models import Decoder, Given, Routings, bind, parameter_axes
+from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.parallel import mesh_axes
@@ -27,7 +27,7 @@ class LossSums(NamedTuple):
     ahead: Float[Array, " depth"] | None = None  # nll of each token further ahead
 
 
-class Part(NamedTuple):
+class MicrobatchInputs(NamedTuple):
     """What a forward pass is given of a batch, tokens where attention wants them."""
 
     batch: Batch
@@ -43,7 +43,7 @@ def loss_sums(
     `summed`: as in `Forward`.
     """
     dtype = jnp.dtype(config.precision.compute)
-    part, forward = part_of(config, batch, training=training), forward_of(config, summed)
+    part, forward = microbatch_inputs(config, batch, training=training), forward_of(config, summed)
     model = bind(config.model, cast_matrices(params, parameter_axes(config.model), dtype))
     with jax.default_matmul_precision(config.precision.matmul):
         through = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(model, part), forward)
@@ -57,7 +57,7 @@ def forward_of(config: Config, summed: tuple[str, ...] = ()) -> Forward:
     return Forward(memory=config.memory, context=config.mesh.context_attention, summed=summed)
 
 
-def part_of(config: Config, batch: Batch, *, training: bool = True) -> Part:
+def microbatch_inputs(config: Config, batch: Batch, *, training: bool = True) -> MicrobatchInputs:
     """Positions travel along with tokens, and a sum over tokens needs no order."""
     further: list[Batch] = []
     for _ in range(config.model.mtp_depth if training else 0):
@@ -65,7 +65,9 @@ def part_of(config: Config, batch: Batch, *, training: bool = True) -> Part:
         counts_BS = before.weights_BS * (_next(before.weights_BS) > 0)
         further.append(before._replace(tokens_BS=before.targets_BS, targets_BS=_next(before.targets_BS), weights_BS=counts_BS))
     noise_BS = _noise(config, batch) if training else None
-    return jax.tree.map(lambda x_BS: in_sequence(x_BS, config.mesh.context_attention, back=True), Part(batch, noise_BS, tuple(further)))
+    return jax.tree.map(
+        lambda x_BS: in_sequence(x_BS, config.mesh.context_attention, back=True), MicrobatchInputs(batch, noise_BS, tuple(further))
+    )
 
 
 def _next(x_BS: Array) -> Array:
@@ -83,13 +85,13 @@ def _noise(config: Config, batch: Batch) -> UInt32[Array, "B S"] | None:
     return rows_B1 * jnp.uint32(2246822519) ^ places_S
 
 
-def read_by(model: Decoder, part: Part) -> Given:
+def read_by(model: Decoder, part: MicrobatchInputs) -> BlockContext:
     """What blocks read beside hidden states."""
-    return Given(model.angles(part.batch.positions_BS), part.batch.segment_ids_BS, part.noise_BS)
+    return BlockContext(model.angles(part.batch.positions_BS), part.batch.segment_ids_BS, part.noise_BS)
 
 
 def head_sums(
-    config: Config, model: Decoder, x_BSD: Float[Array, "B S D"], part: Part, forward: Forward
+    config: Config, model: Decoder, x_BSD: Float[Array, "B S D"], part: MicrobatchInputs, forward: Forward
 ) -> tuple[Float[Array, ""], LossSums]:
     """`loss_sums`, given the hidden states before the final norm."""
     nll = _cross_entropy(config, model, model.final_norm(x_BSD), part.batch)
@@ -117,6 +119,6 @@ def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Bat
 
 
 def _layout() -> Layout:
-    """Which axes of the mesh in force split the operands of the loss."""
+    """Which axes of the current mesh split the operands of the loss."""
     mesh = jax.sharding.get_abstract_mesh()
     return Layout(**{name: mesh_axes(name, mesh) for name in ("batch", "seq", "vocab")}, embed=mesh_axes("table", mesh))

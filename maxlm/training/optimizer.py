@@ -9,8 +9,8 @@ import optax
 from maxlm.config.schema import Config, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import STACKED, Parameters, is_matrix
-from maxlm.training.outer import with_workers
-from maxlm.training.schedule import learning_rate
+from maxlm.training.diloco import with_workers
+from maxlm.training.lr_schedule import learning_rate
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:

@@ -14,10 +14,10 @@ from maxlm.models.parameters import Parameters
 from maxlm.models.router import Routing
 from maxlm.training import guards
 from maxlm.training.balance import in_depth_order, rebalance
+from maxlm.training.diloco import sync_workers, update_workers
 from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
-from maxlm.training.outer import meet, update_apart
-from maxlm.training.schedule import learning_rate
+from maxlm.training.lr_schedule import learning_rate
 from maxlm.training.state import TrainState
 
 
@@ -55,9 +55,9 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
         if outer is None:
             params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
         else:
-            apart, sums, grad_norm = update_apart(update, state.opt_state, batch)
+            apart, sums, grad_norm = update_workers(update, state.opt_state, batch)
             due = ((done + 1) % min(outer.every, config.total_steps) == 0) | (state.step + 1 == config.total_steps)
-            params, opt_state = meet(outer, state.params, apart, due)
+            params, opt_state = sync_workers(outer, state.params, apart, due)
         proposed = state.advance(params, opt_state)
         loss = sums.nll / jnp.maximum(sums.tokens, 1)
         state = guards.keep_if_finite(state, proposed, loss, grad_norm)

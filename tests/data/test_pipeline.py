@@ -18,8 +18,8 @@ from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import SkipConfig
 from maxlm.data import manifest, storage
 from maxlm.data.batch import Batch, batch_of_windows
+from maxlm.data.input_pipeline import PADDING, Pipeline
 from maxlm.data.order import WeightedSelection
-from maxlm.data.pipeline import PADDING, Pipeline
 from maxlm.data.storage import DamagedStoreError
 
 DOCUMENTS = random_documents(60)

@@ -111,7 +111,7 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
     """The roll call alone, with less patience: within twice the silence, on both sides of the cut."""
     silence = 6
     program = (
-        "import sys, time\nfrom maxlm.runtime import line, roll_call\nfrom maxlm.runtime.places import Place\n"
+        "import sys, time\nfrom maxlm.runtime import line, roll_call\nfrom maxlm.runtime.cluster_env import Place\n"
         f"line.SILENCE_SECONDS = {silence}\n"
         "roll_call.meet(Place(3, int(sys.argv[1]), 'host0:7000', 'a test'), 30)\nprint('met', flush=True)\ntime.sleep(60)"
     )

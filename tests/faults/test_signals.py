@@ -11,7 +11,7 @@ from small_run import checkpoint_steps, environment, events, finish, free_port, 
 
 GRACE = 12  # seconds
 HANGS = {  # what hangs from the tenth step on
-    "reader": "from maxlm.data.pipeline import Pipeline as place; name = 'host_batch'; late = lambda self, step, *_: step >= 10",
+    "reader": "from maxlm.data.input_pipeline import Pipeline as place; name = 'host_batch'; late = lambda self, step, *_: step >= 10",
     "observer": "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 10",
     "save": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda self, step, *_: step >= 10",
     "nothing": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda *_: False",

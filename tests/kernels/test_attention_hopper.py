@@ -9,13 +9,13 @@ import pytest
 from hopper_interpreter import interpreting
 from test_attention import logsumexp_reference, operands, reference, run
 
+from maxlm.kernel_lab import hopper
 from maxlm.kernels.attention.gpu import attention_hopper, why_not
 from maxlm.kernels.attention.gpu_dkv import DKV
 from maxlm.kernels.attention.gpu_dq import DQ
 from maxlm.kernels.attention.gpu_forward import FORWARD
 from maxlm.kernels.attention.gpu_parts import BLOCK, block_bounds, query_bounds
 from maxlm.kernels.attention.reference import visible
-from maxlm.planning.lab import hopper
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 

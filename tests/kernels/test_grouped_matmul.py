@@ -201,7 +201,7 @@ CHIPS = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1")
 
 def lowered(chip, rows, experts, deep, wide, implementation="tpu"):
     """The program of forward and both gradients for a chip that is not there."""
-    aot = pytest.importorskip("maxlm.planning.aot")
+    aot = pytest.importorskip("maxlm.compiler.aot")
     mesh = Mesh(np.asarray(aot.devices(parse(chip))[:1]), ("x",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     given = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=everywhere) for size in ((rows, deep), (deep, experts * wide), (rows, wide))]

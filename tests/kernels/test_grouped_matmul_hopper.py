@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hopper_interpreter import interpreting
 
+from maxlm.kernel_lab import hopper
 from maxlm.kernels import grouped_matmul
 from maxlm.kernels import hopper as tiles
 from maxlm.kernels.grouped_matmul import gpu, gpu_product, gpu_weights
 from maxlm.kernels.grouped_matmul.gradients import apart
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
-from maxlm.planning.lab import hopper
 
 # M rows, E experts, K and N what weights map from and to
 

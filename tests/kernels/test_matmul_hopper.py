@@ -6,11 +6,11 @@ import pytest
 from hopper_interpreter import interpreting
 from test_matmul import errors, everything, operands
 
+from maxlm.kernel_lab import hopper
 from maxlm.kernels import hopper as tiles
 from maxlm.kernels import matmul
 from maxlm.kernels.matmul import gated_mlp, gated_mlp_problem, gpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference
-from maxlm.planning.lab import hopper
 
 H200, BF16 = "NVIDIA H200", jnp.dtype(jnp.bfloat16)
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.schema import MoeConfig
 from maxlm.models.forward import Forward
-from maxlm.models.router import room, route
+from maxlm.models.router import expert_capacity, route
 
 B, S, E = 2, 16, 8
 
@@ -57,7 +57,7 @@ def test_sigmoid_scores_and_groups_as_deepseek_v3_has_them():
 
 def test_capacity_drops_the_last_of_a_sequence_and_says_so():
     config = moe(top_k=1, capacity=1.0)
-    assert room(config, S) == 2
+    assert expert_capacity(config, S) == 2
     same = jnp.broadcast_to(jnp.arange(E) == 5, (B, S, E)) * 4.0
     choice, _, routing = routed(config, same)
     np.testing.assert_array_equal(choice.experts_BSK[..., 0], [[5, 5] + [E] * (S - 2)] * B)
@@ -78,7 +78,7 @@ def test_what_is_dropped_does_not_depend_on_what_comes_later():
 def test_experts_that_choose_are_all_full():
     config = moe(choice="expert")
     choice, _, routing = routed(config, logits())
-    np.testing.assert_array_equal(routing.load_E, [B * room(config, S)] * E)
+    np.testing.assert_array_equal(routing.load_E, [B * expert_capacity(config, S)] * E)
     scores_BSE = jax.nn.softmax(logits())
     for e in range(E):
         taken_BS = np.any(choice.experts_BSK == e, axis=-1)

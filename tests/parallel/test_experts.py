@@ -65,7 +65,7 @@ LAYOUTS = (
 
 
 def test_a_layout_equals_a_loop_over_experts(reference):
-    """Stages are in `test_ahead`."""
+    """Stages are in `test_mtp`."""
     agree(steps(SHORT), reference)
 
 

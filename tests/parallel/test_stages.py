@@ -10,13 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import GLOBAL_BATCH, SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
+from maxlm.cost.collectives import is_collective
+from maxlm.hlo.parser import read
 from maxlm.models import Given, abstract_parameters, bind, init_parameters
 from maxlm.models.forward import Forward
-from maxlm.models.stages import Deal
+from maxlm.models.stages import StageAssignment
 from maxlm.parallel.pipeline import Work, run
 from maxlm.parallel.schedule import Schedule
-from maxlm.planning.collectives import is_collective
-from maxlm.planning.hlo import read
 
 STEPS = 3
 SLOWLY = {"peak_lr": 1e-3}  # Adam divides by the root of a tiny second moment: steps that are large blow rounding up
@@ -213,7 +213,7 @@ def test_of_what_was_not_kept_no_gradient_counts(schedule):
 def test_nan_in_padding_changes_nothing():
     """Of layers that are not there, weights are NaN: hidden states and gradients are what they were, to the bit."""
     config = tiny_config(model=PATTERN).model
-    deal = Deal(config, 2)
+    deal = StageAssignment(config, 2)
     alive = deal.alive(jnp.int32(1))
     assert [a.tolist() for a in alive] == [[[True, True]], [False]], "the second of two periods lacks its global layer"
     params = jax.jit(init_parameters, static_argnums=(0, 1))(deal.part_config, 0)

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AxisType
 
 from maxlm.config.schema import AXES
+from maxlm.hlo.parser import read
 from maxlm.models.moe import _compute
 from maxlm.parallel import expert_rows, experts
 from maxlm.parallel.experts import through_experts
-from maxlm.planning.hlo import read
 
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
 AXES_OF = ("expert_embed", "expert", "mlp")

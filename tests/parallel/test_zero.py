@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny import tiny_batch, tiny_program
 
-from maxlm.planning.groups import axes_of, device_groups
-from maxlm.planning.hlo import read
+from maxlm.hlo.parser import read
+from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.training.gradients import accumulate
 
 CASES = {  # mesh and microbatches

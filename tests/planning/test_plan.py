@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from maxlm import cli
+from maxlm.compiler import aot
 from maxlm.config.loader import find, load
 from maxlm.hardware.topologies import parse
-from maxlm.planning import aot
-from maxlm.planning.search import explore
-from maxlm.planning.search.layouts import Layout, layout_of, layouts
-from maxlm.planning.search.plan import analytic
-from maxlm.planning.search.verify import Compiler, Verdict, verify
-from maxlm.planning.search.written import as_yaml
+from maxlm.planning import explore
+from maxlm.planning.layouts import Layout, layout_of, layouts
+from maxlm.planning.plan import analytic
+from maxlm.planning.plan_yaml import as_yaml
+from maxlm.planning.verify import Compiler, Verdict, verify
 
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
@@ -156,7 +156,7 @@ def test_topologies_are_compared(capfd, monkeypatch):
         answers.append(topology.name)
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
 
-    monkeypatch.setattr("maxlm.planning.search.verify.Compiler.__call__", stand_in)
+    monkeypatch.setattr("maxlm.planning.verify.Compiler.__call__", stand_in)
     arguments = ("tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=16", "--json")
     code, out, _ = run(capfd, *arguments, "--topology", "v5e:2x2")
     rows = json.loads(out)["machines"]
@@ -231,7 +231,7 @@ def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
 
 
 def test_a_layout_of_one_device_says_so():
-    from maxlm.planning.search.table import words
+    from maxlm.planning.table import words
 
     one = Layout((("data", 1), ("fsdp", 1), ("tensor", 1), ("expert", 1)), 1, 8)
     assert words(one) == "one device, loss in 8; full"

@@ -12,17 +12,17 @@ from tiny import tiny_config
 from maxlm.config import rules
 from maxlm.config.loader import load
 from maxlm.config.schema import AXES
+from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.memory import state_parts
+from maxlm.cost.model_shapes import attention_flops, held, layers, matmuls
+from maxlm.cost.step_cost import OUR_ATTENTION_SHARES
 from maxlm.hardware.topologies import parse
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.flops import token_flops
 from maxlm.models.parameters import is_matrix
 from maxlm.parallel import build_mesh
-from maxlm.planning.collectives import AxisLinks
-from maxlm.planning.cost import OUR_ATTENTION_SHARES
-from maxlm.planning.memory import state_parts
-from maxlm.planning.search.analytic import Analytic, Estimate
-from maxlm.planning.search.layouts import Layout, layout_of, layouts, meshes
-from maxlm.planning.search.shapes import attention_flops, held, layers, matmuls
+from maxlm.planning.analytic import Analytic, Estimate
+from maxlm.planning.layouts import Layout, layout_of, layouts, meshes
 from maxlm.training.program import build_program
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -7,11 +7,11 @@ import pytest
 from test_plan_model import LARGE, analytic
 
 from maxlm.config.loader import load
-from maxlm.planning.search.calibrate import Found, predict
-from maxlm.planning.search.explore import MOST_COMPILES, PATIENCE_S, begin, explore
-from maxlm.planning.search.frontier import points, rows
-from maxlm.planning.search.layouts import layout_of, layouts
-from maxlm.planning.search.verify import Verdict
+from maxlm.planning.calibrate import Found, predict
+from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, begin, explore
+from maxlm.planning.frontier import points, rows
+from maxlm.planning.layouts import layout_of, layouts
+from maxlm.planning.verify import Verdict
 
 GIB = 2**30
 AVAILABLE = 95 * GIB

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from maxlm.compiler.aot import available_hbm
 from maxlm.config.loader import load
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import parse
-from maxlm.planning.aot import available_hbm
-from maxlm.planning.search.explore import MOST_COMPILES, begin, explore
-from maxlm.planning.search.layouts import Layout, layouts
-from maxlm.planning.search.plan import analytic
-from maxlm.planning.search.verify import verify
+from maxlm.planning.explore import MOST_COMPILES, begin, explore
+from maxlm.planning.layouts import Layout, layouts
+from maxlm.planning.plan import analytic
+from maxlm.planning.verify import verify
 
 NOISE = 0.005
 TINY = """

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from maxlm.config import load, rules
 from maxlm.config.schema import AXES
 from maxlm.models import abstract_parameters, parameter_specs
-from maxlm.planning.search.verify import verify
+from maxlm.planning.verify import verify
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NAME = re.compile(r"(?P<model>.+?)-(?:(?P<slices>\d+)x-)?(?P<cluster>(?:v\d|tpu)\w*-\d+)")

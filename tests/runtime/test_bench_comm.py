@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 from small_run import command, environment, free_port
 
 from maxlm.config.errors import UserError
+from maxlm.cost.bus_bandwidth import bus_limit
 from maxlm.hardware.chips import chip_of
-from maxlm.planning.groups import device_groups
-from maxlm.planning.hlo import read
-from maxlm.planning.limits import bus_limit
+from maxlm.hlo.parser import read
+from maxlm.hlo.replica_groups import device_groups
 from maxlm.runtime.comm import sizes
 from maxlm.runtime.comm.measure import Row, fitting, free_host_memory, measure
 from maxlm.runtime.comm.operations import OPERATIONS, actual, chain, put_in
-from maxlm.runtime.comm.page import draw
+from maxlm.runtime.comm.render import draw
 
 OPCODES = {"permute": "collective-permute"}
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)

@@ -15,7 +15,7 @@ from small_run import command, environment, finish, free_port, make_workspace, s
 import maxlm
 from maxlm.config.errors import UserError
 from maxlm.runtime import cluster, meeting
-from maxlm.runtime.places import Place
+from maxlm.runtime.cluster_env import Place
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
 
@@ -116,7 +116,7 @@ COMPILES = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp
 from maxlm.runtime import meeting, roll_call
-from maxlm.runtime.places import Place
+from maxlm.runtime.cluster_env import Place
 port, number = int(sys.argv[1]), int(sys.argv[2])
 gaps, before = [], time.monotonic()
 beat = meeting.Meeting._beat

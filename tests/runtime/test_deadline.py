@@ -115,10 +115,10 @@ def test_the_stacks_are_kept_in_a_file(run, tmp_path):
 
 def test_the_guardian_ends_with_a_command_that_is_killed(run):
     process = run(IN_PYTHON)
-    guardian = child(process)
+    monitor = child(process)
     process.kill()
-    process.communicate(timeout=30)  # ends with the guardian, which holds stderr, too
-    stat = Path(f"/proc/{guardian}/stat")
+    process.communicate(timeout=30)  # ends with the monitor, which holds stderr, too
+    stat = Path(f"/proc/{monitor}/stat")
     until = time.monotonic() + 30
     while stat.exists() and " Z " not in stat.read_text():
         assert time.monotonic() < until, "it lives on"

@@ -22,7 +22,7 @@ import json, sys, time
 import os
 from maxlm.config.errors import UserError
 from maxlm.runtime import line, meeting as established, roll_call
-from maxlm.runtime.places import Place
+from maxlm.runtime.cluster_env import Place
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
 established.SETTLE_SECONDS = 0.5
 if "STOPPED_SECONDS" in os.environ:

@@ -8,12 +8,12 @@ from jax.sharding import PartitionSpec as P
 from topologies import devices
 
 from maxlm.config.schema import AXES
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import estimate
 from maxlm.hardware.topologies import parse
 from maxlm.hardware.xla_flags import compiler_options
+from maxlm.hlo.parser import read
 from maxlm.parallel.context import context_attention
-from maxlm.planning.cost import estimate
-from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
 
 CHUNK, HEADS, GROUPS, DIM = 2048, 4, 1, 128
 

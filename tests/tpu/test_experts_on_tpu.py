@@ -3,13 +3,13 @@
 import jax
 import pytest
 
+from maxlm.compiler.aot import build
 from maxlm.config import load
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import estimate
 from maxlm.hardware.topologies import parse
+from maxlm.hlo.parser import read
 from maxlm.models import token_flops
-from maxlm.planning.aot import build
-from maxlm.planning.cost import estimate
-from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
 
 MODEL = {"vocab_size": 32000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "d_ff": 11520}
 EXPERTS = {"n_experts": 64, "top_k": 1, "d_ff": 23808}

@@ -4,11 +4,11 @@ import jax
 from topologies import devices
 
 from maxlm.config import load
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import estimate
 from maxlm.hardware.topologies import parse
+from maxlm.hlo.parser import read
 from maxlm.parallel import build_mesh
-from maxlm.planning.cost import estimate
-from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
 from maxlm.training.program import build_program
 
 

@@ -5,14 +5,14 @@ import math
 import jax
 import pytest
 
+from maxlm.compiler.aot import build
 from maxlm.config import load
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import estimate
 from maxlm.hardware.topologies import parse
+from maxlm.hlo.parser import read
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.parameters import is_matrix
-from maxlm.planning.aot import build
-from maxlm.planning.cost import estimate
-from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
 
 MODEL = "model.d_model=512 model.d_ff=1024 model.n_layers=4 model.n_heads=8 model.n_kv_heads=4 model.head_dim=128 model.vocab_size=1024"
 DATA = "data.seq_len=512 train.loss_chunks=2"

@@ -9,15 +9,15 @@ from jax.sharding import PartitionSpec as P
 from topologies import devices
 
 from maxlm.config import load
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import CHIPS, chip_of
 from maxlm.hardware.topologies import parse
 from maxlm.hardware.xla_flags import FLAGS, compiler_options
+from maxlm.hlo.parser import read
 from maxlm.kernels import attention
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.parallel import build_mesh
-from maxlm.planning.cost import estimate
-from maxlm.planning.hlo import read
-from maxlm.planning.links import axis_links
 from maxlm.training.program import build_program
 
 SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}

@@ -9,8 +9,8 @@ from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.data.batch import Batch
 from maxlm.models import parameter_axes
+from maxlm.training.lr_schedule import learning_rate
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.schedule import learning_rate
 from maxlm.training.state import init_state
 from maxlm.training.step import clip_by_global_norm, digest
 

@@ -15,7 +15,7 @@ from maxlm.config import Config, load, rules
 from maxlm.config.errors import UserError
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster
-from maxlm.runtime.comm import page
+from maxlm.runtime.comm import render
 from maxlm.runtime.comm.measure import Row, fitting, measure
 from maxlm.runtime.comm.operations import OPERATIONS
 from maxlm.runtime.comm.output import only_ours
@@ -55,7 +55,7 @@ class Request:
 def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bool) -> int:
     """Measure, and print a table an axis, or one JSON object, on process 0; 0. Raises UserError, before anything is measured.
 
-    `named`: what the command line says of the cluster; `limit`: see `maxlm.planning.limits.bus_limit`.
+    `named`: what the command line says of the cluster; `limit`: see `maxlm.cost.bus_bandwidth.bus_limit`.
     """
     if request.out is not None and not request.out.absolute().parent.is_dir():
         raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")
@@ -107,14 +107,14 @@ def _tell(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], ou
         console = Console(width=max(WIDTH, console.width))  # a narrow terminal wraps lines, which can be read; rich would cut words
         say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
         say(where)
-        page.show(rows, console)
+        render.show(rows, console)
         if left_out:
             say(f"Left out, since the devices' memory may not hold them: {', '.join(map(in_words, left_out))}.")
         if not any(row.limit for row in rows):
             say(f"The speed of the links between {kind} devices is not known, so no limit is shown.")
     if out is not None:
         try:
-            page.draw(rows, where, out)
+            render.draw(rows, where, out)
         except OSError as error:
             raise UserError(f"--out {out} cannot be written: {error.strerror}; give another place.") from None
         if not as_json:

@@ -14,16 +14,16 @@ from jax.sharding import Mesh
 from maxlm.config.errors import UserError
 from maxlm.runtime import cluster
 from maxlm.runtime.cluster import Cluster
+from maxlm.runtime.cluster_env import called
 from maxlm.runtime.comm.hosts import Figures, measure_hosts
 from maxlm.runtime.comm.measure import Row, fitting, measure
 from maxlm.runtime.comm.operations import OPERATIONS
 from maxlm.runtime.comm.output import only_ours
-from maxlm.runtime.comm.page import in_time
+from maxlm.runtime.comm.render import in_time
 from maxlm.runtime.comm.sizes import in_words
 from maxlm.runtime.doctor import Finding, Report, as_text
+from maxlm.runtime.host_allgather import words
 from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
-from maxlm.runtime.places import called
-from maxlm.runtime.together import words
 
 SLOW = 1.5  # times as long as the median of the others
 SIZES = (2**12, 2**22)  # bytes: one that shows what a message costs, one that shows what the links carry

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from maxlm.runtime import together
+from maxlm.runtime import host_allgather
 from maxlm.runtime.comm.measure import RUN_SECONDS, RUNS, each_process, turns
 from maxlm.runtime.comm.operations import Operation
 
@@ -40,7 +40,7 @@ def measure_hosts(names: Sequence[str]) -> list[Figures]:
     copied = COPIED.get(jax.default_backend(), LARGE_COPIED)
     flops = _by_itself(_multiply, np.full((side, side), side**-1.0, np.float32), 2 * side**3)
     copies = _by_itself(_rewrite, np.zeros(copied // 4, np.float32), 2 * copied)
-    local = together.rows(np.array([flops, copies], np.float32))
+    local = host_allgather.rows(np.array([flops, copies], np.float32))
     return [
         Figures("matmul", "FLOP/s a device", tuple(local[:, 0].tolist())),
         Figures("memory", "B/s a device", tuple(local[:, 1].tolist())),

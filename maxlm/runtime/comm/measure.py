@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlm.runtime import together
+from maxlm.runtime import host_allgather
 from maxlm.runtime.comm.operations import Operation, actual, chain, put_in
 
 RUN_SECONDS, LONG_SECONDS = 0.1, 1.0  # of a run: what is aimed at, and what is too long to do often
@@ -95,19 +95,19 @@ def each_process(run: Turns) -> np.ndarray:
         took = _slowest(run(count))
     count = max(count, LEAST_TURNS)
     times = [run(count) / count for _ in range(LONG_RUNS if took > LONG_SECONDS else RUNS)]
-    return together.rows(np.array(times, np.float32))
+    return host_allgather.rows(np.array(times, np.float32))
 
 
 def fitting(mesh: Mesh, sizes: Sequence[int], names: Sequence[str]) -> list[int]:
     """Those of `sizes`, in bytes, that the memory of every device holds; `names`: the host of each process."""
     sharing = jax.local_device_count() * names.count(names[jax.process_index()])
     rooms = [_room(device, sharing) for device in mesh.local_devices]
-    room = float(together.rows(np.array([min(rooms)], np.float32)).min())
+    room = float(host_allgather.rows(np.array([min(rooms)], np.float32)).min())
     return [size for size in sizes if COPIES * size <= room]
 
 
 def _slowest(seconds: float) -> float:
-    return float(together.rows(np.array([seconds], np.float32)).max())
+    return float(host_allgather.rows(np.array([seconds], np.float32)).max())
 
 
 def _room(device: jax.Device, sharing: int) -> float:

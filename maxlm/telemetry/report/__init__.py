@@ -6,7 +6,7 @@ from pathlib import Path
 from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.report.load import load_run
-from maxlm.telemetry.report.page import render
+from maxlm.telemetry.report.render import render
 
 __all__ = ["write_report"]
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.report.load import Series
-from maxlm.telemetry.words import figure
 
 # N points of a series; P points drawn
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # room for the axes, in pixels

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.balance import peak, times_even
+from maxlm.telemetry.formatting import percent
 from maxlm.telemetry.report.charts import FULL, HALF, Line, chart
 from maxlm.telemetry.report.heat import Columns, columns, heat, legend
 from maxlm.telemetry.report.load import Loads, Run
-from maxlm.telemetry.words import percent
 
 # N records, L layers with experts, E experts
 FEW_LAYERS = 6  # so many are shown one by one; of more, all at a glance and the worst one by one

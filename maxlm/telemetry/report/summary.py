@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
-from maxlm.telemetry.words import count, duration, figure, percent
 
 FINISHED = ("done", "nothing_left")
 

@@ -1,0 +1,248 @@
+"""Compiles the very step that training runs, for chips that are not there.
+
+libtpu holds the whole compiler, and needs no chip to use it: it takes or refuses flags and kernels, schedules, and lays out memory as it
+would on the pod. So does jax's CUDA plugin for GPUs, except that there XLA measures some choices on the chip (how it multiplies matrices,
+above all) and takes defaults where there is none. What the compiler said is kept on disk, under a key of everything that it depends on,
+so that nobody waits for it twice.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from maxlm.compiler import gpu_compiler, program_cache
+from maxlm.config.errors import UserError
+from maxlm.config.schema import Config
+from maxlm.hardware.chips import GPU_MEMORY_SHARE
+from maxlm.hardware.topologies import Topology, near
+
+if TYPE_CHECKING:
+    import jax
+
+    from maxlm.training.program import Program
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+_SIZE = r"(\d+(?:\.\d+)?)([KMGTP]?)"
+_TOO_BIG = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE)
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of HBM of one device, as XLA reports them. `alias`: outputs that take the place of arguments. `host`: bytes of host memory.
+
+    `temp` includes what fragmentation wastes, `peak` (arguments and temporaries at the fullest moment) includes what lies in VMEM; the
+    compiler itself refuses a program by neither alone. Each bounds what is needed, so `used` takes the lower.
+    """
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+    code: int
+    peak: int
+    host: int
+
+    @property
+    def used(self) -> int:
+        """What the step needs at its fullest moment, its code included."""
+        held = self.argument + self.output - self.alias + self.temp
+        return (min(held, self.peak) if self.peak else held) + self.code
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a step. When it does not fit, `memory` is None and `text` empty."""
+
+    text: str  # the scheduled program
+    memory: Memory | None
+    needed: int  # bytes of HBM of one device
+    available: int  # bytes of HBM that the runtime leaves to programs on one device
+    seconds: float  # that the compiler took, when it ran
+    cached: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler accepted it."""
+        return self.memory is not None
+
+    @property
+    def missing(self) -> int:
+        """Bytes of HBM by which it does not fit; 0 when it does."""
+        return 0 if self.fits else max(self.needed - self.available, 0)
+
+
+def leave_chips_alone() -> None:
+    """Make jax, best before it is imported, use the CPU, and libtpu neither ask the cloud for its place nor claim chips."""
+    os.environ.update(_ENVIRONMENT)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def build(config: Config, topology: Topology) -> "Program":
+    """The training program of `config` on the devices of `topology`. Raises ConfigError when its mesh does not match them."""
+    there = devices(topology)  # first, since it may say that the compiler is missing
+    from maxlm.parallel import build_mesh
+    from maxlm.training.program import build_program
+
+    return build_program(config, build_mesh(config, there))
+
+
+def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
+    """The step of `config`, compiled for `topology` or taken from the cache; `options` come over those that training passes.
+
+    Raises UserError without the compiler, for a topology that it does not have, and for a mesh that does not match.
+    """
+    return compile_program(build(config, topology), topology, options)
+
+
+def compile_program(program: "Program", topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
+    """`compile_step` of a program that `build` made."""
+    lowered = program.lower()
+    if not topology.is_tpu:
+        gpu_compiler.show_tools()
+    options = {**program.compiler_options, **(options or {})}
+    key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options)
+    kept = program_cache.read(key)
+    if kept is not None:
+        figures, text = kept
+        memory = Memory(**figures["memory"]) if figures["memory"] else None
+        return CompiledStep(text, memory, figures["needed"], figures["available"], figures["seconds"], cached=True)
+    step = _compile(lowered, available_hbm(topology), options)
+    figures = {"memory": vars(step.memory) if step.memory else None, "needed": step.needed, "available": step.available}
+    program_cache.write(key, {**figures, "seconds": step.seconds}, step.text)
+    return step
+
+
+@lru_cache
+def available_hbm(topology: Topology) -> int:
+    """Bytes of HBM that a program may use on one device.
+
+    XLA:TPU says it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is what our runs let jax take.
+    """
+    if not topology.is_tpu:
+        return int(GPU_MEMORY_SHARE * gpu_compiler.MEMORY_BYTES[topology.chip.name])
+    import jax
+    import jax.numpy as jnp
+
+    sharding = jax.sharding.SingleDeviceSharding(devices(topology)[0])
+    huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32, sharding=sharding)
+    try:
+        jax.jit(lambda x: x + 1).lower(huge).compile()
+    except jax.errors.JaxRuntimeError as error:
+        sizes = _needed_and_available(str(error))
+        if sizes is not None:
+            return sizes[1]
+    return topology.chip.hbm_bytes_per_device
+
+
+def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, str | bool]) -> CompiledStep:
+    import jax
+
+    started = time.monotonic()
+    try:
+        with warnings.catch_warnings():  # where JAX_COMPILATION_CACHE_DIR is set, jax cannot read what it kept for chips that are not there
+            warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
+            compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        sizes = _needed_and_available(str(error))
+        if sizes is None:  # not about memory: a flag or a kernel that the compiler rejects
+            raise
+        return CompiledStep("", None, *sizes, seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    stats, text = compiled.memory_analysis(), compiled.as_text()
+    assert stats is not None and text is not None, "XLA states both of every program"
+    memory = Memory(
+        argument=stats.argument_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        temp=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+        host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
+    )
+    if memory.used > available:
+        return CompiledStep("", None, memory.used, available, seconds)
+    return CompiledStep(text, memory, memory.used, available, seconds)
+
+
+def _needed_and_available(message: str) -> tuple[int, int] | None:
+    """(needed, available) bytes of HBM out of what XLA says when they do not match; None when it says something else."""
+    found = _TOO_BIG.search(message)
+    if found is None:
+        return None
+    numbers = [group for group in found.groups() if group is not None]
+    sizes = [round(float(size) * _UNITS[unit.upper()]) for size, unit in zip(numbers[::2], numbers[1::2], strict=True)]
+    return sizes[0], sizes[1]
+
+
+@lru_cache
+def devices(topology: Topology) -> tuple["jax.Device", ...]:
+    """Devices that are not there. Raises UserError when the compiler is missing or does not know the topology."""
+    if not topology.is_tpu:
+        return gpu_compiler.devices(topology)
+    if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
+        raise UserError("libtpu, which holds the TPU compiler, is not installed: run pip install -e '.[tpu]' (no TPU is needed).")
+    leave_chips_alone()
+    from jax.errors import JaxRuntimeError
+    from jax.experimental import topologies
+
+    settings: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    if topology.chip.name == "v4":
+        settings["chip_config_name"] = "megacore"  # two cores that work as one device, as on Cloud TPU
+    if set(topology.sides) == {1}:
+        settings["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        with _silence():
+            described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **settings)
+    except JaxRuntimeError as error:
+        choices = ", ".join(near(topology.chip, topology.chips // topology.slices))
+        raise UserError(f"libtpu does not have {topology.name} ({str(error).splitlines()[0]}): near it there are {choices}.") from None
+    return tuple(described.devices)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep what libtpu writes to the process's stderr (that it finds no TPU) off the screen, unless the block fails."""
+    with tempfile.TemporaryFile() as kept:
+        screen = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(screen, kept.read())
+            raise
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+
+
+def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
+    """A digest of everything that the compiler's answer depends on. The 1 is the form in which it is kept."""
+    versions = [
+        "1",
+        importlib.metadata.version("jax"),
+        *(_version(name) for name in ("jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")),
+    ]
+    facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, os.environ.get("LIBTPU_INIT_ARGS", "")])
+    return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,253 @@
+"""What to change: settings that make a step fit, each checked by the compiler, and what a specialist would remark on one that does."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxlm.compiler.aot import CompiledStep, compile_step
+from maxlm.config import rules
+from maxlm.config.errors import ConfigError, show
+from maxlm.config.schema import Config
+from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.step_cost import StepCost, Traffic
+from maxlm.hardware.topologies import Topology
+from maxlm.hlo.op_flops import matrix_unit
+
+WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
+LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
+EXPOSED, SPARE = 0.02, 0.4  # shares of the step and of HBM worth a remark
+
+Settings = Mapping[str, Any]  # dotted key -> value
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings with which the step fits, as the compiler says."""
+
+    settings: Settings
+    used: int
+    available: int
+
+    def __str__(self) -> str:
+        return as_arguments(self.settings)
+
+
+def as_arguments(settings: Settings) -> str:
+    """As they are typed behind a command."""
+    return " ".join(f"{key}={show(value).replace(' ', '')}" for key, value in settings.items())
+
+
+def changed(config: Config, settings: Settings) -> Config | None:
+    """`config` with `settings` over it; None where they break a rule."""
+    values = config.model_dump()
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    try:
+        result = Config.model_validate(values)
+        rules.check(result)
+    except (ConfigError, ValueError):
+        return None
+    return result
+
+
+def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], tell: Callable[[str], None]) -> list[Suggestion]:
+    """Up to three settings that make the step fit, the ones that cost least first. `tell` hears what is being tried.
+
+    A program that only just fits may take the compiler minutes: Ctrl-C, or the end of patience, keeps what was found.
+    """
+    found: list[Suggestion] = []
+    tried, started = 0, time.monotonic()
+    try:
+        for settings in _candidates(config, sizes):
+            if len(found) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
+                break
+            candidate = changed(config, settings)
+            if candidate is None or any(_is_more(settings, other.settings) for other in found):
+                continue
+            tell(f"trying {as_arguments(settings)} ({len(found)} found so far; Ctrl-C to leave it at that)")
+            step = compile_step(candidate, topology)
+            tried += 1
+            if step.fits:
+                found.append(Suggestion(settings, step.needed, step.available))
+    except KeyboardInterrupt:
+        tell("stopped")
+    return found
+
+
+def _is_more(settings: Settings, enough: Settings) -> bool:
+    """Whether `settings` hold all of `enough`, which fits, or stronger forms of it: then nobody needs them."""
+
+    def as_strong(key: str) -> bool:
+        if key not in settings:
+            return False
+        if key == "train.global_batch":
+            return bool(settings[key] <= enough[key])
+        return bool(settings[key] >= enough[key]) if isinstance(enough[key], int) else bool(settings[key] == enough[key])
+
+    return all(map(as_strong, enough))
+
+
+def _candidates(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Settings to try, each once, without what is so already."""
+    now, seen = config.model_dump(), []
+    for settings in _changes(config, sizes):
+        new = {key: value for key, value in settings.items() if now[key.partition(".")[0]][key.partition(".")[2]] != value}
+        if new and new not in seen:
+            seen.append(new)
+            yield new
+
+
+def _changes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """One change at a time, the mildest first; then two; then three."""
+    batch, microbatches = config.train.global_batch, config.train.microbatches
+    full: dict[str, Any] = {"memory.remat": "full", "memory.offload": ()}
+    offload = {"memory.remat": "full", "memory.offload": ("layer_input",)}
+    dots = [{"memory.remat": "dots", "memory.offload": ()}] if config.memory.remat == "none" else []
+    parts = [{"train.microbatches": microbatches * factor} for factor in (2, 4, 8, 16)]
+    fewer = [{"train.global_batch": batch // factor} for factor in (2, 4, 8) if batch % factor == 0]
+    shard = _more_sharding(sizes)
+    yield from (*dots, full, *parts[:2], {"train.loss_chunks": config.train.loss_chunks * 4}, offload, *shard[:1], *fewer[:1])
+    for first, second in (([full], parts), ([offload], parts), (shard, [full]), ([full], fewer), (shard, parts)):
+        yield from ({**one, **other} for one in first for other in second)
+    yield from ({**one, **other, **offload} for one in shard for other in parts)
+
+
+def _more_sharding(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Meshes that split parameters over more devices: copies given up first, then whole matrices."""
+    meshes = []
+    if sizes["data"] > 1:
+        meshes.append({"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]})
+    whole = sizes["data"] * sizes["fsdp"]
+    for factor in (2, 4, 8):
+        if whole % factor == 0:
+            meshes.append({"mesh.data": 1, "mesh.fsdp": whole // factor, "mesh.tensor": sizes["tensor"] * factor})
+    return meshes
+
+
+def remarks(
+    config: Config, topology: Topology, sizes: Mapping[str, int], links: Mapping[str, AxisLinks], step: CompiledStep, cost: StepCost
+) -> list[str]:
+    """What a specialist would say about a step that fits, one sentence each."""
+    return [
+        *_not_calibrated(topology),
+        *_off_tile(config, topology, sizes),
+        *_small_batch(config, topology, sizes, links),
+        *_exposed(cost),
+        *(f"{surprise(traffic)}: {describe(traffic)}" for traffic in cost.traffic if surprise(traffic)),
+        *_spare(config, step),
+        *_uncharged(cost),
+    ]
+
+
+def _not_calibrated(topology: Topology) -> Iterator[str]:
+    if not topology.is_tpu:
+        yield (
+            f"The time is a guess from the peak and the bandwidth of {topology.chip.name}, which no measurement has corrected. "
+            "On the chip XLA also tries kernels for each matmul, which it cannot here: memory may differ a little."
+        )
+
+
+def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
+    if not topology.is_tpu:  # its tensor cores take any width that is not tiny
+        return
+    model, tensor = config.model, sizes["tensor"]
+    tile = matrix_unit(topology.chip)
+    dims = {
+        "model.d_model": (model.d_model, 1),
+        "model.d_ff": (model.d_ff, tensor),
+        "model.n_heads x head_dim": (model.n_heads * model.head_dim, tensor),
+        "model.n_kv_heads x head_dim": (model.n_kv_heads * model.head_dim, tensor),
+        "model.vocab_size": (model.vocab_size, tensor),
+        "model.head_dim": (model.head_dim, 1),
+    }
+    for name, (size, split) in dims.items():
+        part = size // split
+        share = part / (math.ceil(part / tile) * tile)
+        if share < 0.995:
+            over = f" / mesh.tensor {split}" if split > 1 else ""
+            whom = "attention's matmuls" if name.endswith(".head_dim") else "its matmuls"
+            unit = f"the {tile} wide matrix unit of {topology.chip.name}"
+            yield f"{name} = {size}{over} is no multiple of {unit}: {whom} fill {share:.0%} of it."
+
+
+def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], links: Mapping[str, AxisLinks]) -> Iterator[str]:
+    """FSDP hides its gathers when a chip computes on enough tokens (scaling-book, part 5): FLOP/s over the bytes/s of the links."""
+    if sizes["fsdp"] == 1:
+        return
+    chip, link = topology.chip, links["fsdp"]
+    ways = 2 if link.wrapped else 1
+    speed = chip.ici_bytes_per_s_per_link * (link.dims * ways if topology.is_tpu else chip.ici_links)
+    if link.slices > 1:  # what crosses is shared among the chips of a slice
+        speed = min(speed, chip.dcn_bytes_per_s * sizes["fsdp"] / link.slices)
+    needed = chip.peak_bf16_flops_per_device / speed
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
+    tokens = config.tokens_per_step / config.train.microbatches / shards
+    if tokens < needed:
+        parts, fewer = (" of a microbatch", "microbatches or ") if config.train.microbatches > 1 else ("", "")
+        yield (
+            f"{tokens:,.0f} tokens{parts} a chip are too few to hide gathers over mesh.fsdp = {sizes['fsdp']}: about "
+            f"{math.ceil(needed / 100) * 100:,} would; raise train.global_batch, or use fewer {fewer}fsdp shards."
+        )
+
+
+def _exposed(cost: StepCost) -> Iterator[str]:
+    """Of each kind of collective over an axis, wherever it arises, when the step waits for it; the worst place is named."""
+    kinds: dict[tuple[tuple[str, ...], str], list[Traffic]] = {}
+    for traffic in cost.traffic:
+        kinds.setdefault((traffic.axes, traffic.opcode), []).append(traffic)
+    for (axes, opcode), rows in kinds.items():
+        share = sum(row.exposed_s for row in rows) / (cost.total_s or 1.0)
+        if share > EXPOSED:
+            worst = max(rows, key=lambda row: row.exposed_s)
+            most = f", most of all in {place(worst.where)}" if worst.where else ""
+            yield f"{share:.0%} of the step waits for {opcode} over {' and '.join(axes)}{most}."
+
+
+def describe(traffic: Traffic) -> str:
+    """`all-gather over fsdp (67 a step, 1,024 MB, while/body/...)`."""
+    where = f", {place(traffic.where)}" if traffic.where else ""
+    return f"{traffic.opcode} over {' and '.join(traffic.axes)} ({traffic.count} a step, {traffic.bytes / 1e6:,.0f} MB{where})"
+
+
+def place(where: str) -> str:
+    """Where in the model, without what every name starts with and what only the tracer cares about."""
+    parts = [part for part in where.split("/") if part not in ("jit(train_step)", "body", "closed_call", "checkpoint", "", "while")]
+    named = ["backward" if part.startswith("transpose(") else "forward" if part.startswith("jvp(") else part for part in parts]
+    return " ".join("recomputed" if part == "rematted_computation" else part for part in named)
+
+
+def surprise(traffic: Traffic) -> str:
+    """What is wrong with a collective that this layout does not ask for; empty when it is expected."""
+    if traffic.bytes < LARGE * max(traffic.count, 1):
+        return ""
+    if "unknown" in traffic.axes:
+        return "unexpected: a collective over devices that are no mesh axis"
+    asked_for = traffic.where.rsplit("/", 1)[-1] in ("ppermute", "all_to_all")  # in the source, as by attention over `context`
+    if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all") and not asked_for:
+        return "unexpected: the partitioner moves data between layouts"
+    if traffic.opcode == "all-reduce" and "fsdp" in traffic.axes:
+        if "jvp" in traffic.where and "transpose(" not in traffic.where:
+            return "unexpected: activations are summed over fsdp in the forward pass, where gathered weights were to be used"
+        return "unexpected: an all-reduce over fsdp moves twice what a reduce-scatter would"
+    return ""
+
+
+def _spare(config: Config, step: CompiledStep) -> Iterator[str]:
+    free = (step.available - step.needed) / step.available
+    if free < SPARE:
+        return
+    if config.train.microbatches > 1:
+        yield f"{free:.0%} of HBM is free: train.microbatches = {config.train.microbatches} may be too many."
+    elif config.memory.remat == "full":
+        yield f"{free:.0%} of HBM is free: memory.remat = full recomputes what could be kept; try memory.remat=[attention] or more names."
+    elif config.memory.offload:
+        yield f"{free:.0%} of HBM is free: memory.offload = {show(list(config.memory.offload))} may not be needed."
+
+
+def _uncharged(cost: StepCost) -> Iterator[str]:
+    if cost.uncharged:
+        names: Sequence[str] = sorted(set(cost.uncharged))
+        yield f"The time of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} is not counted: the kernel states no cost."

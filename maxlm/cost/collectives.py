@@ -1,0 +1,147 @@
+"""What chips say to each other: a collective of a compiled program, the mesh axes and links it runs over, and how long it takes.
+
+Seconds are of bandwidth-optimal algorithms on a torus (jax-ml.github.io/scaling-book, part 3): what a chip must receive, over the links
+its group reaches it by, plus a microsecond a hop. GPUs of a host are joined by a switch: a chip has all its links to any other. Copies
+between a chip and its host (offloading) are counted here too.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maxlm.config.errors import UserError
+from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import is_tpu
+from maxlm.hlo.parser import HOST, Computation, Op
+from maxlm.hlo.replica_groups import axes_of, axes_of_pairs, device_groups
+
+OPCODES = frozenset(
+    ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+)
+HOP_S = 1e-6  # from a chip to its neighbour, by the book
+DCN_S = 1e-5  # from a slice to another: two hosts and the switches between them
+SWITCH_S, SWITCH_SHARE = 1e-5, 0.8  # of NCCL over NVLink: what a collective costs however small, and its share of the links. Not measured
+HOST_AXES = ("host",)
+
+# Bytes/s between a chip and its host, one way: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how
+# much compute it puts between the start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
+HOST_BYTES_PER_S = {"v4": 1.6e10, "v5e": 1.6e10, "v5p": 2.9e10, "v6e": 3.2e10, "tpu7x": 3.2e10}
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """How a mesh axis lies on the machine: along how many dims of the torus, whether they close to rings, over how many slices."""
+
+    dims: int = 1
+    wrapped: bool = True
+    slices: int = 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, run once. `bytes` of a chip: the full result of an all-gather, the full input of the others."""
+
+    name: str
+    opcode: str
+    how: str  # "sync"; "async": the program goes on meanwhile; "sparsecore": the same, driven by another core
+    bytes: int
+    group_size: int
+    axes: tuple[str, ...]  # ("unknown",) where its groups are those of no set of axes
+    where: str
+    seconds: float
+    link: str  # "ici", "dcn" or "host"
+    lanes: tuple[str, ...]  # two collectives that share a lane run one after the other
+
+
+@dataclass(frozen=True)
+class Network:
+    """The machine as collectives see it: the chip, the mesh (axis to size, outermost first), how each axis lies on the links."""
+
+    chip: Chip
+    mesh_sizes: Mapping[str, int]
+    links: Mapping[str, AxisLinks]
+    switch_share: float = SWITCH_SHARE
+
+    def __post_init__(self) -> None:
+        missing = [axis for axis, size in self.mesh_sizes.items() if size > 1 and axis not in self.links]
+        if missing:
+            raise UserError(f"Mesh axis {missing[0]} of {self.mesh_sizes[missing[0]]} devices has no links: say over which it runs.")
+
+    def collective(self, op: Op, how: str, computation: Computation, scatters: bool = False) -> Collective:
+        """`op` of `computation` as a record. `scatters`: a chip keeps only its part of this all-reduce, so it is a reduce-scatter."""
+        opcode = op.opcode.removesuffix("-start")
+        groups = device_groups(op.groups) if op.groups else ()
+        mesh = tuple(self.mesh_sizes.items())
+        given = [computation.by_name[name].bytes for name in op.operands if name in computation.by_name]
+        if opcode == "collective-permute":
+            axes = axes_of_pairs(groups, mesh)
+            size = math.prod(self.mesh_sizes.get(axis, 1) for axis in axes)
+            payload = given[0] if given else op.bytes
+            lanes = tuple(f"{axis} {op.groups}" for axis in axes)  # the other way round a ring there are other links
+        else:
+            axes = lanes = axes_of(groups, mesh)
+            size = len(groups[0]) if groups else math.prod(self.mesh_sizes.values())
+            opcode = "reduce-scatter" if scatters else opcode
+            payload = given[0] if opcode == "ragged-all-to-all" else sum(given) * (size if opcode == "all-gather" else 1)
+        dcn = any(axis in self.links and self.links[axis].slices > 1 for axis in axes)
+        return Collective(
+            op.name, opcode, how, payload, size, axes, op.where, self.seconds(opcode, payload, axes, size), "dcn" if dcn else "ici", lanes
+        )
+
+    def host_copy(self, op: Op) -> Collective | None:
+        """A copy between chip and host, which offloading makes; None for any other operation."""
+        arrays = [shape for shape in op.shapes if shape.dims]
+        if not op.opcode.endswith("-start") or op.groups or not any(shape.memory_space == HOST for shape in arrays):
+            return None
+        speed = HOST_BYTES_PER_S.get(self.chip.name)
+        if speed is None:
+            raise UserError(
+                f"How fast a host and a {self.chip.name} exchange bytes is not known: set memory.offload to none to predict the step."
+            )
+        out = arrays[0].memory_space == HOST and op.opcode != "dynamic-slice-start"  # of a copy-start the first is where it goes
+        payload = min(shape.bytes for shape in arrays)  # of a slice, the slice
+        lane = "to host" if out else "from host"
+        return Collective(op.name, "copy", "async", payload, 1, HOST_AXES, op.where, payload / speed, "host", (lane,))
+
+    def seconds(self, opcode: str, payload: int, axes: tuple[str, ...], group_size: int) -> float:
+        """Seconds of one collective of `payload` bytes a chip over `axes`. An unknown set of axes is charged as one ring in a slice."""
+        if group_size <= 1 or payload == 0:
+            return 0.0
+        links = {axis: self.links[axis] for axis in axes if axis in self.links}
+        slices = math.prod(link.slices for link in links.values())
+        if opcode == "collective-permute":
+            near_speed, near_latency = (self._switch, SWITCH_S) if self._switch else (self.chip.ici_bytes_per_s_per_link, HOP_S)
+            speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (near_speed, near_latency)
+            return payload / speed + latency
+        inside = group_size // slices
+        near = [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
+        seconds = self._inside(opcode, payload, inside, near) if inside > 1 else 0.0
+        if slices > 1:  # first within a slice; what then crosses is shared among its chips, except that an exchange has nothing to share
+            rounds = 2 if opcode == "all-reduce" else 1
+            share = payload if "all-to-all" in opcode else payload / inside
+            seconds += rounds * share * (slices - 1) / slices / self.chip.dcn_bytes_per_s + DCN_S
+        return seconds
+
+    @property
+    def _switch(self) -> float:
+        """Bytes/s that a chip sends into the switch of its host; 0 where a torus joins the chips."""
+        return 0.0 if is_tpu(self.chip) else self.switch_share * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
+
+    def _inside(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
+        if self._switch:
+            rounds = 2 if opcode == "all-reduce" else 1
+            return rounds * payload * (chips - 1) / chips / self._switch + SWITCH_S
+        dims = max(1, min(sum(link.dims for link in links), self.chip.ici_links // 2))
+        wrapped = all(link.wrapped for link in links)
+        side = chips ** (1 / dims)
+        speed = self.chip.ici_bytes_per_s_per_link
+        hops = dims * (side / 2 if wrapped else side - 1) * HOP_S
+        if "all-to-all" in opcode:  # half of what a row of chips holds crosses its middle, over two links each way or one
+            return payload * side / ((8 if wrapped else 4) * speed) + hops
+        rounds = 2 if opcode == "all-reduce" else 1  # a reduce-scatter, then an all-gather
+        return rounds * (payload * (chips - 1) / chips / (dims * (2 if wrapped else 1) * speed) + hops)
+
+
+def is_collective(op: Op) -> bool:
+    """Whether `op` is a collective, or the -start of one."""
+    return op.opcode.removesuffix("-start") in OPCODES

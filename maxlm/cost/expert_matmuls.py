@@ -1,0 +1,72 @@
+"""How long our grouped matmuls take a TPU: what the kernel lab counts, as a formula of their shapes.
+
+The matrix unit works whole widths of its own. Where groups meet within a tile, rows around the boundary are computed for either group,
+in pieces that fill the unit less well. Copies between HBM and VMEM run beside, and what is shorter of the two is hidden but for a share.
+"""
+
+import re
+from dataclasses import dataclass
+
+from maxlm.hardware.chips import Chip
+from maxlm.hlo.op_flops import matrix_unit
+from maxlm.hlo.parser import Computation, Op
+from maxlm.kernels.platform import CORES, LANES
+from maxlm.parallel.expert_rows import EVEN
+
+NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
+# Rows that a boundary between groups adds, of a product and of the weights' gradient, whose smallest pieces are 128 and 256.
+# `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
+EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 100)}
+WHOLE = {"tpu7x": (1.0, 0.65)}  # of the peak, that tiles of one group reach; of other chips all of it
+SHOWN = 0.08  # of the shorter of work and copies, what is not hidden by the longer
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """One product of `rows` by weights of `groups`, each `deep` by `wide`, or by their transposes, or the gradient of the weights."""
+
+    rows: int  # of an even load, where the program has room for more
+    deep: int
+    wide: int
+    groups: int
+    part: str  # "forward", "by_transpose" or "transposed_dw"
+
+    @property
+    def flops(self) -> int:
+        """Useful ones: rows beyond all groups are not computed."""
+        return 2 * self.rows * self.deep * self.wide
+
+    def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
+        """On one device, groups being of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
+        unit = matrix_unit(chip)
+        gradient = self.part == "transposed_dw"
+        rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
+        peak = WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
+        work = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
+        idle = self._idle(chip)
+        return max(idle * work, moved / hbm) + SHOWN * min(idle * work, moved / hbm)
+
+    def _idle(self, chip: Chip) -> int:
+        """One core computes all columns of a product where whole lanes cannot be shared between those of a device."""
+        cores = max(CORES.get(kind, 1) for kind in chip.device_kinds)
+        columns = self.wide if self.part == "forward" else self.deep
+        return cores if self.part != "transposed_dw" and columns % (cores * LANES) else 1
+
+
+def read(op: Op, computation: Computation) -> GroupedMatmul | None:
+    """What a kernel of a program computes, by its name and arrays; None if it is none of ours."""
+    found = NAMES.search(op.name)
+    if found is None:
+        return None
+    (rows, left), right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
+    if even := EVEN.search(op.where):
+        rows = min(rows, int(even[1]))
+    result = op.shapes[0].dims
+    if found[1] == "transposed_dw":
+        return GroupedMatmul(rows, left, right[1], result[1] // right[1], found[1])
+    deep, wide = (left, result[1]) if found[1] == "forward" else (result[1], left)
+    return GroupedMatmul(rows, deep, wide, right[-1] // wide, found[1])
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

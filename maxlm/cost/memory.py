@@ -1,0 +1,202 @@
+"""What fills the HBM of a chip during a step: the state and the batch to the byte, temporaries by what the program's text says of them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from maxlm.compiler.aot import CompiledStep
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.hlo.liveness import Buffer, at_peak
+from maxlm.hlo.parser import Module
+
+if TYPE_CHECKING:
+    from maxlm.training.program import Program
+
+KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING = (
+    "kept for backward: ",
+    "gradients",
+    "weights as matmuls read them",
+    "gathered weights",
+    "logits and loss",
+    "attention",
+    "feed-forward",
+    "routing",
+)
+LANES = 128  # of a TPU
+_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the surest first
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many bytes of one device: `group` is state, batch, temporaries or code."""
+
+    group: str
+    name: str
+    bytes: int
+
+
+def split(program: "Program", step: CompiledStep, module: Module | None) -> tuple[Part, ...]:
+    """What `step.needed` consists of; the parts sum to it. Without a `module`, since it did not fit, temporaries are one part."""
+    parts = state_parts(program)
+    if step.memory is not None:
+        padding = step.memory.argument - sum(part.bytes for part in parts)
+        parts = (*parts[:-1], Part("state", "counters, and padding of layouts", padding), parts[-1])
+    code = step.memory.code if step.memory is not None else 0
+    temporaries = max(0, step.needed - code - sum(part.bytes for part in parts))
+    if module is None:
+        return (*parts, Part("temporaries", "activations, gradients and the rest", temporaries))
+    return (*parts, *_temporaries(program, at_peak(module), temporaries), Part("code", "program", code))
+
+
+def state_parts(program: "Program") -> tuple[Part, ...]:
+    """Parameters, optimizer state and batch on one device, to the byte."""
+    state = program.abstract_state
+    return (
+        Part("state", "parameters (float32)", _bytes(state.params)),
+        Part("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
+        Part("batch", "batch", _bytes(program.abstract_batch)),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    import jax
+
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[Part]:
+    """`total` bytes, divided by what the buffers alive at the peak are. What no buffer accounts for is the last part."""
+    names = _Names(program)
+    sums: dict[str, int] = {}
+    for buffer in buffers:
+        name = names.of(buffer)
+        sums[name] = sums.get(name, 0) + buffer.bytes
+    rest, parts = total, []
+    for name in sorted(filter(None, sums), key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start))):
+        size = min(sums[name], rest)  # the replay may hold more alive than XLA does: then less is left for what is less sure
+        rest -= size
+        parts.append(Part("temporaries", name, size))
+    return [*(part for part in parts if part.bytes), Part("temporaries", "other", rest)]
+
+
+class _Names:
+    """Tells what a buffer is by its shape, the place that made it, and the shapes that the config implies."""
+
+    def __init__(self, program: "Program") -> None:
+        import jax
+
+        from maxlm.cost.model_shapes import rows_of
+        from maxlm.models.parameters import STACKED, parameter_axes
+
+        config, mesh = program.config, program.mesh.shape
+        axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        self.shards: set[tuple[int, ...]] = set()
+        self.gathered: set[tuple[int, ...]] = set()
+        for leaf, names in zip(jax.tree.leaves(program.abstract_state.params), axes, strict=True):
+            if math.prod(leaf.shape) <= 2**16:
+                continue
+            stacked = sum(name in STACKED for name in names)
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            self.shards |= _forms(shard, names)
+            if "expert" in names:  # gathered, the shards not yet put together
+                self.gathered |= {_core((mesh["fsdp"], *form)) for form in _forms(shard[stacked:], names)}
+            whole = _without(leaf, {"fsdp"} if "expert" in names else {"fsdp", "expert"})
+            for n in range(stacked + 1):
+                if n == 0 or len(leaf.shape) > n + 1:
+                    self.gathered |= _forms(whole[n:], names)
+        self.stacks = _stacks(config.model)
+        tensor, expert = mesh["tensor"], mesh["expert"]
+        self.vocab = config.model.vocab_size // tensor
+        self.hidden = _hidden(config.model, tensor)
+        rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
+        tokens = rows * (config.data.seq_len // mesh["context"])
+        self.kept = kept_sizes(config, tokens, tensor, expert)
+        routed = rows_of(config.model, expert, tokens)
+        self.rows = {count * config.model.d_model for count in (routed, tokens * expert if expert > 1 else 0) if count}
+        self.routed = {routed, tokens * config.model.moe.n_experts} if config.model.moe is not None else set()
+
+    def of(self, buffer: Buffer) -> str:
+        """The name of the part that `buffer` belongs to; empty when nothing is known."""
+        dims, where = buffer.shape.dims, buffer.where
+        backward = any("transpose(" in op.where for op in buffer.writers)
+        if "while/body" in where and "transpose(" not in where:
+            lead = next((lead for lead in self.stacks if dims[: len(lead)] == lead), ())
+            names = self.kept.get(math.prod(dims[len(lead) :])) if lead else None
+            if names:
+                return KEPT + ", ".join(names)
+        if _core(dims) in self.shards:
+            return GRADIENTS if backward or buffer.shape.dtype == "f32" else CAST
+        if self.vocab in dims:
+            return GRADIENTS if backward and _core(dims) in self.gathered else LOSS
+        if _core(dims) in self.gathered:
+            return GRADIENTS if backward else GATHERED
+        if any(mark in where for mark in ("attention_forward", "attention_backward", "splash", "BGRST", "BSGRK")):
+            return ATTENTION
+        if not self.hidden.isdisjoint(dims) or math.prod(dims) in self.rows:
+            return FEED_FORWARD
+        return ROUTING if math.prod(dims) in self.routed else ""
+
+
+def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Leading dims that a tensor kept of every layer may have, the longest first: periods and a run in them, or one of both."""
+    from maxlm.models.parameters import abstract_decoder
+
+    decoder = abstract_decoder(model)
+    stacks = {block.stacked[i:] for block in (*decoder.head, *decoder.layers, *decoder.tail) for i in (0, 1)}
+    return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
+
+
+def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
+    """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
+    from maxlm.cost.model_shapes import layers, rows_of
+
+    remat, rows = config.memory.remat, rows_of(config.model, expert, tokens)
+    sizes: dict[int, tuple[str, ...]] = {}
+    for kind in layers(config.model):
+        names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
+        for name in dict.fromkeys(names):
+            found = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
+            if name in ("gate", "up") and remat != "dots":
+                found += [rows * inside for inside in _padded(kind.inside // tensor)]
+            for size in found:
+                if size and name not in sizes.get(size, ()):
+                    sizes[size] = (*sizes.get(size, ()), name)
+    return sizes
+
+
+def _hidden(model: ModelConfig, tensor: int) -> set[int]:
+    """Widths inside feed-forward layers and experts, on one device."""
+    from maxlm.cost.model_shapes import layers
+
+    found = {kind.widths["up"] // tensor for kind in layers(model)}
+    return (found | {size for kind in layers(model) for size in _padded(kind.inside // tensor)}) - {0}
+
+
+def _padded(inside: int) -> tuple[int, int]:
+    """What is inside an expert, and padded to whole lanes as TPUs have it."""
+    return inside, -(-inside // LANES) * LANES
+
+
+def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]:
+    """Of parameters with these logical axes: as they are, and of experts side by side, too, where what is inside them may be padded."""
+    if tuple(names[-3:]) != ("expert_embed", "expert", "mlp"):
+        return {_core(shape)}
+    *before, experts, inside = shape
+    sizes = _padded(inside)
+    return {_core((*before, *after)) for size in sizes for after in ((experts, size), (experts * size,))}
+
+
+def _core(dims: Sequence[int]) -> tuple[int, ...]:
+    """Dims in any order, those of 1 left out: layouts and transpositions change neither."""
+    return tuple(sorted(dim for dim in dims if dim != 1))
+
+
+def _without(leaf: Any, axes: set[str]) -> tuple[int, ...]:
+    """The shape of `leaf` on one device if the mesh axes in `axes` did not split it."""
+    mesh, spec = leaf.sharding.mesh.shape, leaf.sharding.spec
+    shape = list(leaf.sharding.shard_shape(leaf.shape))
+    for dim, entry in enumerate(spec):
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            shape[dim] *= mesh[axis] if axis in axes else 1
+    return tuple(shape)

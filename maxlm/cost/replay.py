@@ -1,0 +1,237 @@
+"""Runs a compiled program in the mind: follows the schedule of one chip, to see which communication compute hides and which it waits for.
+
+A chip computes one thing at a time. What was started asynchronously goes on meanwhile, one collective at a time over the same links; its
+-done waits for what is left of it, and that wait is exposed. What runs synchronously is exposed from beginning to end.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from maxlm.cost.collectives import Collective, Network, is_collective
+from maxlm.hlo.parser import PLUMBING, Computation, Module, Op
+
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
+_CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls when it carries a collective
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation of a computation that takes the chip's time, once."""
+
+    op: Op
+    computation: Computation
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveSpan:
+    """A collective of a computation, once, and how long the chip waits for it."""
+
+    collective: Collective
+    exposed_s: float
+
+
+@dataclass
+class Segment:
+    """One run of a computation: how long it takes, what it computes and says itself, and the computations it runs how often."""
+
+    seconds: float = 0.0
+    timed: list[Timed] = field(default_factory=list)
+    said: list[CollectiveSpan] = field(default_factory=list)
+    inner: list[tuple["Segment", int]] = field(default_factory=list)
+
+
+@dataclass
+class _Flight:
+    collective: Collective
+    end: float
+
+
+class Replay:
+    """Replays `module`. `seconds_of` says how long the chip computes on an operation that is no collective."""
+
+    def __init__(self, module: Module, network: Network, seconds_of: Callable[[Op, Computation], float]) -> None:
+        self.module = module
+        self.network = network
+        self.seconds_of = seconds_of
+        self._done: dict[str, Segment] = {}
+
+    def run(self, name: str) -> Segment:
+        """One run of the computation `name`. Of a loop's body, a turn in its midst: what it starts for the next, the last has started."""
+        if name not in self._done:
+            carried: dict[int, _Flight] = {}
+            if self._carries(name):
+                carried = _Turn(self, name, {}).go().carried
+            self._done[name] = _Turn(self, name, carried).go().segment
+        return self._done[name]
+
+    def _carries(self, name: str) -> bool:
+        computation = self.module.computations[name]
+        return any(_carried_index(op, computation) is not None for op in computation.ops if op.opcode.endswith("-done") and not op.start)
+
+
+class _Turn:
+    """One pass over a computation's schedule."""
+
+    def __init__(self, replay: Replay, name: str, carried: dict[int, _Flight]) -> None:
+        self.replay = replay
+        self.computation = replay.module.computations[name]
+        self.segment = Segment()
+        self.now = 0.0
+        self.flying: dict[str, _Flight] = {}
+        self.arriving = carried  # by the place in the loop's tuple
+        self.carried: dict[int, _Flight] = {}
+        self.free: dict[str, float] = {lane: flight.end for flight in carried.values() for lane in flight.collective.lanes}
+
+    def go(self) -> "_Turn":
+        for op in self.computation.ops:
+            self._step(op)
+        for index, name in self._handed_on():
+            flight = self.flying.pop(name)
+            self.carried[index] = _Flight(flight.collective, flight.end - self.now)
+        for name in tuple(self.flying):  # nobody waits for it here: it must be over when this is
+            self._land(self.flying.pop(name))
+        for index, flight in self.carried.items():
+            if index not in self.arriving:  # no turn of this loop waits for it
+                self.segment.said.append(CollectiveSpan(flight.collective, 0.0))
+        self.segment.seconds = self.now
+        return self
+
+    def _step(self, op: Op) -> None:
+        if op.opcode.endswith("-start"):
+            self._start(op)
+        elif op.opcode.endswith("-done"):
+            self._wait(op)
+        elif self.replay.module.called(op):
+            self._enter(op)
+        elif is_collective(op):
+            self._synchronous(self.replay.network.collective(op, "sync", self.computation))
+        elif op.opcode == "fusion":
+            self._fusion(op)
+        else:
+            self._compute(op)
+
+    def _start(self, op: Op) -> None:
+        module, network = self.replay.module, self.replay.network
+        if is_collective(op):
+            self._fly(op.name, network.collective(op, "async", self.computation))
+            return
+        host = network.host_copy(op)
+        if host:
+            self._fly(op.name, host)
+        how = "sparsecore" if 'async_execution_thread="sparsecore"' in op.attributes else "async"
+        for callee in module.called(op):
+            computation = module.computations[callee]
+            for inner in computation.ops:
+                if is_collective(inner):
+                    self._fly(op.name, network.collective(inner, how, computation))
+
+    def _fusion(self, op: Op) -> None:
+        """A fusion may begin a collective, carry one that is under way, wait for it, or hold one from beginning to end."""
+        for callee in op.calls:
+            computation = self.replay.module.computations[callee]
+            said = [inner for inner in computation.ops if is_collective(inner)]
+            if not said:
+                continue
+            begun = self._begun(op)
+            if self._begins(op):
+                for inner in said:
+                    self._fly(op.name, self.replay.network.collective(inner, "async", computation))
+            elif any(inner.target == "AsyncCollectiveDone" for inner in computation.ops):
+                if begun in self.flying:
+                    self._land(self.flying.pop(begun))
+            elif not begun and not callee.startswith(_CARRIES):  # a loop's body does not know who began what it carries
+                scatters = any(inner.opcode == "dynamic-slice" for inner in computation.ops)
+                for inner in said:
+                    self._synchronous(self.replay.network.collective(inner, "sync", computation, scatters=scatters))
+            if op.cycles is None:
+                return  # all it does is talk
+        self._compute(op)
+
+    def _fly(self, name: str, collective: Collective) -> None:
+        begin = max([self.now, *(self.free.get(lane, 0.0) for lane in collective.lanes)])
+        self.free.update(dict.fromkeys(collective.lanes, begin + collective.seconds))
+        self.flying[name] = _Flight(collective, begin + collective.seconds)
+
+    def _wait(self, op: Op) -> None:
+        if op.start:
+            flight = self.flying.pop(op.start, None)
+        else:
+            index = _carried_index(op, self.computation)
+            flight = self.arriving.get(index) if index is not None else None
+        if flight:
+            self._land(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        exposed = max(0.0, flight.end - self.now)
+        self.now += exposed
+        self.segment.said.append(CollectiveSpan(flight.collective, exposed))
+
+    def _synchronous(self, collective: Collective) -> None:
+        self._fly(collective.name, collective)
+        self._land(self.flying.pop(collective.name))
+
+    def _enter(self, op: Op) -> None:
+        turns = op.turns
+        for callee in self.replay.module.called(op):
+            inner = self.replay.run(callee)
+            self.segment.inner.append((inner, turns))
+            self.now += turns * inner.seconds
+
+    def _compute(self, op: Op) -> None:
+        seconds = self.replay.seconds_of(op, self.computation)
+        if seconds > 0:
+            self.now += seconds
+            self.segment.timed.append(Timed(op, self.computation, seconds))
+
+    def _handed_on(self) -> list[tuple[int, str]]:
+        """What is under way and goes into the next turn of a loop: its place in the loop's tuple, and what began it."""
+        root = self.computation.by_name.get(self.computation.root)
+        found = []
+        for index, operand in enumerate(root.operands if root and root.opcode == "tuple" else ()):
+            source = self.computation.source(operand)
+            if source and source.name in self.flying:
+                found.append((index, source.name))
+        return found
+
+    def _begun(self, op: Op) -> str:
+        """The fusion that began the collective which the fusion `op` carries or waits for; "" when it has none under way."""
+        return next(filter(None, map(self._traced, op.operands)), "")
+
+    def _traced(self, name: str) -> str:
+        """Back from the value `name`, through the fusions that carried it in place, to the one that began a collective."""
+        index: int | None = None
+        op = self.computation.by_name.get(name)
+        while op is not None and op.operands:
+            following = op.operands[0]
+            if op.opcode == "get-tuple-element":
+                index = op.index
+            elif op.opcode == "fusion":
+                if self._begins(op):
+                    return op.name
+                place = dict(_ALIAS.findall(op.attributes)).get(str(index))
+                if place is None:
+                    return ""
+                following, index = op.operands[int(place)], None
+            elif op.opcode == "tuple" and index is not None:  # a loop hands on in place what goes in
+                following, index = op.operands[index], None
+            elif op.opcode not in ("bitcast", "copy", "while"):
+                return ""
+            op = self.computation.by_name.get(following)
+        return ""
+
+    def _begins(self, op: Op) -> bool:
+        computations = self.replay.module.computations
+        return any(inner.target == "AsyncCollectiveStart" for callee in op.calls for inner in computations[callee].ops)
+
+
+def _carried_index(done: Op, computation: Computation) -> int | None:
+    """The place in its computation's tuple parameter from which `done` gets what it waits for; None when it comes from elsewhere."""
+    op = computation.by_name.get(done.operands[0]) if done.operands else None
+    while op is not None and op.opcode in PLUMBING and op.operands:
+        made = computation.by_name.get(op.operands[0])
+        if op.opcode == "get-tuple-element" and made is not None and made.opcode == "parameter":
+            return op.index
+        op = made
+    return None

@@ -1,0 +1,48 @@
+"""What an operation of a compiled program moves: the bytes it reads and those it writes."""
+
+from collections.abc import Iterator
+
+from maxlm.hlo.parser import Computation, Module, Op
+
+# Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
+MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", "reduce", "pad", "dynamic-slice", "dynamic-update-slice"}
+
+
+def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
+    """Bytes that `op` of `computation` reads and writes, wherever they lie. Of an array that is sliced or updated in place, the slice."""
+    if op.opcode == "fusion":
+        body = module.computations[op.calls[0]]
+        return sum(_read(body, inner) for inner in body.ops if inner.opcode == "parameter") + _written(body, op)
+    if op.opcode == "dynamic-update-slice":
+        return 2 * computation.operand(op, 1).bytes
+    if op.opcode == "dynamic-slice":
+        return 2 * op.bytes
+    return op.bytes + sum(computation.by_name[name].bytes for name in op.operands if name in computation.by_name)
+
+
+def _read(body: Computation, value: Op) -> int:
+    """Bytes of `value` that the fused computation reads."""
+    found = 0
+    for user, place in _users(body, value):
+        if user.opcode == "bitcast":
+            found += _read(body, user)
+        elif user.opcode == "dynamic-slice" and place == 0:
+            found += user.bytes
+        elif user.opcode != "dynamic-update-slice" or place != 0:
+            return value.bytes
+    return min(found, value.bytes)
+
+
+def _users(body: Computation, value: Op) -> Iterator[tuple[Op, int]]:
+    return ((op, place) for op in body.ops for place, name in enumerate(op.operands) if name == value.name)
+
+
+def _written(body: Computation, op: Op) -> int:
+    """Bytes that `op`, which runs the fused computation, writes: of an array updated in place, the update."""
+    root = body.by_name.get(body.root)
+    names = root.operands if root is not None and root.opcode == "tuple" else (body.root,)
+    found = 0
+    for name, shape in zip(names, op.shapes, strict=False):
+        made = body.source(name)
+        found += body.operand(made, 1).bytes if made is not None and made.opcode == "dynamic-update-slice" else shape.bytes
+    return found

@@ -1,0 +1,126 @@
+"""What a chip computes: the FLOPs of compiled matmuls and attention kernels, from their shapes."""
+
+import itertools
+import math
+import re
+from functools import lru_cache
+
+from maxlm.hardware.chips import Chip
+from maxlm.hlo.parser import Computation, Module, Op, Shape
+
+ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
+
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_GROUPED = re.compile(r"batch_group_count=(\d+)")
+
+
+def matrix_unit(chip: Chip) -> int:
+    """Width of the matrix unit of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
+    return 256 if chip.name in ("v6e", "tpu7x") else 128
+
+
+def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
+    """FLOPs of the matmuls that `op` is or holds, fused; 2 a multiply-add. 0 when there are none.
+
+    `tile`: the width of the matrix unit, to count what it works, features padded to whole tiles.
+    """
+    if op.opcode in ("dot", "convolution"):
+        return _flops(op, computation, tile)
+    if op.opcode != "fusion":
+        return 0
+    bodies = [module.computations[callee] for callee in op.calls]
+    return sum(matmul_flops(module, inner, body, tile) for body in bodies for inner in body.ops)
+
+
+def attention_flops(op: Op, computation: Computation) -> int:
+    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 when they cannot be told.
+
+    Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
+    A window, or documents that do not see each other, would make it less: kernels should state their cost.
+    """
+    arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    heads = [s for s in arrays if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3 and _head_dim(s)]
+    if len(heads) < 2:
+        return 0
+    query, key = heads[:2]
+    results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
+    backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
+    matmuls = backward if is_backward(op.name) else 2
+    return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+
+
+def _head_dim(shape: Shape) -> int:
+    """Of queries or keys, tokens by head dim, or turned; 0 when it is neither."""
+    return next((dim for dim in (shape.dims[-1], shape.dims[-2]) if dim in (64, 128, 192, 256)), 0)
+
+
+def is_backward(name: str) -> bool:
+    """Whether an attention kernel of that name, or place in the source, is one of the backward pass."""
+    return bool(re.search(r"dq|dkv|bwd|backward", name))
+
+
+def _flops(op: Op, computation: Computation, tile: int) -> int:
+    left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
+    result = op.shapes[0]
+    if op.opcode == "dot":
+        contracted = _CONTRACTED.search(op.attributes)
+        return 2 * result.elements * math.prod(left.dims[int(i)] for i in contracted.group(1).split(",") if i) if contracted else 0
+    return _convolution_flops(op.attributes, left, right, result, tile)
+
+
+def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape, tile: int) -> int:
+    """A convolution, as which XLA:TPU writes every matmul: batch dims become spatial ones, padded or dilated so that most of the window
+    falls on nothing. Only what falls on numbers counts (as in XLA's own HloCostAnalysis).
+    """
+    labels = _LABELS.search(attributes)
+    if not labels:
+        return 0
+    left_labels, right_labels, result_labels = labels.groups()
+    window = _window(attributes, right, right_labels)
+    pairs = math.prod(
+        _pairs(left.dims[left_labels.index(d)], result.dims[result_labels.index(d)], **figures) for d, figures in window.items()
+    )
+    grouped = _GROUPED.search(attributes)
+    batch_group = int(grouped.group(1)) if grouped else 1
+    inputs, outputs = (-(-dim // tile) * tile for dim in (right.dims[right_labels.index("i")], result.dims[result_labels.index("f")]))
+    return 2 * pairs * left.dims[left_labels.index("b")] * outputs * inputs // batch_group
+
+
+def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[str, int]]:
+    """Of each spatial dim: size, stride, padding before, and dilation of the two sides."""
+    written = _WINDOW.search(attributes)
+    fields = dict(part.split("=") for part in written.group(1).split()) if written else {}
+    found = {}
+    for i, dim in enumerate(sorted(label for label in right_labels if label.isdigit())):
+        given = {key: value.split("x")[i] for key, value in fields.items()}
+        found[dim] = {
+            "size": right.dims[right_labels.index(dim)],
+            "stride": int(given.get("stride", 1)),
+            "before": int(given.get("pad", "0_0").split("_")[0]),
+            "dilated": int(given.get("lhs_dilate", 1)),
+            "spread": int(given.get("rhs_dilate", 1)),
+        }
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _pairs(width: int, results: int, size: int, stride: int, before: int, dilated: int, spread: int) -> int:
+    """How many (place of the result, place in the window) fall on one of `width` numbers, not on padding or between them."""
+    if stride == dilated == spread == 1 and before == 0 and results + size - 1 <= width:
+        return results * size
+    found = 0
+    for place in range(size):
+        offset = place * spread - before
+        first = max(0, -(offset // stride))  # the first result whose window reaches the numbers here
+        last = min(results - 1, ((width - 1) * dilated - offset) // stride)
+        found += len(_on_numbers(first, last, stride, offset, dilated))
+    return found
+
+
+def _on_numbers(first: int, last: int, stride: int, offset: int, dilated: int) -> range:
+    """The results from `first` to `last` that fall on a number: those with result * stride + offset a multiple of `dilated`."""
+    turn = dilated // math.gcd(stride, dilated)
+    start = next((r for r in itertools.islice(itertools.count(first), turn) if (r * stride + offset) % dilated == 0), last + 1)
+    return range(start, last + 1, turn)

@@ -1,0 +1,334 @@
+"""Reads the text of a program XLA has compiled and scheduled (`compiled.as_text()`) into typed records. Standard library only.
+
+What is kept of an operation is what a planner asks: how often it runs, what it weighs, what the compiler thinks it costs, which
+chips it talks to and where in the model it arises. Seen with libtpu 0.0.42.1 for v5e, v5p and v6e, and with jaxlib 0.10.2 on CPU.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from maxlm.config.errors import UserError
+from maxlm.hlo import loops
+
+VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
+
+_BITS = {
+    **dict.fromkeys(("s2", "u2"), 2),
+    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
+    **dict.fromkeys(("pred", "s8", "u8"), 8),
+    **dict.fromkeys(("bf16", "f16", "s16", "u16"), 16),
+    **dict.fromkeys(("f32", "s32", "u32"), 32),
+    **dict.fromkeys(("f64", "s64", "u64", "c64"), 64),
+    "c128": 128,
+}  # any other float is one of the 8-bit ones: f8e4m3fn and its sisters
+_NO_ESTIMATE = 1 << 60  # XLA writes a number near 2**63 where it has none
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OP = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_PAREN = re.compile(r"[()]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_WHERE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_CALLS = re.compile(
+    r"\b(body|condition|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\{.*?\}\}|\{\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
+_FIGURE = re.compile(r'"(\w+)":"?(\d+)')
+PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One array: element type, dims, and the memory it lies in (0 HBM, 1 VMEM, 5 host)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its numbers, without the padding of its layout. A token weighs nothing."""
+        return 0 if self.dtype in ("token", "opaque") else -(-self.elements * _BITS.get(self.dtype, 8) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class CostEstimate:
+    """What a Pallas kernel says of itself (`pl.CostEstimate`), for one call."""
+
+    flops: int
+    transcendentals: int
+    bytes_accessed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation, as scheduled. Absent text is "", an absent number is None."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # of the results, nested tuples laid flat
+    operands: tuple[str, ...]
+    attributes: str  # what follows the operands, before metadata and backend_config
+    where: str  # metadata op_name: where in the model it arises
+    cycles: int | None  # XLA's own estimate
+    target: str  # of a custom call
+    stated: CostEstimate | None
+    groups: str  # replica_groups or source_target_pairs, as written
+    channel: int | None
+    calls: tuple[str, ...]  # computations it names; of a while loop its body first, then its condition
+    start: str  # of a -done: the operation that began it, "" where a loop carries it in
+    index: int | None  # of a parameter or a get-tuple-element
+    literal: str  # of a constant
+    trips: int | None  # of a while loop, how often it turns; None where data decides
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def turns(self) -> int:
+        """How often what it calls runs; loops whose turns data decides count once."""
+        return self.trips if self.opcode == "while" and self.trips is not None else 1
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Operations in the order in which the chip starts them."""
+
+    name: str
+    ops: tuple[Op, ...]
+    root: str
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Op]:
+        """The operations by their name."""
+        return {op.name: op for op in self.ops}
+
+    def operand(self, op: Op, place: int) -> Op:
+        """The operation that makes the operand of `op` at `place`. Raises UserError when the program does not hold it."""
+        made = self.by_name.get(op.operands[place]) if place < len(op.operands) else None
+        if made is None:
+            raise UserError(f"This compiled program is incomplete: an operand of {op.name} is not in it; write it again in full.")
+        return made
+
+    def source(self, name: str) -> Op | None:
+        """The operation `name` gets its value from, past those which only hand it on; None where another computation made it."""
+        op = self.by_name.get(name)
+        while op is not None and op.opcode in PLUMBING and op.operands:
+            op = self.by_name.get(op.operands[0])
+        return op
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """An operation that runs: `times` a step, at `position` in `computation`. `asynchronous`: the -start in whose background it runs."""
+
+    op: Op
+    times: int
+    computation: str
+    position: int
+    asynchronous: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: str
+
+    def executed(self) -> Iterator[Executed]:
+        """Every operation that runs, in schedule order, into loops, calls, and the longer branch of a conditional.
+
+        The operation that calls comes before what it calls. What a fusion holds is not listed: the fusion is what runs.
+        """
+        yield from self._walk(self.entry, 1, "")
+
+    def called(self, op: Op) -> tuple[str, ...]:
+        """The computations the chip enters when it runs `op`: a loop's body, a callee, the longer branch; none for a fusion."""
+        if op.opcode == "while":
+            return op.calls[:1]
+        if op.opcode == "conditional":
+            return (max(op.calls, key=self.cycles),)
+        if op.opcode == "call" or (op.opcode.endswith("-start") and not op.groups):
+            return op.calls[:1]
+        return ()
+
+    def cycles(self, computation: str) -> int:
+        """Cycles of `computation`, run once, by XLA's estimates."""
+        return sum(run.times * (run.op.cycles or 0) for run in self._walk(computation, 1, ""))
+
+    def inside(self, computation: str) -> Iterator[Op]:
+        """Every operation of a fused `computation` and of those it calls in turn."""
+        for op in self.computations[computation].ops:
+            yield op
+            for callee in op.calls:
+                yield from self.inside(callee)
+
+    def _walk(self, name: str, times: int, asynchronous: str) -> Iterator[Executed]:
+        for position, op in enumerate(self.computations[name].ops):
+            yield Executed(op, times, name, position, asynchronous)
+            turns = op.turns
+            background = op.name if op.opcode.endswith("-start") else asynchronous
+            for callee in self.called(op):
+                yield from self._walk(callee, times * turns, background)
+
+
+def read(text: str) -> Module:
+    """The program in `text`, the scheduled HLO that `compiled.as_text()` returns.
+
+    Raises UserError when it is no HLO, is not scheduled, is cut short, or calls a computation it does not hold.
+    """
+    first = text[: text.find("\n")] if "\n" in text else text
+    if not first.startswith("HloModule "):
+        raise UserError(
+            "This is no compiled program: its first line does not start with 'HloModule'; give what `compiled.as_text()` writes."
+        )
+    if "is_scheduled=true" not in first:
+        raise UserError("This program is not scheduled (no is_scheduled=true in its first line); give the compiled one, not the lowered.")
+    computations, entry = _computations(text)
+    if not entry:
+        raise UserError("This compiled program is cut short: it has no ENTRY computation; write it again in full.")
+    for computation in computations.values():
+        missing = next((callee for op in computation.ops for callee in op.calls if callee not in computations), None)
+        if missing:
+            raise UserError(
+                f"This compiled program is incomplete: {computation.name} calls {missing}, which is not in it; write it again in full."
+            )
+    counted = {name: loops.counted(computation, computations) for name, computation in computations.items()}
+    return Module(first.split()[1].rstrip(","), counted, entry)
+
+
+def _computations(text: str) -> tuple[dict[str, Computation], str]:
+    found: dict[str, Computation] = {}
+    entry = name = ""
+    statements: list[str] = []
+    for line in text.splitlines():
+        if not name:
+            header = _HEADER.match(line)
+            if header:
+                name, statements = header.group(2), []
+                entry = name if header.group(1) else entry
+        elif line == "}" or line.startswith("}, "):
+            if line.startswith("}, ") and not line.startswith("}, execution_thread="):
+                statements[-1] += line  # the end of an attribute that spans lines
+                continue
+            found[name] = _computation(name, statements)
+            name = ""
+        elif _OP.match(line):
+            statements.append(line)
+        elif statements:
+            statements[-1] += line  # frontend attributes may hold line breaks
+    if name:
+        raise UserError(f"This compiled program is cut short: its computation {name} does not end; write it again in full.")
+    return found, entry
+
+
+def _computation(name: str, statements: list[str]) -> Computation:
+    roots = [statement for statement in statements if statement.lstrip().startswith("ROOT ")]
+    plain = Computation(name, tuple(map(_op, statements)), "")
+    root = _op(roots[-1]).name if roots else ""
+    ops = tuple(_with_start(op, plain) if op.opcode.endswith("-done") else op for op in plain.ops)
+    return Computation(name, ops, root)
+
+
+def _with_start(op: Op, computation: Computation) -> Op:
+    """A -done with the operation that began it; an -update in between is passed over."""
+    source = computation.source(op.operands[0]) if op.operands else None
+    while source is not None and source.opcode.endswith("-update"):
+        source = computation.source(source.operands[0])
+    begun = source.name if source is not None and source.opcode.endswith("-start") else ""
+    return replace(op, start=begun)
+
+
+def _op(line: str) -> Op:
+    match = _OP.match(line)
+    assert match
+    opcode = match.group(4)
+    end = _closing(line, match.end())
+    arguments, rest = line[match.end() : end], line[end + 1 :]
+    attributes, _, backend = rest.partition(", backend_config=")
+    attributes, _, metadata = attributes.partition(", metadata=")
+    where = _WHERE.search(metadata)
+    cycles = _CYCLES.search(backend)
+    trips = _TRIPS.search(backend)
+    index = int(arguments) if opcode == "parameter" else _number(_INDEX, attributes)
+    return Op(
+        name=match.group(2),
+        opcode=opcode,
+        shapes=_shapes(match.group(3)),
+        operands=() if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments)),
+        attributes=attributes,
+        where=where.group(1) if where else "",
+        cycles=int(cycles.group(1)) if cycles and int(cycles.group(1)) < _NO_ESTIMATE else None,
+        target=_text(_TARGET, attributes),
+        stated=_stated(backend) if opcode == "custom-call" else None,
+        groups=_text(_GROUPS, attributes),
+        channel=_number(_CHANNEL, attributes),
+        calls=_calls(attributes),
+        start="",
+        index=index,
+        literal=arguments if opcode == "constant" and len(arguments) < 64 else "",
+        trips=int(trips.group(1)) if trips else None,
+    )
+
+
+def _closing(line: str, start: int) -> int:
+    depth = 1
+    for paren in _PAREN.finditer(line, start):
+        depth += 1 if paren.group() == "(" else -1
+        if depth == 0:
+            return paren.start()
+    raise UserError(f"This compiled program is damaged: an operation does not end: {line.strip()[:80]}; write it again in full.")
+
+
+@lru_cache(maxsize=1 << 14)
+def _shapes(text: str) -> tuple[Shape, ...]:
+    found = []
+    for dtype, dims, layout in _SHAPE.findall(text):
+        space = _SPACE.search(layout)
+        sizes = tuple(int(size.lstrip("<= ")) for size in dims.split(",") if size)
+        found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
+    return tuple(found)
+
+
+def _calls(attributes: str) -> tuple[str, ...]:
+    named = {key: _NAME.findall(value) or [value] for key, value in _CALLS.findall(attributes)}
+    body = named.pop("body", [])
+    return tuple(itertools.chain(body, *named.values()))
+
+
+def _stated(backend: str) -> CostEstimate | None:
+    match = _STATED.search(backend)
+    if not match:
+        return None
+    figures = {key: int(value) for key, value in _FIGURE.findall(match.group(1))}
+    return CostEstimate(figures.get("flops", 0), figures.get("transcendentals", 0), figures.get("bytes_accessed", 0))
+
+
+def _text(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match.group(1) if match else ""
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return int(match.group(1)) if match else None

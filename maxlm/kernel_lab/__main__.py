@@ -1,0 +1,82 @@
+"""`python -m maxlm.kernel_lab OPERATION IMPLEMENTATION SHAPE TOPOLOGY FOLDER [tried]`: compiles one shape, prints a JSON line a kernel.
+
+`tried`: at every choice of blocks that is compared. A process of its own, since libtpu reads where to write machine code when it is loaded.
+"""
+
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxlm.kernel_lab.cases import Case, Kernel
+
+
+def main(operation: str, implementation: str, shape: str, topology: str, folder: str, tried: str = "") -> None:
+    """Compile and run every case."""
+    from maxlm.compiler.aot import devices, leave_chips_alone
+    from maxlm.kernel_lab.bundles import DUMPS
+
+    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(DUMPS)}"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
+
+    leave_chips_alone()
+    from maxlm.cost.step_cost import CLOCK_HZ
+    from maxlm.hardware.topologies import parse
+    from maxlm.kernel_lab.cases import build
+    from maxlm.kernels.platform import CORES
+
+    found = parse(topology)
+    device = devices(found)[0]
+    bandwidth = found.chip.hbm_bytes_per_s / found.chip.devices_per_chip / CORES.get(device.device_kind, 1)
+    for case in build(operation, shape, implementation, device.device_kind, tried=bool(tried)):
+        written = compiled(case, device, Path(folder))
+        for kernel in case.kernels:
+            counted = count(kernel, written, bandwidth / CLOCK_HZ[found.chip.name]) if written else {}
+            print(json.dumps({"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops, **counted}))
+
+
+def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Path]]:
+    """Files of each operation's machine code by `DUMPS`, the last of each; none where the chip's memory is too small for the case."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from maxlm.kernel_lab.bundles import DUMPED
+
+    mesh = Mesh([device], ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    before = set(folder.iterdir())
+    arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in case.arguments]
+    try:
+        with jax.set_mesh(mesh):
+            jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {}
+    written: dict[str, dict[str, Path]] = defaultdict(dict)
+    for path in sorted(set(folder.iterdir()) - before):
+        if found := DUMPED.fullmatch(path.name):
+            written[found["operation"]][found["dump"]] = path
+    return written
+
+
+def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
+    """What its machine code issues, moves, waits for and holds; `slots`: shares of those that its bundles have."""
+    from maxlm.kernel_lab import bundles, execute
+
+    total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
+    for paths in (paths for name, paths in written.items() if kernel.name in name):
+        code = bundles.read(*(paths[dump].read_text(encoding="utf-8") for dump in bundles.DUMPS))
+        run = execute.execute(code, kernel.scalars, bytes_a_cycle)
+        total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units[bundles.SPILLS])
+        filled.update({name: run.units[name] / number for name, number in code.capacity.items()})
+        memory |= Counter(code.memory)  # one operation at a time
+    assert total["cycles"], f"no machine code of {kernel.name}"
+    return {**total, "slots": {name: count / total["cycles"] for name, count in filled.items()}, **memory}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

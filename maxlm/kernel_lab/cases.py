@@ -1,0 +1,128 @@
+"""What the kernel lab compiles: an operation at a real shape, forward and backward, by one of its implementations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from maxlm.config.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
+    "attention": ("flash", "splash"),
+    "grouped_matmul": ("tpu", "megablox"),
+    "gated_mlp": ("fused", "xla"),
+    "matmul": ("pallas", "xla"),
+}
+TRIED = 4  # choices of blocks that are compared where an account of cycles and bytes puts all in order
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One part of a compiled case: what it is called in the program, the scalars it branches on, FLOPs that masks leave, of the case.
+
+    Where several operations bear the name, XLA's own, it is all of them. `blocks`: what it computes at a time, as it is shown.
+    """
+
+    part: str
+    name: str
+    scalars: Sequence["np.ndarray"]
+    flops: float
+    blocks: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, shapes and dtypes of its arguments, the kernels that it becomes, and options of the compiler."""
+
+    function: Callable[..., Any]
+    arguments: Sequence[tuple[tuple[int, ...], str]]
+    kernels: Sequence[Kernel]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def from_hbm(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` on arrays that lie in HBM, as in a training step; alone in a program, some would be given VMEM."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return lambda *arrays: run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays))
+
+
+def shape_names(operation: str) -> tuple[str, ...]:
+    """The shapes that `operation` is looked at."""
+    return tuple(shape.name for shape in _shapes(operation))
+
+
+def shape_of(operation: str, name: str) -> Any:
+    """The shape of that name. Raises UserError where there is none."""
+    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
+    if shape is None:
+        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    return shape
+
+
+def useful(operation: str, name: str) -> tuple[float, float]:
+    """(FLOPs that masks leave, bytes) of one shape in bfloat16, forward and backward: what enters and leaves both passes, each once."""
+    shape = shape_of(operation, name)
+    match operation:
+        case "attention":  # seven matmuls; q, k, v in and out, out, its gradient and three more
+            flops = 7 * 2 * shape.pairs(shape.segments(1)) * shape.heads * shape.head_dim
+            numbers = 6 * shape.seq_len * (shape.heads + shape.groups) * shape.head_dim
+        case "grouped_matmul":  # the product and two gradients, of the same three arrays
+            flops = 3 * 2 * shape.rows * shape.d_in * shape.d_out
+            numbers = 3 * (shape.rows * (shape.d_in + shape.d_out) + shape.experts * shape.d_in * shape.d_out)
+        case _:  # nine matmuls; x, y and gradients, x again; three weights, twice, and gradients; gate and up, kept
+            flops = 9 * 2 * shape.rows * shape.d_model * shape.d_ff
+            numbers = 5 * shape.rows * shape.d_model + 9 * shape.d_model * shape.d_ff + 4 * shape.rows * shape.d_ff
+    return float(flops), 2.0 * numbers
+
+
+def build(operation: str, name: str, implementation: str, device_kind: str, *, tried: bool = False) -> Sequence[Case]:
+    """What is compiled for one shape of a TPU; `tried`: ours, at every choice of blocks that is compared, first that which is chosen.
+
+    Raises UserError for a shape that does not exist.
+    """
+    from maxlm.kernel_lab.attention import attention_cases
+    from maxlm.kernel_lab.gated_mlp import gated_mlp_cases
+    from maxlm.kernel_lab.grouped_matmul import grouped_matmul_cases
+    from maxlm.kernel_lab.matmul import matmul_cases
+
+    cases: Mapping[str, Callable[..., Sequence[Case]]] = {
+        "attention": attention_cases,
+        "grouped_matmul": grouped_matmul_cases,
+        "gated_mlp": gated_mlp_cases,
+        "matmul": matmul_cases,
+    }
+    return cases[operation](shape_of(operation, name), implementation, device_kind, tried=tried)
+
+
+def _shapes(operation: str) -> Sequence[Any]:
+    from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
+    from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
+    from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
+    from maxlm.kernels.matmul.shapes import MATMULS
+    from maxlm.kernels.matmul.shapes import SHAPES as MLP
+
+    shapes = {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP, "matmul": MATMULS, "linear_cross_entropy": LOSS}
+    return shapes[operation]
+
+
+def gpu_case(operation: str, name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, by `implementation`, one sequence and at
+    most so many query heads, else by what is chosen there. Raises UserError for a shape that does not exist.
+    """
+    from maxlm.kernel_lab.attention import gpu_attention_case
+    from maxlm.kernel_lab.cross_entropy import gpu_cross_entropy_case
+    from maxlm.kernel_lab.gated_mlp import gpu_gated_mlp_case
+    from maxlm.kernel_lab.grouped_matmul import gpu_grouped_matmul_case
+
+    shape = shape_of(operation, name)
+    if operation == "attention":
+        return gpu_attention_case(shape, implementation, heads)
+    cases: Mapping[str, Callable[..., Any]] = {
+        "gated_mlp": gpu_gated_mlp_case,
+        "grouped_matmul": gpu_grouped_matmul_case,
+        "linear_cross_entropy": gpu_cross_entropy_case,
+    }
+    return cases[operation](shape)

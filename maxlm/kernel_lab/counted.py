@@ -1,0 +1,127 @@
+"""Rows of the kernel lab for a TPU that is not there: what the machine code of each kernel issues, and the library's."""
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from maxlm.config.errors import UserError
+from maxlm.cost.step_cost import CLOCK_HZ
+from maxlm.hardware.topologies import parse
+from maxlm.kernel_lab.cases import OPERATIONS
+from maxlm.telemetry.formatting import percent
+
+TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
+NOTE = (
+    "Counted, not measured: thousand cycles of bundles that the machine code issues at these shapes, its scalar core run with the scalars "
+    "of real masks; waits are for HBM, whose copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
+    "Matrix: cycles for which its unit works. Ratio: of cycles and waits to those of the other implementation. Below, shares of the slots "
+    "that a bundle has (spill: of stores, those of registers that did not fit), and memory that a kernel takes."
+)
+NO_ROOM = "no room"  # in the chip's memory
+SLOTS = {"vector": "VALU", "lanes": "XLU", "exp": "EUP", "load": "VLOAD", "store": "VSTORE", "spill": "VSTORE:SPILL"}  # as libtpu has them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one shape; of attention one sequence, two groups of heads. Shares are of 1; `cycles` have no waits in them.
+
+    `problem`: why there is nothing to be counted; what follows is then 0, empty or None.
+    """
+
+    operation: str
+    shape: str
+    chip: str
+    part: str
+    implementation: str
+    how: str = "counted"
+    problem: str = ""
+    blocks: str = ""  # what it computes at a time
+    cycles: int = 0
+    waited: int = 0  # cycles more, in which nothing is issued until copies between HBM and VMEM are there
+    moved: int = 0  # bytes of these, by one core
+    peak: float = 0.0
+    matrix: float = 0.0  # share of the cycles in which the matrix unit works
+    spills: float = 0.0  # stores of registers that did not fit, a cycle
+    slots: Mapping[str, float] | None = None  # share of those that bundles have, by libtpu's names
+    vmem: int = 0  # bytes that the kernel takes
+    smem: int = 0
+    ratio: float | None = None  # of our cycles, waits included, to those of the implementation that is compared
+
+    @property
+    def total(self) -> int:
+        """Cycles, waits included."""
+        return self.cycles + self.waited
+
+
+def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
+    """Ours and the library's, every part of them."""
+    *ours, compared = OPERATIONS[operation]
+    theirs = count(operation, compared, shape, chip)
+    others = {row.part: row.total for row in theirs}
+    for name in ours:
+        for row in count(operation, name, shape, chip):
+            other = others.get(row.part)
+            yield Row(**{**vars(row), "ratio": row.total / other if other and not row.problem else None})
+    yield from theirs
+
+
+def count(operation: str, implementation: str, shape: str, chip: str, *, tried: bool = False) -> list[Row]:
+    """A row a kernel, as the lab's other process counts them; `tried`: at every choice of blocks that is compared, the chosen first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "maxlm.kernel_lab", operation, implementation, shape, TOPOLOGIES[chip], folder]
+        done = subprocess.run([*command, *["tried"] * tried], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it says nothing"]
+        raise UserError(f"{operation} {implementation} at {shape} does not compile for {chip}: {said[-1]}")
+    counted = {}
+    for line in done.stdout.splitlines():
+        kernel = json.loads(line)
+        counted[kernel["part"], kernel["blocks"]] = _row(kernel, Row(operation, shape, chip, kernel["part"], implementation))
+    return list(counted.values())
+
+
+def _row(kernel: Mapping[str, Any], row: Row) -> Row:
+    at = {**vars(row), "blocks": kernel["blocks"]}
+    if "cycles" not in kernel:
+        return Row(**{**at, "problem": NO_ROOM})
+    cycles, peak = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip.peak_bf16_flops_per_device / CLOCK_HZ[row.chip]  # FLOPs a cycle
+    same = {name: kernel[name] for name in ("cycles", "waited", "moved", "slots", "vmem", "smem")}
+    shares = {name: kernel[name] / cycles for name in ("matrix", "spills")}
+    return Row(**{**at, **same, **shares, "peak": kernel["flops"] / (cycles + kernel["waited"]) / peak})
+
+
+def show(found: Sequence[Row], console: Console) -> None:
+    """Two tables a shape: time, and what the core's slots and memories are filled with."""
+    for (shape, chip), group in itertools.groupby(found, lambda row: (row.shape, row.chip)):
+        console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
+        of_shape = list(group)
+        times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio")
+        filled = table("part", "kernel", *SLOTS, "VMEM MB")
+        for row in of_shape:
+            figures = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}", percent(row.peak), percent(row.matrix))
+            ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+            named = (row.part, row.implementation)
+            times.add_row(*named, *((row.problem,) if row.problem else (*figures, f"{row.moved / 1e6:,.0f}", ratio)))
+            if row.slots is not None:
+                filled.add_row(*named, *(percent(row.slots[name]) for name in SLOTS.values()), f"{row.vmem / 1e6:.1f}")
+        console.print(times)
+        console.print(filled)
+    console.print(NOTE, style="dim", highlight=False)
+
+
+def table(*names: str) -> Table:
+    """Two columns of names, others of figures."""
+    made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names[:2]:
+        made.add_column(name, no_wrap=True, min_width=9)
+    for name in names[2:]:
+        made.add_column(name, justify="right", no_wrap=True, min_width=7)
+    return made

@@ -1,0 +1,164 @@
+"""`python -m maxlm.kernel_lab.hopper OPERATION IMPLEMENTATION SHAPE [HEADS]`: compiles for an H200 that is not there.
+
+Prints a JSON line of the program's memory, then one a kernel. Mosaic GPU turns a kernel into machine code with no GPU at hand: ptxas says
+what registers it takes, nvdisasm shows the code. A process of its own, since the environment is read when libraries are loaded, and since
+they print from C++.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from maxlm.compiler.gpu_compiler import devices, make_ready, missing, show_tools
+from maxlm.config.errors import UserError
+from maxlm.hardware.topologies import parse
+
+if TYPE_CHECKING:
+    import jax
+
+_SAY_ALL = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+_KERNEL = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_NOTE = re.compile(r"(?:warning|\(C75\d+\)).*in (?:the )?function '(\w+)'")
+_OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's machine code: registers a thread at launch, bytes that spill, what ptxas warns of, instructions by opcode; bytes of
+    shared memory that a block is launched with, 0 where the program does not say.
+
+    Among the warnings is the one that costs most: wgmma that are serialized wait for each other's results.
+    """
+
+    name: str
+    target: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    warnings: tuple[str, ...]
+    opcodes: dict[str, int]
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a program's results, and of what it needs beside them and its arguments while it runs."""
+
+    results: int
+    temporaries: int
+
+
+def kernels_of(operation: str, implementation: str, shape: str, heads: int = 8) -> list[Kernel]:
+    """Forward and backward at `shape`, attention of so many query heads. Raises UserError when they do not compile."""
+    return [Kernel(**printed) for printed in _printed(operation, implementation, shape, heads)[1:]]
+
+
+def memory_of(operation: str, implementation: str, shape: str, heads: int = 8) -> Memory:
+    """The same."""
+    return Memory(**_printed(operation, implementation, shape, heads)[0])
+
+
+def _printed(operation: str, implementation: str, shape: str, heads: int) -> list[dict[str, Any]]:
+    if missing():
+        raise UserError(f"{operation} {implementation} cannot be compiled: {missing()}.")
+    command = [sys.executable, "-m", "maxlm.kernel_lab.hopper", operation, implementation, shape, str(heads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{operation} {implementation} at {shape} does not compile for an H200: {done.stderr.strip()[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compile_for_h200(function: Callable[..., Any], arguments: Sequence["jax.ShapeDtypeStruct"]) -> tuple[Memory, list[Kernel]]:
+    """Memory and Mosaic GPU kernels of `jit(function)`. Only in a process whose jax was not loaded yet: see `main`."""
+    there = devices(parse("h200:1x1x1"))
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(there, ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=whole) for argument in arguments]
+    with tempfile.TemporaryFile() as said, jax.set_mesh(mesh):
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(said.fileno(), 1)  # the compiler prints from C++
+        try:
+            lowered = jax.jit(function).lower(*placed)
+            show_tools()
+            memory: Any = lowered.compile().memory_analysis()  # which for a GPU there is
+        finally:
+            os.dup2(stdout, 1)
+        said.seek(0)
+        shared = shared_memory(lowered)
+        kernels = [replace(kernel, shared=shared.get(kernel.name, 0)) for kernel in read(said.read().decode())]
+        return Memory(memory.output_size_in_bytes, memory.temp_size_in_bytes), kernels
+
+
+def shared_memory(lowered: "jax.stages.Lowered") -> dict[str, int]:
+    """Bytes of shared memory that each Mosaic GPU kernel of the program is launched with: ptxas sees only what is static."""
+    from jax.extend.mlir import ir
+    from jax.interpreters.mlir import make_ir_context
+
+    found = {}
+    for call in _operations(lowered.compiler_ir()):
+        if call.name != "stablehlo.custom_call" or "mosaic_gpu" not in str(call.attributes["call_target_name"]):
+            continue
+        code = ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]).value_bytes
+        with make_ir_context() as context:
+            context.allow_unregistered_dialects = True
+            module = ir.Module.parse(code)
+            name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+            launch = next(
+                operation for operation in _operations(module) if operation.name.endswith("gpu.launch")
+            )  # a version of the dialect goes before
+            found[f"{name}_mosaic_gpu_kernel"] = ir.IntegerAttr(launch.operands[-1].owner.attributes["value"]).value
+    return found
+
+
+def _operations(inside: Any) -> Iterator[Any]:
+    """All that a module or an operation holds."""
+    for region in inside.operation.regions:
+        for block in region.blocks:
+            for operation in block.operations:
+                yield operation.operation
+                yield from _operations(operation)
+
+
+def read(text: str) -> list[Kernel]:
+    """Kernels of what ptxas and nvdisasm printed."""
+    starts = [found.start() for found in _KERNEL.finditer(text)]
+    warnings = [(found[1], found[0]) for found in _NOTE.finditer(text)]  # said before the kernel is
+    return [_kernel(text[start:end], warnings) for start, end in pairwise([*starts, len(text)])]
+
+
+def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
+    named, spills, registers = _KERNEL.search(text), _SPILLS.search(text), _REGISTERS.search(text)
+    assert named and spills and registers, "ptxas says all three of every kernel"
+    stack, stores, loads = (int(number) for number in spills.groups())
+    mine = tuple(warning for name, warning in warnings if name == named[1])
+    return Kernel(named[1], named[2], int(registers[1]), stack, stores, loads, mine, dict(Counter(_OPCODE.findall(text))))
+
+
+def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
+    """Compile the gradients of one case and print."""
+    os.environ.update(_SAY_ALL)  # before jax is loaded
+    make_ready()
+    from maxlm.kernel_lab.cases import gpu_case
+
+    memory, kernels = compile_for_h200(*gpu_case(operation, shape, implementation, int(heads)))
+    for printed in (asdict(memory), *map(asdict, kernels)):
+        print(json.dumps(printed))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Rows of the kernel lab for a chip that is there: its kernels, timed.
+
+`python -m maxlm.kernel_lab.measured` prints the kind of the device that jax finds. A process of its own, since it claims the chip.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from maxlm.hardware.chips import CHIPS, Chip, chip_of
+from maxlm.kernel_lab.counted import table
+from maxlm.telemetry.formatting import percent
+
+ROUNDS = 7
+NOTE = (
+    "Measured on this machine: medians of forward and backward together, all heads of one sequence, compiled and run once before. Of peak: "
+    "FLOPs that masks leave. Ratio: of the other's time to ours."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation at one shape, forward and backward. `problem`: why it cannot run; what follows is then 0 or None."""
+
+    operation: str
+    shape: str
+    chip: str
+    implementation: str
+    how: str = "measured"
+    problem: str = ""
+    milliseconds: float = 0.0
+    tflops: float = 0.0  # TFLOP/s
+    peak: float | None = None  # share of it
+    ratio: float | None = None  # of its time to ours
+
+
+def present() -> str:
+    """The name of the chip that jax finds here, in lower case; empty without one that is known."""
+    done = subprocess.run([sys.executable, "-m", "maxlm.kernel_lab.measured"], capture_output=True, text=True, check=False)
+    kind = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
+    found = chip_of(kind[0]) if kind else None
+    return found.name.lower() if found else ""
+
+
+def rows(operation: str, shapes: Sequence[str], chip: str, *, tiny: bool = False) -> Iterator[Row]:
+    """What is chosen here and what could be used in its place; `tiny`: shapes that a CPU can do."""
+    import jax
+
+    from maxlm.kernel_lab.benchmark import RACES, run
+
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
+        for race in RACES[operation](shapes, tiny=tiny):
+            for found in run(race, ROUNDS, _named(chip)):
+                at = (operation, race.shape, chip, found["kernel"])
+                if "failed" in found:
+                    yield Row(*at, problem=found["failed"])
+                else:
+                    yield Row(*at, milliseconds=found["ms"], tflops=found["tflops"], peak=found["of_peak"], ratio=found["ratio"])
+
+
+def _named(name: str) -> Chip:
+    return next(chip for chip in CHIPS if chip.name.lower() == name)
+
+
+def show(found: Sequence[Row], console: Console) -> None:
+    """One table of all shapes."""
+    shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
+    for row in found:
+        figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")
+        shown.add_row(row.shape, row.implementation, *((row.problem[:40],) if row.problem else figures))
+    console.print(shown)
+    console.print(NOTE, style="dim", highlight=False)
+
+
+def main() -> None:
+    """Print what jax finds first."""
+    import jax
+
+    print(jax.devices()[0].device_kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`maxlm kernels sweep`: our kernels at several choices of blocks, compiled for TPUs that are not there and counted."""
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from maxlm.config.errors import UserError
+from maxlm.kernel_lab import counted
+from maxlm.kernel_lab.cases import OPERATIONS, shape_names, shape_of
+from maxlm.kernel_lab.counted import Row, table
+from maxlm.kernel_lab.report import known_names
+from maxlm.telemetry.formatting import percent
+
+NOTE = (
+    "Counted, not measured, as in `maxlm kernels report`. Over best: cycles and waits, to those of the best blocks of the same kernel; "
+    "* what runs if nobody asks for another."
+)
+
+
+def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write: bool, as_json: bool) -> int:
+    """Compile every choice, count, print, and with `write` put the best into the table that the kernels read. Returns the exit code.
+
+    Raises UserError for a name that is not known, and for a table that there is not.
+    """
+    known_names(chips, tuple(counted.TOPOLOGIES), operation, shapes)
+    if write and operation != "attention":
+        raise UserError(f"--write: {operation} has no table of blocks, an account of cycles and bytes chooses them; attention has one.")
+    rows: list[Row] = []
+    progress = Console(stderr=True, quiet=as_json)
+    with progress.status("") as status:
+        for chip in chips or counted.TOPOLOGIES:
+            for shape in shapes or shape_names(operation):
+                status.update(f"compiling {operation} {shape} for {chip} ...")
+                rows += counted.count(operation, OPERATIONS[operation][0], shape, chip, tried=True)
+    print(json.dumps([asdict(row) for row in rows])) if as_json else show(rows, Console())
+    if write:
+        from maxlm.kernels.attention.blocks import TABLE
+
+        write_table(rows, TABLE)
+        progress.print(f"{TABLE}: written")
+    return 0
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """A table a shape, the best of each kernel first."""
+    for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
+        console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
+        shown = table("part", "blocks", "", "kcycles", "waits", "over best", "of peak", "VMEM MB")
+        for of_part in _by_part(group):
+            best = min((row.total for row in of_part if not row.problem), default=0)
+            for row in sorted(of_part, key=lambda row: row.total or math.inf):
+                times = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}")
+                figures = (*times, percent(row.total / best - 1) if best else "", percent(row.peak), f"{row.vmem / 1e6:.1f}")
+                shown.add_row(row.part, row.blocks, "*" if row is of_part[0] else "", *((row.problem,) if row.problem else figures))
+        console.print(shown)
+    console.print(NOTE, style="dim", highlight=False)
+
+
+def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
+    parts = defaultdict(list)
+    for row in rows:
+        parts[row.part].append(row)
+    return list(parts.values())
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Put the best of each chip and head dim, with a window or without, into the table, in place of what it had of them."""
+    from maxlm.hardware.chips import CHIPS
+    from maxlm.kernels.attention.blocks import padded
+
+    kinds = {chip.name: chip.device_kinds[0] for chip in CHIPS}
+    found = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+    table = {(row["device_kind"], row["windowed"], row["head_dim"]): row for row in found}
+    keys = defaultdict(list)
+    for row in rows:
+        shape = shape_of("attention", row.shape)
+        keys[kinds[row.chip], shape.window is not None, padded(shape.head_dim)].append(row)
+    for key, of_key in keys.items():
+        best = {part: int(best_of([row for row in of_key if row.part == part])) for part in ("forward", "backward")}
+        table[key] = {"device_kind": key[0], "windowed": key[1], "head_dim": key[2], **best}
+    lines = ",\n".join(f"  {json.dumps(row)}" for _, row in sorted(table.items()))
+    path.write_text(f'{{"blocks": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def best_of(rows: Sequence[Row]) -> str:
+    """The blocks of a kernel that take least time, in the geometric mean over the shapes at which they were counted.
+
+    Only blocks that have room at every shape are compared.
+    """
+    by_blocks: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        if not row.problem:
+            by_blocks[row.blocks][row.shape] = row.total
+    everywhere = {row.shape for row in rows}
+    logs = {blocks: sum(map(math.log, totals.values())) for blocks, totals in by_blocks.items() if totals.keys() == everywhere}
+    if not logs:
+        raise UserError("No blocks have room at every shape: leave out the largest with --shape.")
+    return min(logs, key=logs.__getitem__)

@@ -1,0 +1,63 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxlm.config.schema import ContextAttention, LatentConfig, ModelConfig
+from maxlm.models.attention import HEADS, AttentionBase, Cache
+from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, enter, matrix_size, project, rotate, weight
+
+# B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated; V of values
+
+
+class LatentAttention(AttentionBase):
+    """Eqs. 37 to 47 of the paper, with every head's keys and values formed: in training that is fewer FLOPs than attention over latents.
+
+    Between tensor-parallel regions the narrow vectors are split along the sequence, as the residual stream is: they enter, not it.
+    Pairs (i, i + half) of what is rotated are turned, as everywhere here; the hub's DeepSeek weights have them side by side.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig, *, local: bool) -> None:
+        super().__init__(config, local=local, value_dim=latent.value_dim)
+        width, heads, std = config.d_model, config.n_heads, config.init_std
+        self.latent = latent
+        q_rank, query_dim, kv_dim = latent.q_rank, latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
+        up, down = ("embed", "heads", "head_dim"), ("embed", "head_dim")
+        self.query_down_DR = None if q_rank is None else weight((width, q_rank), down, std)
+        self.query_norm = None if q_rank is None else Norm(q_rank, config, "head_dim")
+        self.query_RHK = weight((q_rank or width, heads, query_dim), up, std)  # R is D where queries are not squeezed
+        self.kv_down_DR = weight((width, latent.kv_rank + latent.rope_dim), down, std)
+        self.kv_norm = Norm(latent.kv_rank, config, "head_dim")
+        self.kv_RHK = weight((latent.kv_rank, heads, kv_dim), up, std)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        angles: Angles | None,
+        segment_ids_BS: Int[Array, "B S"],
+        cache: Cache | None = None,
+        context: ContextAttention = "ring",
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """As `Attention`; the cache holds every head's keys and values, not what they come from."""
+        assert angles is not None, "rules.py demands rotary positions"
+        q_BSHK = project("BSR,RHK->BSHK", enter(self._queries_from(x_BSD)), self.query_RHK[...], None, ENTERING, HEADS)
+        squeezed_BSR = project("BSD,DR->BSR", x_BSD, self.kv_down_DR[...], None, BETWEEN, BETWEEN)
+        latent_BSR, position_BSK = jnp.split(squeezed_BSR, [self.latent.kv_rank], axis=-1)
+        kv_BSHV = project("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK[...], None, ENTERING, HEADS)
+        keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
+        queries_BSHK, turned_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
+        shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
+        shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
+        q_BSHK = jnp.concatenate([queries_BSHK, rotate(turned_BSHK, angles)], axis=-1)
+        k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
+        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, context)
+
+    def _queries_from(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
+        if self.query_down_DR is None or self.query_norm is None:
+            return x_BSD
+        return self.query_norm(project("BSD,DR->BSR", x_BSD, self.query_down_DR[...], None, BETWEEN, BETWEEN))
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
+        matrices = matrix_size(self.query_down_DR, self.query_RHK, self.kv_down_DR, self.kv_RHK, self.out_HKD)
+        return 6 * matrices + self.pair_flops(seq_len, self.query_RHK.shape[-1] + self.latent.value_dim, masked=masked)

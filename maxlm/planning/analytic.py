@@ -1,0 +1,342 @@
+"""How long a step of a layout takes and what it holds, without compiling it: a fraction of a millisecond a layout.
+
+The constants say what XLA made of Llama-3.1-8B for v5p (libtpu 0.0.42; seconds of `cost.estimate`). They only rank layouts: what decides is
+compiled, and what was compiled corrects them (`calibrate`). The two `least_*` figures are true lower bounds, by which layouts are dropped.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import get_args
+
+from maxlm.config.schema import Config, RematName
+from maxlm.cost.collectives import HOST_BYTES_PER_S, AxisLinks, Network
+from maxlm.cost.model_shapes import (
+    JOIN,
+    ROUTER,
+    Held,
+    Layers,
+    Matmul,
+    attention_flops,
+    attention_work,
+    choices_of,
+    held,
+    layers,
+    rows_of,
+)
+from maxlm.cost.step_cost import ATTENTION_SHARES, GROUPED_SHARE, HBM_SHARE, OUR_ATTENTION_SHARES
+from maxlm.hardware.topologies import Topology
+from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
+from maxlm.hlo.op_flops import matrix_unit
+from maxlm.kernels.attention.tpu import why_not
+from maxlm.parallel.experts import sends
+from maxlm.planning.layouts import Layout, divisors
+
+MATMUL_SHARE = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
+OTHER_SHARE = 0.88
+# Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
+MODEL_WIDE, HIDDEN_WIDE = 28, 5  # norms and residuals; the activation, backward (forward it is part of a matmul)
+NORMED_WIDE = 5  # norms of queries and keys, where a model has them; of latent attention, putting them together from their parts
+# The same of a row of an expert: what is inside it (Mixtral 8x7B for v5p, as above), and the row, read from its token and added up for it.
+ROW_INSIDE, ROW_WIDE = 11, 12
+KEPT_MOVES, HOST_MOVES = 2.6, 8  # writing what is kept into its stack, and reading it; the same of what goes to the host
+ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
+LOGIT_BYTES = 4
+TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
+STATE_BYTES = 40  # a parameter, once a step
+# Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile. A SparseCore, on chips that have
+# one, drives those over fsdp and data.
+GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
+TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
+EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gathered over
+OF_EXPERTS: tuple[str, ...] = ("fsdp",)
+MESSAGE = 1 << 14  # tokens of a message so large that hops do not count
+
+# Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
+# taken from the loader and the checkpoints. Of chips that are not here, half of the HBM's size is assumed.
+HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
+HOST_SHARE = 0.75
+LANES = 128  # what is inside an expert is padded to a multiple
+PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
+MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout on one device. The first five are seconds of a step; host_s: waiting for copies between chip and host."""
+
+    matmul_s: float
+    attention_s: float
+    memory_s: float
+    exposed_s: float
+    host_s: float
+    state: int  # bytes of parameters, optimizer and batch, exact but for norms and biases
+    temporaries: int  # bytes of everything else at the fullest moment
+    least_bytes: int  # no program of this layout can do with less
+    least_s: float  # nor be faster
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Seconds: matmul, attention, memory-bound, waiting for other chips, waiting for the host."""
+        return self.matmul_s, self.attention_s, self.memory_s, self.exposed_s, self.host_s
+
+
+class Analytic:
+    """The fast model of one config on one machine. `links` says how the axes of a mesh lie on the machine."""
+
+    def __init__(self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
+        self.config, self.topology = config, topology
+        self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
+        self._speech = lru_cache(maxsize=None)(self._comm_seconds)
+        self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
+        self._inside = lru_cache(maxsize=None)(self._inside_bytes)
+        self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
+        chip = topology.chip
+        passes = PASSES[config.precision.matmul] if self.number == 4 else 1
+        self.peak = chip.peak_bf16_flops_per_device / passes
+        self.share = MATMUL_SHARE.get(chip.name, OTHER_SHARE)
+        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
+        self.layers = layers(config.model)
+        self.heads = 1 + config.model.mtp_depth  # how often a token meets the unembedding
+        looped = [attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
+        self.attention_flops = attention_flops(config.model, config.data.seq_len), sum(looped)
+        experts = 1 if config.model.moe is None else config.model.moe.n_experts
+        self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
+        self.attention_work = attention_work(config.model, config.data.seq_len, chip)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Parameters, and what the optimizer adds to them."""
+        return held(self.config)
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """What `layout` takes and holds."""
+        sizes = layout.sizes
+        tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
+        compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
+        state = self._shares(layout.mesh)[0] + 20 * tokens // sizes["context"]
+        least_bytes = self._least_bytes(layout, tokens)
+        return Estimate(
+            *compute,
+            exposed_s=self._exposed_s(layout, tokens, sum(compute)),
+            host_s=self._host_s(layout, tokens, sum(compute)),
+            state=state,
+            temporaries=max(self._temporaries(layout, tokens), least_bytes - state),
+            least_bytes=least_bytes,
+            least_s=self._least_s(layout, tokens),
+        )
+
+    def fits_host(self, layout: Layout) -> bool:
+        """Whether the hosts have room for what `layout` offloads."""
+        chip = self.topology.chip
+        room = HOST_BYTES.get(chip.name, chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
+        return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
+
+    # Time
+
+    @cached_property
+    def attention_shares(self) -> tuple[float, float]:
+        """Of the peak, forward and backward: our kernel's where it runs, splash's where not."""
+        chip, model = self.topology.chip, self.config.model
+        ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
+        shares = OUR_ATTENTION_SHARES if ours else ATTENTION_SHARES
+        return shares.get(chip.name, shares["v5p"])
+
+    def again(self, layout: Layout, matmul: Matmul) -> bool:
+        """Whether a matmul of a layer runs a second time, since what it makes was not kept."""
+        model = self.config.model
+        if layout.remat == "none" or matmul.name == JOIN:
+            return False
+        if layout.remat == "dots":
+            return bool(matmul.experts) and matmul.name != "mlp_out"  # a kernel, which that policy does not know
+        needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else nobody asks for it
+        normed = model.qk_norm and matmul.name in ("query", "key")  # kept behind the norm, asked for before it
+        return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
+
+    def attention_again(self, layout: Layout) -> bool:
+        """Whether attention's forward pass runs twice."""
+        return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
+
+    def _matmul_s(self, layout: Layout, tokens: int) -> float:
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        rows, parts = tokens // layout.microbatches, layout.microbatches
+        blocks = sum((3 + self.again(layout, matmul)) * seconds for matmul, seconds in self._layers_s(layout.mesh, rows))
+        vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
+        return parts * (blocks + self.heads * vocab)
+
+    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float], ...]:
+        """Every matmul of a layer, and its seconds in all layers that are alike."""
+        sizes = dict(mesh)
+        kinds = ((kind, matmul) for kind in self.layers for matmul in kind.matmuls)
+        return tuple((matmul, len(kind.depths) * self._in_layer_s(rows, matmul, sizes)) for kind, matmul in kinds)
+
+    def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int]) -> float:
+        tensor = sizes["tensor"]
+        if matmul.experts:
+            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes)
+        passes = PASSES["highest"] if matmul.name == ROUTER and self.number == 2 else 1
+        return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor))
+
+    def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int]) -> float:
+        """Of the experts of a device, all of their `rows` together."""
+        wide_in, wide_out = matmul.local(sizes["tensor"])
+        moved = self.number * (rows * (wide_in + wide_out) + matmul.gathered(sizes))
+        padded = math.ceil(wide_in / LANES) * math.ceil(wide_out / LANES) * LANES**2
+        return max(2 * rows * padded / (GROUPED_SHARE * self.peak), moved / self.hbm)
+
+    def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
+        tile = matrix_unit(self.topology.chip)
+        padded = math.ceil(wide_in / tile) * math.ceil(wide_out / tile) * tile**2
+        moved = self.number * (rows * (wide_in + wide_out) + wide_in * wide_out)
+        return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
+
+    def _attention_s(self, layout: Layout, tokens: int) -> float:
+        forward, backward = self.attention_shares
+        work_forward, work_backward = self.attention_work
+        work = (1 + self.attention_again(layout)) * work_forward / forward + work_backward / backward
+        return work * tokens / layout.sizes["tensor"] / self.peak
+
+    def _memory_s(self, layout: Layout, tokens: int) -> float:
+        model, tensor = self.config.model, layout.sizes["tensor"]
+        together = model.qk_norm or model.latent is not None
+        common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
+        moved, routed = 0.0, self.rows[layout.sizes["expert"]]
+        for kind in self.layers:
+            wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.inside
+            whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
+            moved += self.number * len(kind.depths) * tokens * (wide / tensor + whole)
+        moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
+        moved += HOST_MOVES * self._host_bytes(layout, tokens)
+        moved += self.heads * tokens * model.vocab_size / tensor * LOGIT_BYTES
+        moved += layout.microbatches / tensor * model.vocab_size * model.d_model * TABLE_BYTES
+        moved += STATE_BYTES * self._shares(layout.mesh)[1]
+        return moved / self.hbm
+
+    def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
+        gathers, sums, crossing = self._speech(layout.mesh, layout.across_slices)
+        gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
+        shared = crossing * tokens  # between tensor-parallel regions, and between tokens and experts
+        driven = set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
+        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
+        waits += TENSOR_WAIT * shared
+        return max(waits, gathers + sums + shared - compute_s)
+
+    def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
+        one_way = self._host_bytes(layout, tokens) / HOST_BYTES_PER_S.get(self.topology.chip.name, math.inf)
+        return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+
+    def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
+        """Seconds of gathering weights and of summing gradients, a microbatch; and of what is said about activations, a token."""
+        model, sizes = self.config.model, dict(mesh)
+        network = Network(self.topology.chip, sizes, self._links(mesh, across))
+        gathers = sums = 0.0
+        table = self.number * model.vocab_size * model.d_model // sizes["tensor"]
+        weights = [(2 * self.heads, 2 + self.heads, table, EVERYWHERE)]  # how often they are gathered and summed, bytes, split over what
+        for kind in self.layers:
+            for axes, inside in ((EVERYWHERE, False), (OF_EXPERTS, True)):
+                size = self.number * sum(matmul.gathered(sizes) for matmul in kind.matmuls if bool(matmul.experts) == inside)
+                weights.append((2 * len(kind.depths), len(kind.depths), size, axes))
+        for gathered, summed, size, split in weights:  # gathered forward and backward; then their gradients are summed
+            axes = tuple(axis for axis in split if sizes[axis] > 1)
+            shards = math.prod(sizes[axis] for axis in axes)
+            gathers += gathered * network.seconds("all-gather", size, axes, shards)
+            sums += summed * network.seconds("reduce-scatter", size, axes, shards)
+            sums += summed * network.seconds("all-reduce", size // shards, ("data",), sizes["data"])
+        return gathers, sums, self._crossing_s(network, sizes)
+
+    def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
+        """A token's: entering and leaving two tensor-parallel regions, there, back and again; to experts, again and back, and from them."""
+        one = self.number * MESSAGE * self.config.model.d_model
+        regions = 10 * sum(len(kind.depths) for kind in self.layers) * network.seconds("all-gather", one, ("tensor",), sizes["tensor"])
+        exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
+        devices, sent = sizes["expert"], self._sends(sizes["expert"])
+        there, back = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
+        size = int(one * (self.rows[devices] if sent else devices))
+        met = exchanges * sum(times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in ((3, there), (2, back)))
+        return (regions + met) / MESSAGE
+
+    def _sends(self, devices: int) -> bool:
+        """Whether choices go to experts, rather than tokens to all."""
+        return sends(devices, choices_of(self.config.model), "tpu" if self.topology.is_tpu else "gpu")
+
+    # Memory
+
+    def _host_bytes(self, layout: Layout, tokens: int) -> int:
+        return self._held_bytes(layout.offload, layout, tokens)
+
+    def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
+        """Of one device: bytes of parameters and optimizer, parameters, and those of them in matrices."""
+        shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.held]
+        state = 4 * sum((1 + leaf.moments) * numbers for leaf, numbers in shares)
+        return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
+
+    def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[Layers] | None = None) -> int:
+        """Of the tensors with these names, in layers of these kinds, by default all of them."""
+        routed = 0 if layout.remat == "dots" else self.rows[layout.sizes["expert"]]
+        kinds = self.layers if kinds is None else kinds
+        wide = sum(len(kind.depths) * kind.width(name, routed) for kind in kinds for name in names)
+        return self.number * tokens * wide // layout.sizes["tensor"]
+
+    def _stack_bytes(self, layout: Layout, tokens: int) -> int:
+        """What is kept on the device for the backward pass of one microbatch of `tokens` tokens."""
+        if layout.remat != "none":
+            return self._held_bytes({*layout.kept, "layer_input"} - set(layout.offload), layout, tokens)
+        sizes, stack = layout.sizes, ALL_KEPT * self._held_bytes(get_args(RematName), layout, tokens)
+        for kind in self.layers:  # float32 of norms and of the activation is kept as well; of experts their rows, and weights as gathered
+            stack += self.number * len(kind.depths) * kind.experts * int(tokens * self.rows[sizes["expert"]]) * self.config.model.d_model
+            stack += self.number * len(kind.depths) * sum(matmul.gathered(sizes) for matmul in kind.matmuls if matmul.experts)
+        return stack
+
+    def _temporaries(self, layout: Layout, tokens: int) -> int:
+        model, sizes, number = self.config.model, layout.sizes, self.number
+        rows = tokens // layout.microbatches
+        numbers = self._shares(layout.mesh)[1]
+        stack = self._stack_bytes(layout, rows)
+        vocab = model.vocab_size // sizes["tensor"]
+        loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
+        backward = self._inside(layout.mesh, rows) + 4 * numbers
+        gradients = 4 * numbers if layout.microbatches > 1 else 0
+        return int(stack + max(loss, backward) + gradients + number * numbers)
+
+    def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
+        """What a layer needs while its backward pass runs: weights are there for two layers, those of experts one matrix at a time."""
+        sizes, number, model = dict(mesh), self.number, self.config.model
+        routed, most = int(rows * self.rows[sizes["expert"]]), 0
+        for kind in self.layers:
+            inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
+            inside += number * sum((1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+            if kind.experts:
+                inside += 3 * number * routed * (kind.inside // sizes["tensor"] + model.d_model)
+            if kind.experts and sizes["expert"] > 1:  # tokens of all, or choices, and sums
+                inside += 4 * number * (routed if self._sends(sizes["expert"]) else rows * sizes["expert"]) * model.d_model
+            most = max(most, inside)
+        return most
+
+    # Bounds
+
+    def _least_bytes(self, layout: Layout, tokens: int) -> int:
+        """State, and with it either every gradient or all that is kept; a sum over microbatches is there all the time.
+
+        XLA may keep as much of them in VMEM as there is: all of a tiny model's. What predicts further ahead is in no loop, and not counted.
+        """
+        names = {*layout.kept, "layer_input"} - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
+        if layout.remat in ("none", "dots"):
+            names -= {"layer_input", "attention_out"}  # another tensor may stand for these
+        rows = tokens // layout.microbatches
+        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
+        state, _, numbers = self._shares(layout.mesh)
+        beside = 4 * numbers + stack if layout.microbatches > 1 else max(self.number * numbers, stack)
+        return state + max(0, beside - MOST_VMEM)
+
+    def _least_s(self, layout: Layout, tokens: int) -> float:
+        """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""
+        model, blocks = self.config.model, 0
+        for kind in self.layers:
+            for matmul in kind.matmuls:
+                blocks += (3 * len(kind.depths) + len(kind.looped) * self.again(layout, matmul)) * matmul.work
+        matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size)
+        attention, looped = self.attention_flops
+        flops = matmul_flops + 3 * attention + self.attention_again(layout) * looped
+        return tokens * flops / layout.sizes["tensor"] / self.topology.chip.peak_bf16_flops_per_device

@@ -1,0 +1,191 @@
+"""`maxlm plan --chips-at-most`: which topology to take. Each by its best predicted layout; the most promising are compiled."""
+
+import functools
+import json
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import load
+from maxlm.config.schema import ClusterConfig, Config
+from maxlm.cost.compile_command import NoClusterError, meant, progress, screen
+from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.hardware.topologies import Topology, near, parse
+from maxlm.telemetry.formatting import count, duration, percent
+
+if TYPE_CHECKING:
+    from maxlm.planning.explore import Search
+    from maxlm.planning.frontier import Point
+    from maxlm.planning.layouts import Layout
+    from maxlm.planning.plan import Request
+    from maxlm.planning.table import Scale
+
+CHECKED = 4  # topologies: the fastest and the cheapest by prediction
+TRIES = 2  # layouts compiled of each, the second only when the first does not fit
+
+
+@dataclass
+class Machine:
+    """A topology, and what is known of its best layout."""
+
+    topology: Topology
+    config: Config
+    search: "Search"
+    scale: "Scale"
+    point: "Point | None" = None  # the best compiled, else the best predicted; None when nothing fits
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of the whole run."""
+        return self.scale.seconds(self.point.step_s) if self.point else math.inf
+
+    @property
+    def chip_hours(self) -> float:
+        """Of the whole run."""
+        return self.scale.chip_hours(self.point.step_s) if self.point else math.inf
+
+
+def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
+    """Print what a run takes on each topology of at most so many chips, all slices together; 0 when one holds it. Raises UserError."""
+    config, families = _meant(request)
+    names = [name for chip in families for name in near(chip, 1, most=100)]
+    slices = config.mesh.slices
+    asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
+    if not asked:
+        least = min(parse(name, slices).chips for name in names)
+        raise UserError(
+            f"--chips-at-most {chips_at_most}: no topology of {', '.join(c.name for c in families)} has so few; at least {least}."
+        )
+    from maxlm.compiler.aot import available_hbm, leave_chips_alone
+
+    leave_chips_alone()
+    machines: list[Machine] = []
+    with progress() as tell:
+        try:
+            for topology in asked:
+                tell(f"predicting {config.run.name} on {topology.name}")
+                smallest = parse(near(topology.chip, 1, most=1)[0])
+                machines.append(_machine(request, config, topology, available_hbm(smallest)))
+                machines[-1].point = _best(machines[-1].search)
+            _check(machines, tell)
+        except KeyboardInterrupt:
+            tell("stopped")
+    fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.run_s)
+    if as_json:
+        sys.stdout.write(json.dumps(_to_json(config, fitting, machines)) + "\n")
+    else:
+        _show(request, config, fitting, machines)
+    return 0 if fitting else 2
+
+
+def _meant(request: "Request") -> tuple[Config, tuple[Chip, ...]]:
+    """The config, and the chips that are compared: that of its cluster or of --topology, where one is named, else every TPU."""
+    try:
+        loaded, topology = meant(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    except NoClusterError:
+        said = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
+        return load(request.name, said).config, tuple(chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU"))
+    return loaded.config, (topology.chip,)
+
+
+def _machine(request: "Request", config: Config, topology: Topology, available: int) -> Machine:
+    """`config` on `topology`, its layouts predicted: those without offloading, with the user's own loss chunks, which decide little."""
+    from maxlm.planning.explore import begin
+    from maxlm.planning.layouts import layouts
+    from maxlm.planning.plan import analytic, scale_of
+
+    there = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
+    some = (one for one in layouts(there, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
+    return Machine(topology, there, begin(some, analytic(there, topology), available), scale_of(there, topology, request.tokens))
+
+
+def _check(machines: Sequence[Machine], tell: Callable[[str], None]) -> None:
+    """Compile the best layout of the most promising machines; what is learnt of a chip is used for all machines made of it."""
+    from maxlm.planning.explore import explore
+    from maxlm.planning.table import words
+    from maxlm.planning.verify import Compiler
+
+    with Compiler() as compiler:
+        for number in range(CHECKED):
+            rank = operator.attrgetter("chip_hours" if number % 2 else "run_s")
+            machine = min((one for one in machines if one.point and not one.search.found), key=rank, default=None)
+            if machine is None:
+                return
+            here = machine.topology
+
+            def said(search: "Search", layout: "Layout", name: str = here.name) -> None:
+                tell(f"compiling {words(layout)} for {name} (Ctrl-C keeps what was found)")
+
+            for tries in range(1, TRIES + 1):
+                explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), said, most=tries)
+                if machine.search.end == "stopped":
+                    raise KeyboardInterrupt
+                if machine.search.best:
+                    break
+                machine.search.end = ""
+            for other in machines:
+                if other.topology.chip == here.chip and other is not machine:
+                    other.search.elsewhere += machine.search.found
+                other.point = _best(other.search)
+
+
+def _best(search: "Search") -> "Point | None":
+    from maxlm.planning.frontier import points
+
+    fitting = [point for point in points(search) if point.fits]
+    return min(fitting, key=lambda point: (not point.compiled, point.step_s), default=None)
+
+
+def _show(request: "Request", config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
+    from maxlm.planning.table import words
+
+    console = screen()
+    tokens = machines[0].scale.tokens if machines else 0
+    console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold", highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("", "chips", "run", "chip-hours", "step", "MFU"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("mesh; kept for the backward pass", overflow="fold")
+    cheapest = math.inf
+    for machine in machines:
+        point, topology = machine.point, machine.topology
+        assert point is not None
+        mark = "* " if machine.chip_hours < cheapest else "  "
+        cheapest = min(cheapest, machine.chip_hours)
+        figures = duration(machine.run_s), count(machine.chip_hours), duration(point.step_s), percent(machine.scale.mfu(point.step_s))
+        said = mark + ("compiled" if point.compiled else "predicted")
+        table.add_row(_name(topology), f"{topology.chips:,}", *figures, said, words(point.layout), style="" if point.compiled else "dim")
+    console.print(table)
+    console.print("*: no other is both faster and cheaper. Nothing was measured.", style="dim", highlight=False)
+    without = [_name(machine.topology) for machine in others if machine.point is None]
+    if without:
+        console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim", highlight=False)
+    if machines:
+        fastest = machines[0].topology
+        many = f" --slices {fastest.slices}" if fastest.slices > 1 else ""
+        again = " ".join([f"maxlm plan {request.name} --topology {fastest.name}{many}", *request.overrides])
+        console.print(f"For the layout in full: {again}", highlight=False, markup=False)
+
+
+def _name(topology: Topology) -> str:
+    return f"{topology.slices} x {topology.name}" if topology.slices > 1 else topology.name
+
+
+def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> dict[str, Any]:
+    from maxlm.planning.render import point_json
+
+    rows = []
+    for machine in machines:
+        topology = machine.topology
+        where = {"topology": topology.name, "slices": topology.slices, "chips": topology.chips}
+        assert machine.point is not None
+        rows.append({**where, "available_bytes": machine.search.available, **point_json(machine.point, machine.scale, machine.config)})
+    without = [machine.topology.name for machine in others if machine.point is None]
+    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without}

@@ -1,0 +1,132 @@
+"""The search: drop what cannot be, predict the rest, compile the most promising, learn, and again.
+
+A layout is dropped uncompiled only by a true lower bound: of its memory, above what the chip has, or of its time, above the best that was
+compiled. All others stay, and are compiled in the order of what the corrected model expects, as long as it expects anything better.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maxlm.config.schema import Config
+from maxlm.planning.analytic import Analytic, Estimate
+from maxlm.planning.calibrate import Found, Predictions, predict
+from maxlm.planning.layouts import Layout
+from maxlm.planning.verify import Verdict
+
+FEWEST_COMPILES, MOST_COMPILES = 3, 10
+PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
+GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
+EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
+EARLY = 4  # times that, while little is known at all
+
+
+@dataclass
+class Search:
+    """What is known so far. `open`: layouts that may still be the best; `found`: those that were compiled, in that order."""
+
+    available: int  # bytes of HBM of a device
+    open: dict[Layout, Estimate] = field(default_factory=dict)
+    found: list[Found] = field(default_factory=list)
+    elsewhere: list[Found] = field(default_factory=list)  # compiled for other machines of this chip: they correct the model as well
+    counted: int = 0  # layouts that the rules allow
+    too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
+    too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
+    leanest: int = 0  # no layout can do with fewer bytes
+    end: str = ""  # why the search ended
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest that fits; of two alike, the smaller."""
+        fitting = (one for one in self.found if one.verdict.fits)
+        return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
+
+    def predictions(self) -> tuple[list[Layout], Predictions]:
+        """Of all that is open."""
+        layouts = list(self.open)
+        return layouts, predict(layouts, list(self.open.values()), [*self.found, *self.elsewhere])
+
+
+def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
+    """A search over `layouts`, those that cannot fit dropped."""
+    search = Search(available)
+    for layout in dict.fromkeys(layouts):
+        said = model.estimate(layout)
+        search.counted += 1
+        search.leanest = min(search.leanest or said.least_bytes, said.least_bytes)
+        if said.least_bytes > available:
+            search.too_large.append(layout)
+        else:
+            search.open[layout] = said
+    return search
+
+
+def explore(
+    search: Search,
+    config: Config,
+    own: Layout | None,
+    verify: Callable[[Config], Verdict],
+    tell: Callable[[Search, Layout], None],
+    most: int,
+) -> None:
+    """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
+
+    `tell` hears which is next. Ctrl-C ends the search, and keeps what was found.
+    """
+    layout = own if own is not None and own in search.open else None
+    try:
+        while not search.end:
+            layout = layout or _next(search, last=len(search.found) == most - 1)
+            search.end = _end(search, layout, most)
+            if layout is None or search.end:
+                return
+            tell(search, layout)
+            verdict = verify(layout.apply(config))
+            search.found.append(Found(layout, search.open.pop(layout), verdict))
+            layout = None
+            _drop(search)
+    except KeyboardInterrupt:
+        search.end = "stopped"
+
+
+def _end(search: Search, layout: Layout | None, most: int) -> str:
+    """Why the search ends before `layout` is compiled; empty when it goes on."""
+    spent = [one.verdict.seconds for one in search.found]
+    if len(spent) == most:
+        return f"{most} are enough"
+    if layout is None:
+        return "nothing better is expected" if search.best else "nothing else may fit"
+    if len(spent) >= FEWEST_COMPILES and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
+        return "the time for compiling is spent"
+    return ""
+
+
+def _next(search: Search, *, last: bool) -> Layout | None:
+    """The layout that is most worth compiling; None when none is."""
+    if not search.open:
+        return None
+    layouts, said = search.predictions()
+    best = search.best
+    fits_N = said.needed_N <= search.available
+    if best is None and (last or not fits_N.any()):  # better a slow one than none
+        return layouts[int(np.argmin(said.needed_N))]
+    hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.found)))
+    limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
+    for doubt_N in (1 - said.trust_N, np.ones_like(said.trust_N)):  # in the end also of what is like the compiled: here and there it errs
+        hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * doubt_N), np.inf)
+        place = int(np.argmin(hoped_N))
+        if hoped_N[place] < limit:
+            return layouts[place]
+    return None
+
+
+def _drop(search: Search) -> None:
+    """Forget the layouts that cannot be faster than the best."""
+    best = search.best
+    if best is None:
+        return
+    slow = [layout for layout, said in search.open.items() if said.least_s > best.verdict.step_s]
+    search.too_slow += slow
+    for layout in slow:
+        del search.open[layout]

@@ -1,1 +1,0 @@
-"""Finds a layout: enumerate, predict in microseconds, compile the most promising, learn from what was compiled."""

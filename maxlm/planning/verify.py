@@ -1,0 +1,120 @@
+"""Asks the compiler what a config really takes, in a process of its own: the compiler does not hear Ctrl-C, a process can be ended."""
+
+import multiprocessing
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FrameType, TracebackType
+from typing import Self
+
+from maxlm.config.errors import UserError
+from maxlm.config.schema import Config
+from maxlm.data.workers import end_with_parent, workers_without_signals
+from maxlm.hardware.topologies import Topology
+
+LISTEN_S = 0.2  # how long Ctrl-C may go unnoticed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the compiler made of a step: bytes of HBM of one device, and seconds as `Estimate.parts`. Without them it does not fit."""
+
+    needed: int
+    available: int
+    parts: tuple[float, ...] | None
+    seconds: float  # that the compiler took, when it ran
+    cached: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler accepted it."""
+        return self.parts is not None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; infinite when it does not fit."""
+        return sum(self.parts) if self.parts else float("inf")
+
+
+def verify(config: Config, topology: Topology) -> Verdict:
+    """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
+    from maxlm.compiler.aot import build, compile_program
+    from maxlm.cost.report import price
+    from maxlm.hlo.parser import read
+
+    program = build(config, topology)
+    step = compile_program(program, topology)
+    parts = None
+    if step.fits:
+        cost = price(program, read(step.text), topology)
+        host_s = sum(traffic.exposed_s for traffic in cost.traffic if traffic.link == "host")
+        work_s = cost.matmul_s + cost.kernel_s  # a kernel that is not of attention multiplies matrices
+        parts = (work_s, cost.attention_s, cost.memory_s, cost.exposed_s - host_s, host_s)
+    return Verdict(step.needed, step.available, parts, step.seconds, step.cached)
+
+
+class Compiler:
+    """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block.
+
+    Ctrl-C is remembered within the block: Python drops a KeyboardInterrupt that falls into a finalizer or a callback of its collector.
+    """
+
+    def __enter__(self) -> Self:
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._stopped = False
+        self._handler = signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self._stopped:  # a second Ctrl-C would lose what the first one keeps
+            self._stopped = True
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def __call__(self, config: Config, topology: Topology) -> Verdict:
+        """As `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does."""
+        if self._process is None:
+            spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
+            self._line, far = spawn.Pipe()
+            self._process = spawn.Process(target=_serve, args=(far,), daemon=True)
+            with workers_without_signals():
+                self._process.start()
+            far.close()
+        self._line.send((config, topology))
+        while not self._line.poll(LISTEN_S):
+            if self._stopped:
+                raise KeyboardInterrupt
+        try:
+            answer = self._line.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise UserError(
+                f"The compiler's process ended with code {code}: its message is above; it may have run out of memory."
+            ) from None
+        if isinstance(answer, UserError):
+            raise answer
+        assert isinstance(answer, Verdict)
+        return answer
+
+
+def _serve(line: Connection) -> None:
+    """Answer until the other side is gone."""
+    end_with_parent()
+    from maxlm.compiler.aot import leave_chips_alone
+
+    leave_chips_alone()
+    while True:
+        try:
+            config, topology = line.recv()
+        except EOFError:
+            return
+        try:
+            line.send(verify(config, topology))
+        except UserError as error:
+            line.send(UserError(str(error)))  # a ConfigError cannot be sent: it is made from several arguments

@@ -1,0 +1,303 @@
+"""The report as one page of HTML. Every text that comes from a run is escaped here or in charts.py."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report import experts
+from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart
+from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
+from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
+from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
+
+COLORS = 8  # in the palette; a ninth run starts it again
+MAX_EVENTS = 200  # rows a run; the rest is in events.jsonl
+ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # events that come by the thousand
+MAX_STRETCH = 12  # of them, in a row
+
+# Nothing is ever fetched: the page works from a disk, a mail or a bucket, and tells nobody that it was opened.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+PARTS = {
+    "startup": "starting and compiling",
+    "step": "training steps",
+    "lost": "steps done again",
+    "data_wait": "waiting for data",
+    "eval": "evaluating",
+    "save": "waiting for saves",
+    "other": "other",
+}
+
+CHARTS = (
+    ("Throughput", "tokens/s", "tokens_per_s", True),
+    ("Model FLOP/s utilization", "share of the peak", "mfu", True),
+    ("Learning rate", "", "lr", True),
+    ("Gradient norm", "before clipping", "grad_norm", True),
+    ("Step time", "", "step_time_s", True),
+    ("Data wait", "a step", "data_wait_s", True),
+)
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page about one run, or about several side by side."""
+    title = " · ".join(run.name for run in runs)
+    about_experts = experts.section(runs, _names(runs), COLORS)
+    css = CSS + EXPERTS_CSS if about_experts else CSS
+    sections = [_headline(runs), _charts(runs), about_experts, _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n<body><main>\n"
+        + "\n".join(section for section in sections if section)
+        + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
+    )
+
+
+def _color(index: int) -> int:
+    return index % COLORS
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Names of the runs; folders of the same name are told apart by their path."""
+    names = [run.name for run in runs]
+    return [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
+
+
+def _headline(runs: Sequence[Run]) -> str:
+    many = len(runs) > 1
+    title = f"{len(runs)} runs compared" if many else escape(runs[0].name)
+    figures = [figures_of(run) for run in runs]
+    blocks = []
+    for index, (run, f, name) in enumerate(zip(runs, figures, _names(runs), strict=True)):
+        status = status_of(run)
+        swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
+        head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
+        said = " ".join([*in_words(run, f), status.explanation])
+        notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
+        blocks.append(f"{head}<p class=lead>{escape(said)}</p>{notes}")
+    chip = "" if many else _chip(status_of(runs[0]))
+    cards = _comparison(runs, figures) if many else _cards(figures[0])
+    return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{"".join(blocks)}{cards}</header>'
+
+
+def _chip(status: Status) -> str:
+    return f' <span class="chip {status.tone}">{escape(status.word)}</span>'
+
+
+# name, value in words, explanation
+_FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
+    ("Parameters", lambda f: None if f.parameters is None else count(f.parameters), "numbers the model learns"),
+    (
+        "Steps",
+        lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
+        "updates of the model",
+    ),
+    ("Tokens", lambda f: None if f.tokens is None else count(f.tokens), "pieces of text seen"),
+    ("Training loss", lambda f: None if f.loss is None else figure(f.loss), "nats a token, lower is better"),
+    ("Held-out loss", lambda f: None if f.held_out is None else figure(f.held_out), "on text never trained on"),
+    ("Throughput", lambda f: None if f.tokens_per_s is None else count(f.tokens_per_s), "tokens/s, median"),
+    ("MFU", lambda f: None if f.mfu is None else percent(f.mfu), "of the hardware's peak"),
+    ("Data wait", lambda f: None if f.data_wait is None else percent(f.data_wait), "of a step's time"),
+    ("Time", lambda f: None if f.seconds is None else duration(f.seconds), "on the clock, all attempts"),
+    ("Goodput", lambda f: None if f.goodput is None else percent(f.goodput), "of that time, on steps that count"),
+)
+
+
+def _cards(f: Figures) -> str:
+    shown = ((name, value(f), hint) for name, value, hint in _FIGURES)
+    cards = (f"<div><dt>{name}</dt><dd>{escape(text)}</dd><small>{hint}</small></div>" for name, text, hint in shown if text is not None)
+    return f'<dl class="cards">{"".join(cards)}</dl>'
+
+
+def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
+    rows = []
+    for name, value, hint in _FIGURES:
+        cells = [value(f) for f in figures]
+        if any(cell is not None for cell in cells):
+            rows.append([f"{name} <small>{hint}</small>", *(escape(cell or "–") for cell in cells)])
+    return _table(["", *_heads(runs)], rows, numbers=True)
+
+
+def _heads(runs: Sequence[Run]) -> list[str]:
+    return [f'<span class="swatch c{_color(i)}"></span>{escape(name)}' for i, name in enumerate(_names(runs))]
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
+    """Cells are HTML already. The first of a row names it."""
+    head = "".join(f"<th scope=col>{cell}</th>" for cell in heads)
+    body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table{" class=numbers" if numbers else ""}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _charts(runs: Sequence[Run]) -> str:
+    names, many = _names(runs), len(runs) > 1
+    losses: list[Line] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        suffix = f" {name}" if many else ""
+        losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
+        losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
+    unit = "nats a token, lower is better"
+    frame = _frame(runs)
+    linear = chart("Loss", unit, losses, size=FULL, frame=frame)
+    log = chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL, frame=frame)
+    parts = []
+    if linear:
+        switch = (
+            '<input type="radio" name="scale" id="linear" checked><label for="linear">linear</label>'
+            '<input type="radio" name="scale" id="log"><label for="log">logarithmic</label>'
+        )
+        parts.append(
+            f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
+        )
+    for title, unit, key, zero in CHARTS:
+        lines = [
+            Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        ]
+        if key.endswith("_s") and key != "tokens_per_s":
+            lines, unit = _in_handy_seconds(lines, unit)
+        parts.append(chart(title, unit, lines, zero=zero, frame=frame))
+    drawn = "".join(parts)
+    return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _frame(runs: Sequence[Run]) -> Frame:
+    """Every chart spans all steps of the runs, so that one whose figures end early shows where."""
+    steps = [
+        float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
+    ]
+    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, _color(i)) for i, run in enumerate(runs)])
+
+
+def _marks(run: Run, color: int) -> Marks:
+    starts = [attempt.first_step for attempt in run.attempts[1:]]
+    rollbacks = [event.step for event in run.events if event.kind == "rollback"]
+    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], color)
+
+
+def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
+    """The same in milliseconds when most of it is short."""
+    typical = [float(np.median(line.series.values_N)) for line in lines if len(line.series.values_N)]
+    if not typical or max(typical) >= 0.1:
+        return lines, f"seconds {unit}".strip()
+    return [replace(line, series=Series(line.series.steps_N, 1e3 * line.series.values_N)) for line in lines], f"milliseconds {unit}".strip()
+
+
+def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
+    """Legend of lines and marks; "" where none is needed."""
+    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
+    said = []
+    if any(len(eval_loss(run).steps_N) for run in runs):
+        said.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
+    if any(marks.restarts for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
+    if any(marks.skips for marks in frame.marks):
+        said.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
+    return f'<p class="legend">{" ".join(said)}</p>' if said else ""
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    return f'<p class="legend">{" ".join(f"<span>{head}</span>" for head in _heads(runs))}</p>'
+
+
+def _goodput(runs: Sequence[Run]) -> str:
+    bars = []
+    for run, name in zip(runs, _names(runs), strict=True):
+        seconds = goodput_of(run)
+        whole = sum(seconds.values())
+        if not whole:
+            continue
+        shares = [(part, value / whole, value) for part, value in seconds.items() if value > 0]
+        slices = "".join(
+            f'<span class="part {part}" style="width:{100 * share:.3f}%" title="{PARTS[part]}: {percent(share)}"></span>'
+            for part, share, _ in shares
+        )
+        keys = "".join(
+            f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(share)}</b> <small>{duration(value)}</small></li>'
+            for part, share, value in shares
+        )
+        head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
+        number, pause = len(run.attempts), between_attempts(run)
+        pauses = f"; between them nothing ran for {duration(pause)} that is not in here" if pause >= 0.05 else ""
+        note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
+        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
+    return f"<section><h2>Where the time went</h2>{''.join(bars)}</section>" if bars else ""
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    if len(runs) < 2:
+        return ""
+    flats = [flatten(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    absent = object()
+    differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
+    if not differing:
+        return "<section><h2>Differences of their settings</h2><p>None: the configs are equal.</p></section>"
+    rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
+    return f"<section><h2>Differences of their settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
+
+
+def _setting(flat: dict[str, Any], key: str) -> str:
+    return f"<code>{escape(_shown(flat[key]))}</code>" if key in flat else "–"
+
+
+def _shown(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _events(runs: Sequence[Run]) -> str:
+    blocks = []
+    for run, name in zip(runs, _names(runs), strict=True):
+        if run.events:
+            stretches = groupby(run.events, key=lambda event: event.kind in ROUTINE)
+            rows = [row for routine, stretch in stretches for row in _rows(list(stretch), routine)]
+            cut = len(rows) - MAX_EVENTS
+            left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
+            head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
+            blocks.append(head + left + _table(["time (UTC)", "what happened"], rows[-MAX_EVENTS:]))
+    return f"<section><h2>What happened</h2>{''.join(blocks)}</section>" if blocks else ""
+
+
+def _rows(events: list[Event], routine: bool) -> list[list[str]]:
+    """A row an event; a long stretch of saves, evaluations and skips is one row a kind."""
+    if not routine or len(events) <= MAX_STRETCH:
+        return [[_clock(event.time), f'<span class="dot {escape(event.kind)}"></span>{escape(sentence(event))}'] for event in events]
+    kinds = dict.fromkeys(event.kind for event in events)
+    return [_stretch(kind, [event for event in events if event.kind == kind]) for kind in kinds]
+
+
+def _stretch(kind: str, events: list[Event]) -> list[str]:
+    first, last = events[0], events[-1]
+    losses = [event.data.get("eval_loss") for event in (first, last)]
+    loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
+    times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
+    begun, ended = _clock(first.time), _clock(last.time)
+    span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # the day is said once
+    return [
+        span,
+        f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}',
+    ]
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"
+
+
+def _configs(runs: Sequence[Run]) -> str:
+    blocks = [
+        f"<details><summary>config.yml of {escape(name)}</summary><pre>{escape(run.config_text)}</pre></details>"
+        for run, name in zip(runs, _names(runs), strict=True)
+        if run.config_text.strip()
+    ]
+    return f"<section><h2>Settings</h2>{''.join(blocks)}</section>" if blocks else ""

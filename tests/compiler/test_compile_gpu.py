@@ -1,0 +1,120 @@
+"""`maxlm compile` for GPUs that are not there: the real XLA:GPU and Mosaic GPU, in a process of its own; and what the figures rest on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import maxlm
+from maxlm.compiler import aot, gpu_compiler
+from maxlm.config.errors import UserError
+from maxlm.cost import roofline
+from maxlm.cost.collectives import DCN_S, SWITCH_S, SWITCH_SHARE, AxisLinks, Network
+from maxlm.cost.mesh_links import axis_links, within_slice
+from maxlm.cost.step_cost import estimate
+from maxlm.hardware.chips import CHIPS, GPU_MEMORY_SHARE
+from maxlm.hardware.topologies import parse
+from maxlm.hlo import parser
+
+TINY = """
+model: {vocab_size: 512, d_model: 128, n_layers: 2, n_heads: 2, n_kv_heads: 1, d_ff: 256}
+data: {store: unused, seq_len: 128}
+train: {steps: 10, global_batch: 8, loss_chunks: 1}
+"""
+H200 = next(chip for chip in CHIPS if chip.name == "H200")
+MATMUL = """HloModule m, is_scheduled=true
+
+ENTRY %main (l: bf16[4096,8192], r: bf16[8192,4096]) -> bf16[4096,4096] {
+  %l = bf16[4096,8192]{1,0} parameter(0)
+  %r = bf16[8192,4096]{1,0} parameter(1)
+  ROOT %d = bf16[4096,4096]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+ATTENTION = """HloModule m, is_scheduled=true
+
+ENTRY %main (s: s32[2,2,32], q: bf16[2,4096,8,64], k: bf16[2,4096,2,64], v: bf16[2,4096,2,64]) -> bf16[2,4096,8,64] {
+  %s = s32[2,2,32]{2,1,0} parameter(0)
+  %q = bf16[2,4096,8,64]{3,2,1,0} parameter(1)
+  %k = bf16[2,4096,2,64]{3,2,1,0} parameter(2)
+  %v = bf16[2,4096,2,64]{3,2,1,0} parameter(3)
+  ROOT %m = bf16[2,4096,8,64]{3,2,1,0} custom-call(%s, %q, %k, %v), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
+}
+"""
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
+def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
+    (tmp_path / "tiny.yml").write_text(TINY, encoding="utf-8")
+    command = [sys.executable, "-m", "maxlm", "compile", "tiny", "--topology", "h200:1x1x2", "--json", "--hlo-out", str(tmp_path / "hlo")]
+    environment = {**os.environ, "MAXLM_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    report, program = json.loads(done.stdout), (tmp_path / "hlo").read_text(encoding="utf-8")
+    for kernel in ("attention_hopper_forward", "attention_hopper_dq", "attention_hopper_dkv"):
+        assert any("mosaic_gpu" in line and kernel in line for line in program.splitlines()), f"{kernel} is not in the program"
+    memory, time = report["hbm"], report["time"]
+    assert sum(part["bytes"] for part in memory["parts"]) == memory["needed_bytes"]
+    assert 0 < memory["needed_bytes"] < memory["available_bytes"] == int(GPU_MEMORY_SHARE * gpu_compiler.MEMORY_BYTES["H200"])
+    assert time["calibrated"] is False and 0 < time["mfu"] < 1 and time["attention_s"] > 0
+    said = {(row["opcode"], *row["axes"], row["link"]) for row in report["communication"]}
+    assert {("all-gather", "fsdp", "ici"), ("reduce-scatter", "fsdp", "ici")} <= said
+    assert "a guess" in report["warnings"][0]
+
+
+def test_a_matmul_is_charged_by_its_flops_and_a_small_one_by_its_bytes():
+    cost = estimate(parser.read(MATMUL), H200, {}, {})
+    flops = 2 * 4096 * 8192 * 4096
+    assert (cost.matmul_flops, cost.matmul_s) == (flops, pytest.approx(roofline.LAUNCH_S + flops / (roofline.MATMUL_SHARE * 989e12)))
+    row = estimate(parser.read(MATMUL.replace("bf16[4096,", "bf16[1,")), H200, {}, {})
+    moved = 2 * (8192 + 8192 * 4096 + 4096)
+    assert row.matmul_s == pytest.approx(roofline.LAUNCH_S + moved / (roofline.HBM_SHARE * 4.8e12))
+
+
+@pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dq", 3), ("dkv", 4)])
+def test_our_attention_is_known_by_its_place_and_counted_by_its_queries(name, matmuls):
+    cost = estimate(parser.read(ATTENTION.replace("\\\n", "").replace("hopper_forward", f"hopper_{name}")), H200, {}, {})
+    assert cost.attention_flops == matmuls * 2 * (4096 * 4096 // 2) * 2 * 8 * 64  # of half the pairs, for 2 rows of 8 heads
+    assert cost.assumed == (f"attention_hopper_{name}",)
+    share = roofline.ATTENTION_SHARES[name != "forward"]
+    assert cost.attention_s == pytest.approx(roofline.LAUNCH_S + cost.attention_flops / (share * 989e12))
+
+
+def test_a_host_is_a_switch_and_hosts_are_joined_by_the_network():
+    network = Network(H200, {"fsdp": 8}, {"fsdp": AxisLinks()})
+    inside = network.seconds("all-gather", 10**9, ("fsdp",), 8)
+    assert inside == pytest.approx(SWITCH_S + 7 / 8 * 1e9 / (SWITCH_SHARE * 450e9))
+    assert network.seconds("all-reduce", 10**9, ("fsdp",), 8) == pytest.approx(2 * inside - SWITCH_S)
+    hosts = Network(H200, {"fsdp": 16}, {"fsdp": AxisLinks(slices=2)})
+    assert hosts.seconds("all-gather", 10**9, ("fsdp",), 16) == pytest.approx(inside + 1e9 / 8 / 2 / 5e10 + DCN_S)
+
+
+def test_an_axis_knows_the_hosts_it_crosses():
+    topology = parse("h200:1x2x4")
+    there = [SimpleNamespace(platform="cuda", process_index=host, coords=[0, host, gpu]) for host in range(2) for gpu in range(4)]
+    mesh = SimpleNamespace(shape={"data": 2, "fsdp": 4}, devices=np.array(there).reshape(2, 4))
+    links = axis_links(mesh, topology)
+    assert (links["data"].slices, links["fsdp"].slices) == (2, 1)
+    whole = SimpleNamespace(shape={"fsdp": 8}, devices=np.array(there))
+    sizes, links = within_slice(whole, topology)
+    assert sizes == {"fsdp": 8} and links["fsdp"].slices == 2, "a program for GPUs is compiled for all hosts"
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "said"),
+    [("a100-80gb:1x1x8", 1, "h100:1x1x8 and h200:1x1x8"), ("h200:1x1x8", 2, "write h200:2x1x8"), ("b200:1x1x8", 1, "no GPUs can be")],
+)
+def test_gpus_that_cannot_be_compiled_for_are_said(topology, slices, said):
+    with pytest.raises(UserError, match=said):
+        aot.devices(parse(topology, slices))
+
+
+def test_without_the_compiler_its_make_target_is_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_compiler, "_PACKAGES", tmp_path)
+    with pytest.raises(UserError, match=r"h200:1x1x1: .* make gpu-compiler"):
+        gpu_compiler.devices(parse("h200:1x1x1"))

@@ -1,0 +1,267 @@
+"""`maxlm compile` asks the real TPU compiler, with no TPU: what it prints adds up, and what cannot be is said in a line."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlm import cli
+from maxlm.compiler import aot, program_cache
+from maxlm.config import UserError
+from maxlm.cost import advice, compile_command
+from maxlm.cost.compile_command import meant
+from maxlm.hardware.topologies import parse
+from maxlm.hlo.parser import read
+
+TINY = """
+model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
+data: {store: unused, seq_len: 512}
+train: {steps: 10, global_batch: 32}
+"""
+
+HUGE = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=4096"]
+GIB = 2**30
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler: pip install -e '.[tpu]'"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("compile")
+
+
+@pytest.fixture(autouse=True)
+def place(folder, monkeypatch):
+    """An empty folder with the config `tiny`, and a cache of its own that these tests share."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "cache"))
+    (folder / "tiny.yml").write_text(TINY, encoding="utf-8")
+
+
+def run(capfd, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `maxlm compile`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["maxlm", "compile", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    out, err = capfd.readouterr()
+    return end.value.code or 0, out, err
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("arguments", "devices", "mesh"),
+    [
+        (["--topology", "v5e:2x2"], 4, {"fsdp": 4}),
+        (["--topology", "v5p:2x2x1", "--slices", "2", "mesh.data=2"], 8, {"data": 2, "fsdp": 4}),
+        (["--topology", "v6e:2x2", "mesh.tensor=2", "train.microbatches=2"], 4, {"fsdp": 2, "tensor": 2}),
+    ],
+    ids=["v5e", "two-slices", "tensor"],
+)
+def test_the_report_adds_up(capfd, arguments, devices, mesh):
+    code, out, _ = run(capfd, "tiny", *arguments, "train.global_batch=8", "--json")
+    report = json.loads(out)
+    assert (code, report["fits"], report["devices"]) == (0, True, devices)
+    assert {axis: size for axis, size in report["mesh"].items() if size > 1} == mesh
+    assert report["tokens_per_step"] == 8 * 512
+    hbm, time = report["hbm"], report["time"]
+    assert sum(part["bytes"] for part in hbm["parts"]) == hbm["needed_bytes"]
+    assert all(part["bytes"] >= 0 for part in hbm["parts"])
+    assert 0 < hbm["needed_bytes"] < hbm["available_bytes"]
+    kinds = ("matmul_s", "attention_s", "kernel_s", "memory_s", "exposed_s")
+    assert time["step_s"] == pytest.approx(sum(time[kind] for kind in kinds))
+    assert 0 < time["mfu"] < 1
+    assert time["tokens_per_s"] == pytest.approx(report["tokens_per_step"] / time["step_s"])
+    assert {axis for row in report["communication"] for axis in row["axes"]} <= set(mesh)
+    links = {link for row in report["communication"] for link in [row["link"]] if "data" in row["axes"]}
+    assert links == ({"dcn"} if report["slices"] > 1 else set())
+
+
+@needs_libtpu
+def test_a_second_run_asks_the_cache_and_says_the_same(capfd, folder):
+    first, second = (run(capfd, "tiny", "--topology", "v5e:2x2", "--json", "--hlo-out", f"{name}.hlo") for name in ("first", "second"))
+    before, after = json.loads(first[1]), json.loads(second[1])
+    assert after.pop("compile")["cached"]
+    before.pop("compile")
+    assert before == after
+    text = (folder / "second.hlo").read_text(encoding="utf-8")
+    assert text == (folder / "first.hlo").read_text(encoding="utf-8")
+    assert read(text).entry
+
+
+@needs_libtpu
+def test_the_page_says_what_the_figures_say(capfd):
+    figures = json.loads(run(capfd, "tiny", "--topology", "v5e:2x2", "--json")[1])
+    code, page, progress = run(capfd, "tiny", "--topology", "v5e:2x2")
+    assert code == 0
+    assert "compiling the training step of tiny for v5e:2x2" in progress
+    assert "tpu_worker" not in progress.lower()  # libtpu's complaints about this not being a TPU VM
+    for part in figures["hbm"]["parts"]:
+        assert part["name"] in page
+    for title in ("HBM: ", "Time: ", "Communication: ", "free", "fsdp", "all-gather"):
+        assert title in page
+    (bar,) = [line.strip()[1:-1] for line in page.splitlines() if line.startswith("  [")]
+    assert len(bar) == 72
+    assert bar.count("!") == pytest.approx(72 * figures["time"]["exposed_s"] / figures["time"]["step_s"], abs=1.1)
+    assert max(map(len, page.splitlines())) < 200
+
+
+@needs_libtpu
+@pytest.mark.soak
+def test_a_step_that_does_not_fit_is_told_what_would(capfd):
+    """16 GiB a chip, and half a million tokens on each: what is kept for backward must go, or come in parts."""
+    code, page, _ = run(capfd, *HUGE)
+    assert (code, page.count(" of 15.75 GiB)")) == (2, 3)
+    assert "too much" in page
+    assert "It would fit with, each checked by compiling:" in page
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
+    """The real compiler refuses the step; what was tried then is left to a stand-in that takes four microbatches or more."""
+
+    def stand_in(config, topology):
+        fits = config.train.microbatches >= 4
+        needed = 64 * GIB // config.train.microbatches
+        return aot.CompiledStep("", aot.Memory(needed, 0, 0, 0, 0, 0, 0) if fits else None, needed, 16 * GIB, 1.0)
+
+    monkeypatch.setattr(advice, "compile_step", stand_in)
+    code, out, _ = run(capfd, *HUGE, "--json")
+    report = json.loads(out)
+    hbm = report["hbm"]
+    assert (code, report["fits"], report["time"]) == (2, False, None)
+    assert hbm["missing_bytes"] == hbm["needed_bytes"] - hbm["available_bytes"] > 0
+    assert sum(part["bytes"] for part in hbm["parts"]) == hbm["needed_bytes"]
+    settings = [way["settings"] for way in report["would_fit"]]
+    assert settings[0] == {"train.microbatches": 4}
+    assert not any(settings[0].items() <= other.items() for other in settings[1:])  # more of the same helps nobody
+    assert all(way["needed_bytes"] <= way["available_bytes"] for way in report["would_fit"])
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch):
+    from tiny import tiny_config
+
+    answers = iter([aot.CompiledStep("", aot.Memory(1, 0, 0, 0, 0, 0, 0), 1, 2, 1.0)])
+
+    def stand_in(config, topology):
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(advice, "compile_step", stand_in)
+    sizes = {"data": 1, "stage": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+    found = advice.ways_to_fit(tiny_config(memory={"remat": "none"}), parse("v5e:1x1"), sizes, lambda text: None)
+    assert [way.settings for way in found] == [{"memory.remat": "dots"}]
+
+
+@needs_libtpu
+def test_a_model_no_mesh_holds_is_told_by_how_much(capfd):
+    arguments = ["model.d_model=16384", "model.n_layers=64", "model.d_ff=65536", "model.vocab_size=131072", "model.head_dim=128"]
+    code, page, _ = run(capfd, "tiny", "--topology", "v5e:2x2", *arguments)
+    assert code == 2
+    assert "No mesh fits" in page
+    assert "GiB more than there is; at least" in page
+    assert "would fit with" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ["names no cluster", "--topology v5p:4x4x4"]),
+        (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4, v5p:4x4x8, v5p:4x8x8"]),
+        (["--topology", "v7:4x4"], ["no chip 'v7'", "v5p:4x4x4"]),
+        (["--topology", "["], ["cluster.topology", "no chip"]),
+        (["--topology", "a100-80gb:1x1x8"], ["a100-80gb:1x1x8", "h100:1x1x8 and h200:1x1x8"]),
+        (["--topology", "v5e:2x2", "mesh.fsdp=3"], ["mesh = fsdp 3", "number of devices, 4"]),
+        (["--topology", "v5e:2x2", "--slices", "3"], ["mesh.slices = 3"]),
+        (["--topology", "v5e:2x2", "--slices", "0"], ["--slices"]),
+        (["--topology", "v5e:2x2", "--hlo-out", "nowhere/x.hlo"], ["--hlo-out nowhere/x.hlo", "make it first"]),
+        (["--topology", "v5e:8x8"], ["train.global_batch = 32", "64 shards"]),
+    ],
+)
+def test_bad_input_is_one_line_with_the_fix(capfd, arguments, said):
+    code, out, err = run(capfd, "tiny", *arguments)
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("maxlm: ")
+    for words in said:
+        assert words in last
+
+
+def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    aot.devices.cache_clear()
+    code, _, err = run(capfd, "tiny", "--topology", "v5e:2x2")
+    assert code == 2
+    assert "pip install" in err.splitlines()[-1]
+    assert "[tpu]" in err.splitlines()[-1]
+
+
+def test_the_machine_of_the_command_line_replaces_that_of_the_config():
+    said = ["cluster.topology=v5p:4x4x4", "cluster.accelerator=v5p-128", "mesh.data=2"]
+    loaded, machine = compile_command.meant("tiny", said, "v5e:4x4", 2)
+    config = loaded.config
+    assert (machine.name, machine.slices, machine.devices) == ("v5e:4x4", 2, 32)
+    assert (config.cluster.topology, config.cluster.accelerator) == ("v5e:4x4", None)
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (31.53G) exceeds available HBM (15.75G).", (31.53, 15.75)),
+        ("RESOURCE_EXHAUSTED: in memory space hbm. Used 102.4G of 95.74G hbm. Exceeded hbm capacity by 6.6G.", (102.4, 95.74)),
+        ("RESOURCE_EXHAUSTED: ... HLO temporaries (8.00T) exceeds available HBM (94.75G).", (8192, 94.75)),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 130.0M of 128.0M vmem.", None),
+        ("INVALID_ARGUMENT: No such compile option: 'xla_x'", None),
+    ],
+)  # fmt: skip
+def test_what_the_compiler_says_about_memory_is_understood(message, sizes):
+    found = aot._needed_and_available(message)
+    assert (found and tuple(size / 2**30 for size in found)) == (sizes and pytest.approx(sizes))
+
+
+def test_a_damaged_or_unwritable_cache_costs_only_time(folder, monkeypatch):
+    program_cache.write("key", {"seconds": 1.0}, "text")
+    assert program_cache.read("key") == ({"seconds": 1.0}, "text")
+    path = program_cache.folder() / "key.hlo.gz"
+    path.write_bytes(path.read_bytes()[:-6])
+    assert program_cache.read("key") is None
+    assert program_cache.read("another") is None
+    (folder / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "file"))
+    program_cache.write("key", {"seconds": 1.0}, "text")
+    assert program_cache.read("key") is None
+
+
+@needs_libtpu
+def test_json_is_all_that_a_process_prints(folder):
+    command = [sys.executable, "-m", "maxlm", "compile", "tiny", "--topology", "v5e:2x2", "--json"]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout)["fits"]
+    assert "worker" not in answer.stderr.lower()
+
+
+def test_a_model_alone_is_compiled_and_what_is_assumed_is_said(capfd, monkeypatch):
+    asked = []
+
+    def examine(config, *_):
+        asked.append(config)
+        raise UserError("not here")
+
+    monkeypatch.setattr("maxlm.cost.report.examine", examine)
+    Path("alone.yml").write_text(TINY[: TINY.index("data:")], encoding="utf-8")
+    _, _, err = run(capfd, "alone", "--topology", "v5e:2x2", "data.seq_len=512")
+    assert asked[0].tokens_per_step == 4 * 512  # a sequence a device
+    (line,) = [line for line in err.splitlines() if "assumed" in line]
+    assert "train.global_batch=4" in line and "train.steps=" in line and "data.seq_len" not in line
+
+
+def test_one_slice_of_a_config_for_several_needs_no_other_change():
+    loaded, machine = meant("runs/llama3-405b-2x-v6e-256", ["train.global_batch=512"], None, 1, any_mesh=True)
+    assert (machine.slices, loaded.config.mesh.across_slices) == (1, "data")

@@ -1,0 +1,155 @@
+"""Prices of our grouped matmuls: what the kernel lab counts, by a formula; and how a compiled program's are known."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+
+from maxlm.cost.expert_matmuls import GroupedMatmul, read
+from maxlm.cost.step_cost import CLOCK_HZ, GROUPED_SHARE, HBM_SHARE, estimate
+from maxlm.hardware.chips import CHIPS
+from maxlm.hlo import parser
+from maxlm.kernel_lab import counted
+from maxlm.kernels.grouped_matmul import tpu
+from maxlm.kernels.grouped_matmul.shapes import SHAPES
+
+CHIP = {chip.name: chip for chip in CHIPS}
+SHAPE = {shape.name: shape for shape in SHAPES}
+PARTS = {"forward": "forward", "dx": "by_transpose", "dw": "transposed_dw"}
+# Thousand cycles, waits for HBM included: forward, dx, dw. `maxlm kernels report --operation grouped_matmul --shape SHAPE --chip CHIP`.
+COUNTED = {
+    ("v5e", "mixtral-up-drawn"): (15533, 15597, 16376),
+    ("v5e", "qwen3-up-drawn"): (1992, 2019, 2598),
+    ("v5e", "deepseek-v3-up-drawn"): (7625, 7565, 7794),
+    ("v5e", "deepseek-v2-lite-up-drawn"): (2538, 2537, 3163),
+    ("v5p", "mixtral-up-drawn"): (7773, 8039, 8195),
+    ("v5p", "qwen3-up-drawn"): (1006, 983, 1300),
+    ("v5p", "deepseek-v3-up-drawn"): (3799, 3787, 3885),
+    ("v5p", "deepseek-v2-lite-up-drawn"): (2532, 1267, 1602),
+    ("v6e", "mixtral-up-drawn"): (4346, 4562, 4955),
+    ("v6e", "qwen3-up-drawn"): (838, 836, 1118),
+    ("v6e", "deepseek-v3-up-drawn"): (2089, 2117, 2223),
+    ("v6e", "deepseek-v2-lite-up-drawn"): (884, 881, 1183),
+    ("tpu7x", "mixtral-up-drawn"): (4067, 5441, 6071),
+    ("tpu7x", "qwen3-up-drawn"): (503, 544, 767),
+    ("tpu7x", "deepseek-v3-up-drawn"): (1965, 1904, 2906),
+    ("tpu7x", "deepseek-v2-lite-up-drawn"): (733, 704, 1002),
+}
+
+
+def stated(function, *arguments):
+    """Bytes that a kernel says it moves."""
+
+    def kernels(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                yield equation.params["cost_estimate"].bytes_accessed
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from kernels(inner)
+
+    (found,) = kernels(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return found
+
+
+def said(shape, part, chip):
+    """Seconds that the formula gives, of HBM at its full bandwidth, which the lab assumes."""
+    kind, bf16 = CHIP[chip].device_kinds[0], jnp.bfloat16
+    x, dout = (jax.ShapeDtypeStruct((shape.rows, width), bf16) for width in (shape.d_in, shape.d_out))
+    w, sizes = jax.ShapeDtypeStruct((shape.d_in, shape.experts * shape.d_out), bf16), jax.ShapeDtypeStruct((shape.experts,), jnp.int32)
+    moved = {
+        "forward": lambda: stated(lambda *a: tpu.product(*a, device_kind=kind), x, w, sizes),
+        "dx": lambda: stated(lambda *a: tpu.product(*a, transposed=True, device_kind=kind), dout, w, sizes),
+        "dw": lambda: stated(lambda *a: tpu.weights_gradient(*a, device_kind=kind), x, dout, sizes),
+    }[part]()
+    matmul = GroupedMatmul(shape.rows, shape.d_in, shape.d_out, shape.experts, PARTS[part])
+    return matmul.seconds(CHIP[chip], moved, CHIP[chip].hbm_bytes_per_s / CHIP[chip].devices_per_chip)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("chip", "shape"), COUNTED)
+def test_the_formula_says_what_was_counted(chip, shape, part):
+    thousands = COUNTED[chip, shape][list(PARTS).index(part)]
+    assert said(SHAPE[shape], part, chip) == pytest.approx(1e3 * thousands / CLOCK_HZ[chip], rel=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("chip", "shape"), COUNTED)
+def test_what_was_counted_is_what_the_lab_counts(chip, shape):
+    rows = {row.part: row.total for row in counted.count("grouped_matmul", "tpu", shape, chip)}
+    assert [rows[part] / 1e3 for part in PARTS] == pytest.approx(COUNTED[chip, shape], rel=0.02)
+
+
+def test_more_groups_cost_more_and_one_costs_no_edge():
+    times = [GroupedMatmul(65536, 4096, 2048, groups, "forward").seconds(CHIP["v5p"], 0, 1) for groups in (1, 8, 128)]
+    assert times == sorted(times) and times[0] == 2 * 65536 * 4096 * 2048 / CHIP["v5p"].peak_bf16_flops_per_device
+
+
+def test_columns_that_cores_cannot_share_take_one_of_them_twice_as_long():
+    alone, shared = (GroupedMatmul(8192, 2048, wide, 1, "forward").seconds(CHIP["v5p"], 0, 1) for wide in (1408, 2816))
+    assert alone == pytest.approx(shared)
+
+
+CALLS = """HloModule kernels, is_scheduled=true
+
+ENTRY %main () -> bf16[512,1024] {
+  %n = s32[] parameter(0)
+  %x = bf16[1024,512]{1,0} parameter(1)
+  %w = bf16[512,1024]{1,0} parameter(2)
+  %f = bf16[1024,256]{1,0} parameter(3)
+  %jvp_grouped_matmul_forward_.1 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), COST
+  %grouped_matmul_by_transpose.2 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), COST
+  %megablox_gmm.3 = bf16[1024,512]{1,0} custom-call(%n, %f, %w), COST
+  %grouped_matmul_forward.5 = bf16[1024,256]{1,0} custom-call(%n, %x, %w), EVEN, COST
+  ROOT %grouped_matmul_transposed_dw.4 = bf16[512,1024]{1,0} custom-call(%n, %x, %f), COST
+}
+""".replace(
+    "COST",
+    'custom_call_target="tpu_custom_call", '
+    'backend_config={"cost_estimate":{"flops":"268435456","transcendentals":"0","bytes_accessed":"2621440"}}',
+).replace("EVEN", 'metadata={op_name="jit(step)/transpose(jvp(experts_of_900_rows))/pallas_call"}')
+
+
+def test_kernels_of_a_program_are_known_by_name_and_arrays():
+    module = parser.read(CALLS)
+    entry = module.computations[module.entry]
+    found = [read(op, entry) for op in entry.ops if op.opcode == "custom-call"]
+    parts = ("forward", "by_transpose", None, "forward", "transposed_dw")
+    rows = (1024, 1024, 1024, 900, 1024)  # of 1,024 that there is room for, an even load fills 900
+    assert found == [part and GroupedMatmul(filled, 512, 256, 4, part) for part, filled in zip(parts, rows, strict=True)]
+
+
+def test_ours_are_charged_by_the_formula_and_others_a_share():
+    chip, module = CHIP["v6e"], parser.read(CALLS)
+    charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}
+    hbm = HBM_SHARE * chip.hbm_bytes_per_s
+    for name, part in (("jvp_grouped_matmul_forward_.1", "forward"), ("grouped_matmul_transposed_dw.4", "transposed_dw")):
+        assert charged[name] == GroupedMatmul(1024, 512, 256, 4, part).seconds(chip, 2621440, hbm)
+    assert charged["megablox_gmm.3"] == pytest.approx(max(268435456 / (GROUPED_SHARE * chip.peak_bf16_flops), 2621440 / hbm))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_a_compiled_program_has_what_is_read(chip):
+    """Names and places of arrays are those that the compiler writes."""
+    aot = pytest.importorskip("maxlm.compiler.aot")
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from maxlm.hardware.topologies import parse
+    from maxlm.kernels import grouped_matmul
+
+    mesh = Mesh(aot.devices(parse(f"{chip}:1x1"))[:1], ("x",))
+    place = NamedSharding(mesh, PartitionSpec())
+    x, w, sizes = (
+        jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+        for dims, dtype in (((1024, 512), jnp.bfloat16), ((512, 4 * 256), jnp.bfloat16), ((4,), jnp.int32))
+    )
+
+    def both(x, w, sizes):
+        return jax.grad(lambda x, w: grouped_matmul(x, w, sizes).astype(jnp.float32).sum(), argnums=(0, 1))(x, w)
+
+    def every(x, w, sizes):
+        return grouped_matmul(x, w, sizes), both(x, w, sizes)
+
+    with jax.set_mesh(mesh):
+        module = parser.read(jax.jit(every).lower(x, w, sizes).compile().as_text())
+    found = {read(op, computation) for computation in module.computations.values() for op in computation.ops if op.opcode == "custom-call"}
+    assert found - {None} == {GroupedMatmul(1024, 512, 256, 4, part) for part in PARTS.values()}

@@ -1,0 +1,61 @@
+"""A mesh axis is as fast as the links under it: how many dims it spans, whether they close, whether it leaves the slice."""
+
+import pytest
+
+from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.cross_slice import with_slices
+from maxlm.cost.mesh_links import links_of
+from maxlm.cost.step_cost import CLOCK_HZ, StepCost
+from maxlm.hardware.topologies import parse
+from maxlm.hlo.parser import read
+
+
+@pytest.mark.parametrize(
+    ("topology", "line", "links"),
+    [
+        ("v5p:4x4x4", [(0, (x, 0, 0)) for x in range(4)], AxisLinks(1, True)),
+        ("v5p:4x4x4", [(0, (x, y, z)) for x in range(4) for y in range(4) for z in range(4)], AxisLinks(3, True)),
+        ("v5p:4x4x8", [(0, (0, 0, z)) for z in range(4)], AxisLinks(1, False)),  # half a ring is a line
+        ("v5p:2x2x4", [(0, (0, 0, z)) for z in range(4)], AxisLinks(1, False)),
+        ("v5e:8x16", [(0, (0, y, 0)) for y in range(16)], AxisLinks(1, True)),
+        ("v5e:8x16", [(0, (x, y, 0)) for x in range(8) for y in range(16)], AxisLinks(2, False)),
+        ("tpu7x:4x4x4", [(0, (0, 0, 0)), (0, (0, 0, 0))], AxisLinks(1, True)),  # the two halves of a chip
+        ("v5e:16x16", [(0, (0, 0, 0)), (1, (0, 0, 0))], AxisLinks(1, True, slices=2)),
+        ("v5e:2x2", [(s, (x, 0, 0)) for s in range(4) for x in range(2)], AxisLinks(1, False, slices=4)),
+    ],
+)
+def test_an_axis_knows_its_links(topology, line, links):
+    assert links_of(line, parse(topology)) == links
+
+
+def step_between_slices(cycles: int) -> StepCost:
+    """One all-reduce of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    module = read(f"""HloModule m, is_scheduled=true
+
+ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
+  %p = f32[1048576]{{0}} parameter(0)
+  %after = token[] after-all()
+  %send = (f32[1048576]{{0}}, u32[], token[]) send(%p, %after), channel_id=1, {attributes}
+  %recv = (f32[1048576]{{0}}, u32[], token[]) recv(%after), channel_id=2, {attributes}
+  %work = f32[1048576]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+  %done = token[] send-done(%send), channel_id=1, is_host_transfer=true
+  %got = (f32[1048576]{{0}}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
+  ROOT %r = f32[1048576]{{0}} get-tuple-element(%got), index=0
+}}
+""")
+    nothing = StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, (), (), (), (), ())
+    return with_slices(nothing, module, parse("v5e:2x2", slices=2), "data")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
+    chip = parse("v5e:2x2").chip
+    (row,) = step_between_slices(0).traffic
+    assert (row.axes, row.opcode, row.link, row.count, row.bytes) == (("data",), "all-reduce", "dcn", 1, 4 * 2**20)
+    assert row.seconds == pytest.approx(2 * 4 * 2**20 / 2 / chip.dcn_bytes_per_s, rel=0.05)  # half goes and half comes, twice
+    cost = step_between_slices(round(share * row.seconds * CLOCK_HZ["v5e"]))
+    assert cost.exposed_s == pytest.approx(row.seconds * max(0.0, 1 - share), rel=1e-3)
+    assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)

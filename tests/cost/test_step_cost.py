@@ -1,0 +1,315 @@
+"""Prices of compiled programs: properties on real ones, and on a small one whose answer is worked out by hand."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from maxlm.config.errors import UserError
+from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.cost.step_cost import ATTENTION_SHARES, CLOCK_HZ, HBM_SHARE, LATENCY_S, OUR_ATTENTION_SHARES, StepCost, estimate
+from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.hlo import parser
+from maxlm.hlo.hbm_traffic import moved_bytes
+from maxlm.hlo.op_flops import attention_flops, matmul_flops
+from maxlm.kernels.attention import tpu
+
+PROGRAMS = Path(__file__).parent / "programs"
+CHIP = {chip.name: chip for chip in CHIPS}
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+CASES = {
+    "gathers": ("v5p", CUBE),
+    "exchanges": ("v5p", CUBE),
+    "kernels": ("v5e", {"fsdp": 1}),
+    "sparsecore": ("v5p", {"fsdp": 4, "tensor": 2}),
+    "fused": ("v5e", {"fsdp": 4}),
+    "offload": ("v6e", {"fsdp": 1}),
+}
+
+
+def ring(sizes: dict[str, int]) -> dict[str, AxisLinks]:
+    return {axis: AxisLinks() for axis in sizes}
+
+
+def price(name: str, slower: float = 1.0) -> StepCost:
+    """The cost of a saved program, on links `slower` times slower than the chip's."""
+    chip, sizes = CASES[name]
+    slow = dataclasses.replace(CHIP[chip], ici_bytes_per_s_per_link=CHIP[chip].ici_bytes_per_s_per_link / slower)
+    return estimate(parser.read((PROGRAMS / f"{name}.hlo").read_text()), slow, sizes, ring(sizes), top=10_000)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sums_add_up(name):
+    cost = price(name)
+    by_kind = {
+        kind: sum(op.seconds for op in cost.top if op.kind == kind) for kind in ("matmul", "attention", "kernel", "memory", "communication")
+    }
+    assert cost.total_s == pytest.approx(sum(by_kind.values())) and cost.total_s > 0
+    assert (cost.matmul_s, cost.attention_s, cost.memory_s) == pytest.approx((by_kind["matmul"], by_kind["attention"], by_kind["memory"]))
+    assert cost.exposed_s == pytest.approx(by_kind["communication"]) == pytest.approx(sum(row.exposed_s for row in cost.traffic))
+    assert cost.exposed_s + cost.hidden_s == pytest.approx(sum(row.seconds for row in cost.traffic))
+    assert all(op.share_of_peak is None or 0 < op.share_of_peak <= 1 for op in cost.top)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slower_links_cost_only_communication(name):
+    fast, slow = price(name), price(name, slower=100)
+    assert slow.compute_s == fast.compute_s
+    assert slow.exposed_s >= fast.exposed_s
+    assert slow.exposed_s + slow.hidden_s >= fast.exposed_s + fast.hidden_s
+
+
+def test_a_stated_kernel_is_charged_what_it_states():
+    cost = price("kernels")
+    assert cost.attention_flops == 5 * 123456789012
+    assert cost.attention_s == pytest.approx(cost.attention_flops / (ATTENTION_SHARES["v5e"][0] * CHIP["v5e"].peak_bf16_flops))
+    assert cost.uncharged == ("silent",)
+    assert cost.assumed == ()
+
+
+@pytest.mark.parametrize("name", [tpu.FORWARD, tpu.BACKWARD])
+def test_our_attention_kernel_is_known_by_its_name(name):
+    """XLA puts what jax was doing around it."""
+    text = (PROGRAMS / "kernels.hlo").read_text()
+    module = parser.read(text.replace("flash_attention_fwd", f"transpose_jvp_{name}__"))
+    cost = estimate(module, CHIP["v5e"], CUBE, ring(CUBE))
+    share = OUR_ATTENTION_SHARES["v5e"][name == tpu.BACKWARD]
+    assert cost.attention_s == pytest.approx(cost.attention_flops / (share * CHIP["v5e"].peak_bf16_flops))
+
+
+def test_matmul_flops_are_those_of_the_model():
+    assert price("kernels").matmul_flops == 15 * 2 * 1024**3
+    assert price("offload").matmul_flops == 6 * 3 * 2 * 4096 * 2048**2  # forward, again, and the gradient of the input
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compute_is_cycles_over_the_clock_or_less(name):
+    module = parser.read((PROGRAMS / f"{name}.hlo").read_text())
+    cycles = {run.op.name: run.times * run.op.cycles / CLOCK_HZ[CASES[name][0]] for run in module.executed() if run.op.cycles is not None}
+    charged = {op.name: op.seconds for op in price(name).top if op.kind in ("matmul", "memory") and op.name in cycles}
+    assert charged and all(0 < seconds <= cycles[op] * 1.000001 for op, seconds in charged.items())
+    assert sum(charged.values()) > 0.3 * sum(cycles[op] for op in charged)
+
+
+SUM = """HloModule sum, is_scheduled=true
+
+ENTRY %main () -> () {
+  %p = bf16[4,1000000]{1,0} parameter(0)
+  ROOT %s = bf16[1000000]{0} reduce(%p), dimensions={0}, backend_config={"estimated_cycles":"CYCLES"}
+}
+"""
+
+
+@pytest.mark.parametrize(("cycles", "charged"), [(1000, 1000 / CLOCK_HZ["v5e"]), (10**9, LATENCY_S + 10e6 / (HBM_SHARE * 819e9))])
+def test_an_operation_takes_no_longer_than_what_it_moves(cycles, charged):
+    assert estimate(parser.read(SUM.replace("CYCLES", str(cycles))), CHIP["v5e"], {}, {}).memory_s == pytest.approx(charged)
+
+
+SLICES = """HloModule slices, is_scheduled=true
+
+%fused (stack: bf16[32,1000], at: s32[], x: f32[1000]) -> bf16[32,1000] {
+  %stack = bf16[32,1000]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %x = f32[1000]{0} parameter(2)
+  %old = bf16[1,1000]{1,0} dynamic-slice(%stack, %at), dynamic_slice_sizes={1,1000}
+  %new = bf16[1,1000]{1,0} add(%old, %x)
+  ROOT %kept = bf16[32,1000]{1,0} dynamic-update-slice(%stack, %new, %at)
+}
+
+ENTRY %main () -> () {
+  %s = bf16[32,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %v = f32[1000]{0} parameter(2)
+  ROOT %f = bf16[32,1000]{1,0} fusion(%s, %i, %v), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_of_an_array_that_is_sliced_and_updated_in_place_only_the_slice_moves():
+    module = parser.read(SLICES)
+    entry = module.computations[module.entry]
+    index, vector, row = 4, 4000, 2000
+    assert moved_bytes(module, entry.by_name["f"], entry) == row + index + vector + row
+
+
+def test_what_runs_alone_is_exposed_and_what_runs_beside_is_not():
+    by_how = {row.how: row for row in price("exchanges").traffic}
+    assert by_how["sync"].exposed_s == by_how["sync"].seconds > 0
+    assert by_how["async"].exposed_s < by_how["async"].seconds
+
+
+def test_a_collective_that_fusions_carry_counts_once_and_waits_only_for_what_is_left():
+    fast, slow = price("fused"), price("fused", slower=100)
+    (gather,) = [row for row in fast.traffic if row.opcode == "all-gather"]
+    assert (gather.how, gather.count, gather.axes) == ("async", 4, ("fsdp",))
+    assert gather.bytes == 4 * 1024 * 4096 * 2
+    assert gather.exposed_s == 0
+    assert 0 < slow.exposed_s < sum(row.seconds for row in slow.traffic)
+
+
+def test_sparsecore_runs_beside_the_matmuls():
+    offloaded = [row for row in price("sparsecore").traffic if row.how == "sparsecore"]
+    assert {row.opcode for row in offloaded} == {"all-gather", "reduce-scatter"}
+    assert {row.axes for row in offloaded} == {("tensor",)}
+    assert {row.bytes for row in offloaded} == {4 * 8 * 1024 * 1024 * 2}  # 4 layers, the whole array either way
+    assert any(row.exposed_s < row.seconds for row in offloaded)
+
+
+def test_offloading_goes_both_ways_and_is_exposed_where_nothing_hides_it():
+    rows = price("offload").traffic
+    assert [(row.link, row.count, row.bytes) for row in rows] == [("host", 6, 6 * 4096 * 2048 * 2)] * 2
+    assert sum(row.exposed_s for row in rows) > 0
+
+
+OVERLAP = """HloModule overlap, is_scheduled=true
+
+ENTRY %main () -> () {{
+  %p = bf16[1000,1000]{{1,0}} parameter(0)
+  %s = (bf16[1000,1000]{{1,0}}, bf16[4000,1000]{{1,0}}) all-gather-start(%p), replica_groups=[1,4]<=[4], dimensions={{0}}
+  %c = f32[1000000000]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+  ROOT %d = bf16[4000,1000]{{1,0}} all-gather-done(%s)
+}}
+"""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0, 3.0])
+def test_exposed_is_what_compute_between_start_and_done_does_not_cover(share):
+    network = Network(CHIP["v5p"], {"fsdp": 4}, {"fsdp": AxisLinks()})
+    seconds = network.seconds("all-gather", 8_000_000, ("fsdp",), 4)
+    module = parser.read(OVERLAP.format(cycles=round(share * seconds * CLOCK_HZ["v5p"])))
+    cost = estimate(module, CHIP["v5p"], {"fsdp": 4}, ring({"fsdp": 4}))
+    assert cost.exposed_s == pytest.approx(max(0.0, 1 - share) * seconds, abs=1e-9)
+    assert cost.total_s == pytest.approx(max(1.0, share) * seconds, abs=1e-9)
+
+
+AHEAD = """HloModule ahead, is_scheduled=true
+
+%body () -> () {{
+  %t = (s32[], (bf16[1000,1000]{{1,0}}, bf16[4000,1000]{{1,0}}), bf16[1000,1000]{{1,0}}) parameter(0)
+  %flying = (bf16[1000,1000]{{1,0}}, bf16[4000,1000]{{1,0}}) get-tuple-element(%t), index=1
+  %w = bf16[1000,1000]{{1,0}} get-tuple-element(%t), index=2
+  %i = s32[] get-tuple-element(%t), index=0
+  %c1 = f32[1000000000]{{0}} negate(%w), backend_config={{"estimated_cycles":"{cycles}"}}
+  %d = bf16[4000,1000]{{1,0}} all-gather-done(%flying)
+  %s = (bf16[1000,1000]{{1,0}}, bf16[4000,1000]{{1,0}}) all-gather-start(%w), replica_groups=[1,4]<=[4], dimensions={{0}}
+  %c2 = f32[1000000000]{{0}} negate(%w), backend_config={{"estimated_cycles":"{cycles}"}}
+  ROOT %next = (s32[]) tuple(%i, %s, %w)
+}}
+
+%condition () -> () {{
+  %limit = s32[] constant(10)
+  ROOT %less = pred[] compare(%x, %limit), direction=LT
+}}
+
+ENTRY %main () -> () {{
+  %first = (s32[]) parameter(0)
+  ROOT %loop = (s32[]) while(%first), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_a_gather_one_turn_ahead_is_hidden_by_both_turns(share):
+    """Started in one turn and awaited in the next: the compute after the start and that before the done both cover it."""
+    seconds = Network(CHIP["v5p"], {"fsdp": 4}, {"fsdp": AxisLinks()}).seconds("all-gather", 8_000_000, ("fsdp",), 4)
+    module = parser.read(AHEAD.format(cycles=round(share * seconds * CLOCK_HZ["v5p"])))
+    cost = estimate(module, CHIP["v5p"], {"fsdp": 4}, ring({"fsdp": 4}))
+    assert cost.exposed_s == pytest.approx(10 * max(0.0, 1 - 2 * share) * seconds, abs=1e-8)
+    assert [row.count for row in cost.traffic] == [10]
+
+
+def test_two_gathers_over_the_same_links_take_turns():
+    one = OVERLAP.format(cycles=0)
+    start = next(line for line in one.splitlines() if "-start(" in line)
+    done = next(line for line in one.splitlines() if "-done(" in line)
+    second = one.replace(start, start + "\n" + start.replace("%s ", "%s2 ")).replace(
+        done, done.replace("ROOT %d ", "%d2 ").replace("%s)", "%s2)") + "\n" + done
+    )
+    chip, sizes = CHIP["v5p"], {"fsdp": 4}
+    assert estimate(parser.read(second), chip, sizes, ring(sizes)).total_s == pytest.approx(
+        2 * estimate(parser.read(one), chip, sizes, ring(sizes)).total_s
+    )
+
+
+def seconds(opcode: str, *, sizes: dict[str, int], links: dict[str, AxisLinks], chip: Chip = CHIP["v5p"], payload: int = 10**9) -> float:
+    size = 1
+    for n in sizes.values():
+        size *= n
+    return Network(chip, sizes, links).seconds(opcode, payload, tuple(sizes), size)
+
+
+def test_more_links_are_faster_and_an_all_reduce_is_two_passes():
+    sizes = {"fsdp": 64}
+    three, one, line = (
+        seconds("all-gather", sizes=sizes, links={"fsdp": link}) for link in (AxisLinks(dims=3), AxisLinks(), AxisLinks(wrapped=False))
+    )
+    assert three < one < line
+    assert one == pytest.approx(3 * three, rel=0.05)
+    assert line == pytest.approx(2 * one, rel=0.05)
+    assert seconds("all-reduce", sizes=sizes, links={"fsdp": AxisLinks()}) == pytest.approx(2 * one)
+    assert seconds("reduce-scatter", sizes=sizes, links={"fsdp": AxisLinks()}) == one
+    assert one == pytest.approx(1e9 * 63 / 64 / 1.8e11 + 32e-6)  # both ways round a ring of 90 GB/s links
+
+
+def test_between_slices_only_a_share_crosses():
+    sizes, near = {"data": 2, "fsdp": 64}, AxisLinks(dims=3)
+    both = seconds("all-reduce", sizes=sizes, links={"data": AxisLinks(slices=2), "fsdp": near})
+    inside = seconds("all-reduce", sizes={"fsdp": 64}, links={"fsdp": near})
+    assert both - inside == pytest.approx(2 * 1e9 / 64 / 2 / CHIP["v5p"].dcn_bytes_per_s, rel=0.01)
+    joined = seconds("all-reduce", sizes={"fsdp": 128}, links={"fsdp": AxisLinks(dims=3, slices=2)})
+    assert joined == pytest.approx(both), "one axis that crosses and goes on inside is as fast as two"
+
+
+def test_an_axis_without_links_is_refused():
+    module = parser.read((PROGRAMS / "gathers.hlo").read_text())
+    with pytest.raises(UserError, match="fsdp of 2 devices has no links"):
+        estimate(module, CHIP["v5p"], CUBE, {"data": AxisLinks()})
+
+
+def convolution(attributes: str, left: str, right: str, result: str) -> int:
+    text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> () {{\n  %l = {left} parameter(0)\n  %r = {right} parameter(1)\n"
+    module = parser.read(text + f"  ROOT %c = {result} convolution(%l, %r), {attributes}\n}}\n")
+    entry = module.computations[module.entry]
+    return matmul_flops(module, entry.by_name["c"], entry)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "left", "right", "result", "flops"),
+    [
+        ("window={size=1}, dim_labels=0bf_io0->0bf", "bf16[1,64,32]", "bf16[32,16,1]", "f32[1,64,16]", 64 * 32 * 16),
+        # heads as a spatial dim, contracted by a window as wide as they are
+        ("window={size=1x4}, dim_labels=0b1f_1io0->0bf1", "bf16[1,64,4,32]", "bf16[4,32,16,1]", "f32[1,64,16,1]", 64 * 4 * 32 * 16),
+        # heads of the result, made by padding: most of the window falls on padding
+        (
+            "window={size=1x4 pad=0_0x3_3 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
+            "bf16[1,64,32,1]", "bf16[32,4,16,1]", "f32[1,64,4,16]", 64 * 4 * 32 * 16,
+        ),
+        # 4 x 8 batched matmuls, their dims dilated
+        (
+            "window={size=4x8x1 stride=3x7x1 lhs_dilate=4x8x1}, dim_labels=01bf2_01io2->01bf2",
+            "bf16[4,8,64,32,1]", "bf16[4,8,32,16,1]", "f32[4,8,64,16,1]", 4 * 8 * 64 * 32 * 16,
+        ),
+    ],
+)  # fmt: skip
+def test_a_matmul_written_as_a_convolution_counts_what_it_multiplies(attributes, left, right, result, flops):
+    assert convolution(attributes, left, right, result) == 2 * flops
+
+
+def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention():
+    shape = "bf16[2,8,1024,128]{3,2,1,0}"
+    text = f"HloModule m, is_scheduled=true\n\nENTRY %main () -> () {{\n  %q = {shape} parameter(0)\n  %k = {shape} parameter(1)\n"
+    call = '  ROOT %{name} = {results} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"\n}}\n'
+
+    turned = "bf16[2,8,128,1024]{3,2,1,0}"
+
+    def flops(name: str, results: str, lies: str = shape) -> int:
+        entry = parser.read(text.replace(shape, lies) + call.format(name=name, results=results)).computations["main"]
+        return attention_flops(entry.by_name[name], entry)
+
+    pairs = 2 * 8 * 1024 * 1024 * 128
+    assert flops("splash_fwd", shape) == 2 * pairs
+    assert flops("flash_dq", shape) == 3 * pairs
+    assert flops("flash_dkv", f"({shape}, {shape})") == 4 * pairs
+    assert flops("splash_mha_dkv", f"({shape}, {shape}, {shape})") == 5 * pairs
+    assert flops("splash_fwd", shape, turned) == 2 * pairs
+    assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs

@@ -1,0 +1,214 @@
+"""Where a process is in a cluster, by what each launcher says."""
+
+import pytest
+
+from maxlm.config.errors import UserError
+from maxlm.runtime.cluster_env import VARIABLES, find, first_node, split
+
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[007-009],big1",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_NTASKS": "99",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+GKE_TPU = {"TPU_WORKER_HOSTNAMES": "pool-0.svc,pool-1.svc", "TPU_WORKER_ID": "1"}
+SLICES = {"MEGASCALE_NUM_SLICES": "4", "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "first.svc:8080"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+JOBSET = {"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4", "JOBSET_NAME": "llama", "REPLICATED_JOB_NAME": "worker"}
+EXPLICIT = {"coordinator": "node0:8476", "process_count": "4", "process_id": "2"}
+ENVIRONMENT = {"JAX_COORDINATOR_ADDRESS": "[fe80::1]:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+VM = {"worker-network-endpoints": "unknown:unknown:10.0.0.4,unknown:unknown:10.0.0.5", "agent-worker-number": "1"}
+
+
+def look(environ=(), named=(), says=(), n_gpus=0):
+    return find(dict(named), dict(environ), dict(says).get, n_gpus)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "says", "where", "launcher"),
+    [
+        ({}, EXPLICIT, {}, (4, 2, "node0:8476"), "the command line"),
+        (SLURM, EXPLICIT, {}, (4, 2, "node0:8476"), "the command line"),
+        (ENVIRONMENT, {}, {}, (2, 1, "[fe80::1]:8476"), "the environment"),
+        (SLURM, {}, {}, (16, 11, "gpu007:61442"), "Slurm job 4097, step 0"),
+        (SLURM, {"coordinator": "head:9000"}, {}, (16, 11, "head:9000"), "and the command line"),
+        (GKE_TPU, {}, {}, (2, 1, "pool-0.svc:8482"), "TPU_WORKER_HOSTNAMES"),
+        ({**GKE_TPU, "TPU_PROCESS_ADDRESSES": "h0:8471,h1:8471"}, {}, {}, (2, 1, "h0:8482"), "TPU_PROCESS_ADDRESSES"),
+        ({**GKE_TPU, **SLICES}, {}, {}, (8, 5, "first.svc:8482"), "slice 2 of 4"),
+        (OPEN_MPI, {}, {}, (8, 5, "10.96.0.1:63808"), "OMPI_COMM_WORLD_RANK (Open MPI)"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {"coordinator": "a:1"}, {}, (3, 2, "a:1"), "PMI_RANK"),
+        (JOBSET, {}, {}, (4, 3, "llama-worker-0-0.llama:8482"), "JobSet llama"),
+        ({"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}, {}, {}, (2, 0, "a:1"), "Kubernetes"),
+        ({}, {}, VM, (2, 1, "10.0.0.4:8482"), "metadata server"),
+        ({}, {}, {**VM, "worker-network-endpoints": "h0,h1"}, (2, 1, "h0:8482"), "metadata server"),
+        (
+            {},
+            {},
+            {**VM, "tpu-env": "ZONE: 'x'\n" + "".join(f"{k}: '{v}'\n" for k, v in SLICES.items())},
+            (8, 5, "first.svc:8482"),
+            "slice 2",
+        ),
+    ],
+)
+def test_every_launcher_is_understood(environ, named, says, where, launcher):
+    place = look(environ, named, says)
+    assert (place.count, place.process, place.address) == where
+    assert launcher in str(place)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, {}),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {}),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16"}, {}),  # the sbatch script itself
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, {}),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
+        ({"JOB_COMPLETION_INDEX": "0"}, {}),
+        ({}, {"worker-network-endpoints": "h0", "agent-worker-number": "0"}),
+    ],
+)
+def test_a_process_alone_is_alone(environ, says):
+    assert look(environ, says=says) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "n_gpus", "devices"),
+    [
+        (SLURM, 8, (3,)),  # a process a GPU
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8,4(x2)"}, 8, (6, 7)),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"}, 8, None),  # a process a node has them all
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0"}, 8, None),  # srun bound each to its own
+        (SLURM, 0, None),
+        (OPEN_MPI, 4, (1,)),
+        ({**OPEN_MPI, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 8, (1,)),
+    ],
+)
+def test_processes_of_a_node_share_its_gpus(environ, n_gpus, devices):
+    assert look(environ, n_gpus=n_gpus).devices == devices
+
+
+@pytest.mark.parametrize(
+    ("environ", "named", "says"),
+    [
+        ({}, {"coordinator": "a:1"}, "process_count nor process_id: add process_count=... process_id=..."),
+        ({"JAX_NUM_PROCESSES": "2"}, {}, "JAX_COORDINATOR_ADDRESS nor JAX_PROCESS_ID"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {}, "an MPI launcher (PMI)) does not say coordinator: add coordinator=..."),
+        ({}, {**EXPLICIT, "coordinator": "node0"}, "coordinator = node0: must be HOST:PORT"),
+        ({}, {**EXPLICIT, "coordinator": "node0:65535"}, "coordinator = node0:65535: the port must be 1 to 65534"),
+        ({}, {**EXPLICIT, "process_id": "4"}, "process_id = 4: must be a number below process_count, 4"),
+        ({}, {**EXPLICIT, "process_count": "none"}, "process_count = none"),
+        ({**ENVIRONMENT, "JAX_PROCESS_ID": "2"}, {}, "JAX_PROCESS_ID = 2: must be a number below JAX_NUM_PROCESSES, 2"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(environ, named, says):
+    with pytest.raises(UserError) as error:
+        look(environ, named)
+    assert says in str(error.value)
+
+
+ALONE = {"process_count": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({}, {**ALONE, "coordinator": "x:1", "process_id": "0"}),
+        ({}, {**ALONE, "coordinator": "x:1"}),
+        ({}, ALONE),
+        ({"JAX_COORDINATOR_ADDRESS": "x:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, {}),
+        ({"JAX_NUM_PROCESSES": "1"}, {}),
+    ],
+)
+def test_one_process_needs_no_coordinator(environ, named):
+    assert look(environ, named) is None
+
+
+ODD = {
+    "coordinator": (
+        "", ":8476", "node0:", "node0:0", "node0:65535", "node0:99999999", "node0:-1", "node0:8476:8477", "two words:1", "node0 :1",
+        "n\u00f6de:1", "node0:\u0661", "a..b:1", ".:1", "-a:1", f"{'a' * 64}:1", f"{'a.' * 130}b:1", "fe80::1:8476", "[fe80:::1]:1",
+        "[]:1", "[::]:1", "0.0.0.0:1", "224.0.0.1:1", "[ff02::1]:1", "300.1.1.1:1", "1.2.3:1", "x" * 10_000, "http://node0:1", "\udcff:1",
+    ),
+    "process_count": ("", "0", "-2", "2.0", "1e3", " 2", "0x2", "\u0662", "\u00b2", "15001", "1000000", "9" * 5000, "none", "+2", "1_0"),
+    "process_id": ("", "4", "-1", "1.0", "\u0661", "\u00b9", "9" * 5000, "one", " 1", "1 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+def test_a_value_that_makes_no_sense_is_one_line(name, value):
+    with pytest.raises(UserError) as error:
+        look({}, {**EXPLICIT, name: value})
+    said = str(error.value)
+    assert said.startswith(f"{name} = ") and len(said) < 300 and said.isprintable()
+    if value:
+        with pytest.raises(UserError, match=r"^JAX_"):
+            look({**ENVIRONMENT, "JAX_NUM_PROCESSES": "4", VARIABLES[name]: value})
+
+
+@pytest.mark.parametrize("address", ["node_0.rack-1:1", "node0.:65534", "10.0.0.1:1", "[fd00::1]:8476", "[::1]:1", "localhost:1"])
+def test_addresses_that_are_right(address):
+    assert look({}, {**EXPLICIT, "coordinator": address}).address == address
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        *((SLURM, name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID")),
+        *((OPEN_MPI, name) for name in OPEN_MPI if name != "OMPI_MCA_orte_hnp_uri"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2", "OMPI_MCA_orte_hnp_uri": OPEN_MPI["OMPI_MCA_orte_hnp_uri"]}, "PMI_RANK"),
+        *(({**GKE_TPU, **SLICES}, name) for name in ("TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")),
+        *((JOBSET, name) for name in ("JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES")),
+    ],
+)
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "\u00b2", "9" * 5000])
+def test_a_launchers_number_that_is_none_is_one_line(environ, name, value):
+    with pytest.raises(UserError, match=name) as error:
+        look({**environ, name: value})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_STEP_NODELIST", "["), ("SLURM_STEP_NODELIST", ","), ("SLURM_PROCID", "16")])
+def test_what_slurm_cannot_mean_is_one_line(name, value):
+    with pytest.raises(UserError):
+        look({**SLURM, name: value})
+
+
+def test_a_node_without_a_number_of_tasks_is_the_processs_own():
+    assert look({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "?"}, n_gpus=8).devices is None
+
+
+def test_two_places_at_once_are_refused():
+    assert split(["process_id=1", "process_id=1"])[0] == {"process_id": "1"}
+    with pytest.raises(UserError, match="process_id is given twice, as 1 and as 2"):
+        split(["process_id=1", "process_id=2"])
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match="8 processes were started on a node of 12 GPUs"):
+        look(SLURM, n_gpus=12)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[1-4],x", "n1"), ("n[007,010-12]", "n007"), ("r[1-2]n[3-4]", "r1n3"), ("a-b[2-3]-c,d", "a-b2-c")],
+)
+def test_the_first_node_of_a_list(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_a_cluster_is_no_setting():
+    named, rest = split(["train.steps=3", "coordinator=a:1", "process_id=0", "coordinator", "run.name=coordinator=x"])
+    assert named == {"coordinator": "a:1", "process_id": "0"}
+    assert rest == ["train.steps=3", "coordinator", "run.name=coordinator=x"]

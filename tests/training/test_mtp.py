@@ -1,0 +1,92 @@
+"""Tokens further ahead: the loss is of the right token, nothing later is read, and every layout agrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
+
+from maxlm.models import bind, init_parameters
+from maxlm.models.forward import Forward
+from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
+
+SECTIONS = {
+    "model": {"n_layers": 3, "mtp_depth": 2, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1, "router": {"bias_rate": 0.01}}},
+    "optimizer": {"clip_norm": 1e3, "eps": 0.1},
+    "train": {"microbatches": 2},
+}
+
+
+def test_what_is_read_and_what_comes_next():
+    batch = tiny_batch()
+    part = microbatch_inputs(tiny_config(**SECTIONS), jax.tree.map(jnp.asarray, batch))
+    first, second = part.further
+    np.testing.assert_array_equal(first.tokens_BS, batch.targets_BS)
+    np.testing.assert_array_equal(second.tokens_BS[:, :-1], batch.targets_BS[:, 1:])
+    np.testing.assert_array_equal(second.targets_BS[:, :-2], batch.targets_BS[:, 2:])
+    for depth, further in enumerate(part.further, 1):
+        for row in range(GLOBAL_BATCH):
+            for place in range(SEQ_LEN):
+                window = batch.weights_BS[row, place : place + depth + 1]
+                assert further.weights_BS[row, place] == (len(window) == depth + 1 and np.all(window > 0)), "inside one document"
+
+
+def test_without_weight_the_loss_is_that_of_the_model_alone():
+    config = tiny_config(**{**SECTIONS, "train": {"mtp_loss": 0.0}})
+    params = init_parameters(config.model, 0)
+    batch = jax.tree.map(jnp.asarray, tiny_batch())
+    (total, sums), (alone, _) = (jax.jit(lambda p, flag=flag: loss_sums(config, p, batch, training=flag))(params) for flag in (True, False))
+    assert sums.ahead.shape == (2,) and np.all(sums.ahead > 0)
+    assert total == pytest.approx(float(alone), rel=1e-6)
+
+
+def test_nothing_later_is_read():
+    """Depth k predicts token i + k + 1 from tokens up to i + k."""
+    config = tiny_config(**SECTIONS)
+    batch = jax.tree.map(jnp.asarray, tiny_batch())
+    batch = batch._replace(segment_ids_BS=jnp.ones_like(batch.segment_ids_BS), weights_BS=jnp.ones_like(batch.weights_BS))
+    model = bind(config.model, init_parameters(config.model, 0))
+
+    @jax.jit
+    def hidden(targets_BS):
+        given = batch._replace(tokens_BS=jnp.pad(targets_BS[:, :-1], ((0, 0), (1, 0))), targets_BS=targets_BS)
+        part = microbatch_inputs(config, given)
+        read = read_by(model, part)
+        x_BSD = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read, Forward()).x_BSD
+        return model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read, Forward())[0]
+
+    place = 20  # targets[place] is the token after place
+    before, after = hidden(batch.targets_BS), hidden(batch.targets_BS.at[:, place].add(1) % config.model.vocab_size)
+    for depth, (one, other) in enumerate(zip(before, after, strict=True), 1):
+        first = place + 1 - depth  # reads tokens up to first + depth = place + 1, which targets[place] is
+        np.testing.assert_array_equal(one[:, :first], other[:, :first])
+        assert np.all(np.any(one[:, first] != other[:, first], axis=-1))
+
+
+def steps(mesh):
+    return steps_on(mesh, 3, **SECTIONS)  # an odd number of equal moves never cancels
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return steps({})
+
+
+@pytest.mark.parametrize(
+    "mesh", ({"stage": 2, "expert": 2, "data": 2}, pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.soak)), ids=str
+)
+def test_layouts_agree(mesh, reference):
+    (seen, params), (wanted, wanted_params) = steps(mesh), reference
+    for (metrics, moment), (other, other_moment) in zip(seen, wanted, strict=True):
+        np.testing.assert_allclose(metrics.ahead, other.ahead, rtol=1e-5)
+        assert metrics.loss == pytest.approx(float(other.loss), rel=1e-5)
+        np.testing.assert_array_equal(metrics.routing.load_E, other.routing.load_E)
+        assert metrics.routing.load_E.shape == (4, 4), "two layers with experts, and two further ahead"
+        for mine, theirs in zip(jax.tree.leaves(moment), jax.tree.leaves(other_moment), strict=True):
+            assert np.abs(mine - theirs).max() <= 1e-5 * np.abs(theirs).max() + 1e-12
+    biases, others = (
+        [p for path, p in jax.tree_util.tree_flatten_with_path(tree)[0] if "balancing" in str(path)] for tree in (params, wanted_params)
+    )
+    for mine, theirs in zip(biases, others, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-7)
+        assert np.any(mine != 0), "the bias of every layer has moved"
