@@ -1,7 +1,8 @@
 """Local updates, with an outer optimizer (DiLoCo, Douillard 2023, arXiv 2311.08105).
 
 Workers hold weights and optimizer state of their own, stacked along a leading dim that `data` splits, and train apart on their own rows
-of the batch. Every `every` updates they synchronise: the mean of how far they moved from the shared weights is the gradient of one step of SGD Nesterov's momentum, and all go on from there. Between two synchronisations scalars are all that travels along `data`.
+of the batch. Every `every` updates they synchronise: the mean of how far they moved from the shared weights is the gradient of one step
+of SGD with Nesterov's momentum, and all go on from the result. Between two synchronisations only scalars travel along `data`.
 """
 
 from collections.abc import Callable
