@@ -172,9 +172,9 @@ def kernels_report(
     json_: Json = False,
 ) -> None:
     """Time kernels on the chip that is here; for others compile them, and say what their machine code does, beside the library's."""
-    from maxlm.kernel_lab import report as lab
+    from maxlm.kernel_lab import commands
 
-    raise typer.Exit(lab.run(chip or [], operation, shape or [], as_json=json_))
+    raise typer.Exit(commands.report(chip or [], operation, shape or [], as_json=json_))
 
 
 @kernels_app.command(name="sweep")
@@ -186,9 +186,9 @@ def kernels_sweep(
     json_: Json = False,
 ) -> None:
     """Compile our kernels for TPUs that are not there at several choices of blocks, count them, and say which are best."""
-    from maxlm.kernel_lab import sweep as lab
+    from maxlm.kernel_lab import commands
 
-    raise typer.Exit(lab.run(chip or [], operation, shape or [], write=write, as_json=json_))
+    raise typer.Exit(commands.sweep(chip or [], operation, shape or [], write=write, as_json=json_))
 
 
 @app.command()

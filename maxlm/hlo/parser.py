@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from maxlm.config.errors import UserError
-from maxlm.hlo import loops
+from maxlm.parallel.expert_rows import FURTHER
 
 VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
 
@@ -213,7 +213,7 @@ def read(text: str) -> Module:
             raise UserError(
                 f"This compiled program is incomplete: {computation.name} calls {missing}, which is not in it; write it again in full."
             )
-    counted = {name: loops.counted(computation, computations) for name, computation in computations.items()}
+    counted = {name: _with_trips(computation, computations) for name, computation in computations.items()}
     return Module(first.split()[1].rstrip(","), counted, entry)
 
 
@@ -332,3 +332,46 @@ def _text(pattern: re.Pattern[str], text: str) -> str:
 def _number(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
     return int(match.group(1)) if match else None
+
+
+def _with_trips(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
+    """`computation` with `trips` of its loops: as XLA states, else from where the counter starts to the constant that ends it.
+
+    XLA may take the first turn out of a loop, which then starts at 1, and unrolls rings of matmuls (windowed einsum), which then step by 2.
+    Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
+    """
+    if not any(op.opcode == "while" and op.trips is None for op in computation.ops):
+        return computation
+    ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
+    return replace(computation, ops=ops)
+
+
+def _trips(op: Op, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
+    if op.trips is not None:
+        return op.trips
+    if FURTHER in op.where:
+        return 0
+    body, condition = (computations[name] for name in op.calls[:2])
+    limits = [limit for one in condition.ops if (limit := _integer(one)) is not None]
+    if not limits:
+        return None
+    counters = [o.index for o in condition.ops if o.opcode == "get-tuple-element" and o.index is not None and not o.shapes[0].dims]
+    first, step = 0, 1
+    if len(counters) == 1:
+        first = _integer(_tuple_element(computation, op.operands[0], counters[0])) or 0
+        added = _tuple_element(body, body.root, counters[0])
+        if added is not None and added.opcode == "add":
+            step = max((_integer(body.source(name)) or 0 for name in added.operands), default=0) or 1
+    return max(0, -(-(max(limits) - first) // step))
+
+
+def _tuple_element(computation: Computation, name: str, place: int) -> Op | None:
+    """What makes element `place` of the tuple `name`."""
+    made = computation.source(name)
+    held = made is not None and made.opcode == "tuple" and place < len(made.operands)
+    return computation.source(made.operands[place]) if made is not None and held else None
+
+
+def _integer(op: Op | None) -> int | None:
+    """The value of a whole, scalar constant."""
+    return int(op.literal) if op is not None and op.opcode == "constant" and op.literal.isdigit() and not op.shapes[0].dims else None

@@ -1,12 +1,13 @@
-"""`python -m maxlm.kernel_lab OPERATION IMPLEMENTATION SHAPE TOPOLOGY FOLDER [tried]`: compiles one shape, prints a JSON line a kernel.
+"""`python -m maxlm.kernel_lab OPERATION IMPLEMENTATION SHAPE TOPOLOGY FOLDER [sweep]`: compiles one shape, prints a JSON line a kernel.
 
-`tried`: at every choice of blocks that is compared. A process of its own, since libtpu reads where to write machine code when it is loaded.
+`sweep`: at every choice of blocks that is compared. A process of its own, since libtpu reads where to write machine code when it is loaded.
 """
 
 import json
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from maxlm.kernel_lab.cases import Case, Kernel
 
 
-def main(operation: str, implementation: str, shape: str, topology: str, folder: str, tried: str = "") -> None:
+def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
     """Compile and run every case."""
     from maxlm.compiler.aot import devices, leave_chips_alone
     from maxlm.kernel_lab.bundles import DUMPS
@@ -25,13 +26,23 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     leave_chips_alone()
     from maxlm.cost.step_cost import CLOCK_HZ
     from maxlm.hardware.topologies import parse
-    from maxlm.kernel_lab.cases import build
+    from maxlm.kernel_lab.attention import attention_cases
+    from maxlm.kernel_lab.cases import Case, shape_of
+    from maxlm.kernel_lab.gated_mlp import gated_mlp_cases
+    from maxlm.kernel_lab.grouped_matmul import grouped_matmul_cases
+    from maxlm.kernel_lab.matmul import matmul_cases
     from maxlm.kernels.platform import CORES
 
     found = parse(topology)
     device = devices(found)[0]
     bandwidth = found.chip.hbm_bytes_per_s / found.chip.devices_per_chip / CORES.get(device.device_kind, 1)
-    for case in build(operation, shape, implementation, device.device_kind, tried=bool(tried)):
+    cases: Mapping[str, Callable[..., Sequence[Case]]] = {
+        "attention": attention_cases,
+        "grouped_matmul": grouped_matmul_cases,
+        "gated_mlp": gated_mlp_cases,
+        "matmul": matmul_cases,
+    }
+    for case in cases[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
         written = compiled(case, device, Path(folder))
         for kernel in case.kernels:
             counted = count(kernel, written, bandwidth / CLOCK_HZ[found.chip.name]) if written else {}

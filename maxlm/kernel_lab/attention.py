@@ -1,14 +1,12 @@
 """Attention in the kernel lab: ours and splash."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxlm.kernel_lab.cases import Case, Kernel
-from maxlm.kernels import attention
 from maxlm.kernels.attention import splash, tpu
 from maxlm.kernels.attention.blocks import Blocks
 from maxlm.kernels.attention.shapes import AttentionShape
@@ -18,10 +16,10 @@ HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a
 BLOCKS = (Blocks(1024, 1024), Blocks(512, 512), Blocks(256, 256))  # that are compared; to compile more forward takes minutes, for 2% on v6e
 
 
-def attention_cases(shape: AttentionShape, implementation: str, device_kind: str, *, tried: bool) -> Sequence[Case]:
+def attention_cases(shape: AttentionShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
     """Gradients of one sequence's attention, by the blocks that run or by all that fit."""
     chosen = tpu.sizes_of(shape.seq_len, shape.head_dim, shape.window, device_kind)
-    if not tried:
+    if not sweep:
         return [_case(shape, implementation, device_kind, chosen)]
     pairs = dict.fromkeys([chosen, *(blocks.within(shape.seq_len) for blocks in BLOCKS)])
     fitting = [pair for pair in pairs if not tpu.why_not(shape.seq_len, shape.head_dim, device_kind, pair)]
@@ -65,17 +63,3 @@ def _case(shape: AttentionShape, implementation: str, device_kind: str, blocks: 
     # All VMEM is the kernels': alone in a program, what they read would lie there, and take no time to come.
     options = {"xla_tpu_scoped_vmem_limit_kib": str(5 * VMEM_BYTES[device_kind] // 4 >> 10)}
     return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels, options)
-
-
-def gpu_attention_case(shape: AttentionShape, implementation: str, heads: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Gradients of one sequence's attention of at most so many query heads on a GPU, and their arguments' shapes."""
-    groups = max(heads * shape.groups // shape.heads, 1)
-    sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
-
-    def total(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
-        at: dict[str, Any] = {"query_segments_BS": segments, "key_segments_BT": segments, "implementation": implementation}
-        return attention(q, k, v, **at, **options).astype(jnp.float32).sum()
-
-    arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
-    return jax.grad(total, argnums=(0, 1, 2)), [*arguments, jax.ShapeDtypeStruct((1, shape.seq_len), jnp.int32)]

@@ -15,7 +15,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "gated_mlp": ("fused", "xla"),
     "matmul": ("pallas", "xla"),
 }
-TRIED = 4  # choices of blocks that are compared where an account of cycles and bytes puts all in order
+SWEPT = 4  # choices of blocks that are compared where an account of cycles and bytes puts all in order
 
 
 @dataclass(frozen=True)
@@ -78,25 +78,6 @@ def useful(operation: str, name: str) -> tuple[float, float]:
     return float(flops), 2.0 * numbers
 
 
-def build(operation: str, name: str, implementation: str, device_kind: str, *, tried: bool = False) -> Sequence[Case]:
-    """What is compiled for one shape of a TPU; `tried`: ours, at every choice of blocks that is compared, first that which is chosen.
-
-    Raises UserError for a shape that does not exist.
-    """
-    from maxlm.kernel_lab.attention import attention_cases
-    from maxlm.kernel_lab.gated_mlp import gated_mlp_cases
-    from maxlm.kernel_lab.grouped_matmul import grouped_matmul_cases
-    from maxlm.kernel_lab.matmul import matmul_cases
-
-    cases: Mapping[str, Callable[..., Sequence[Case]]] = {
-        "attention": attention_cases,
-        "grouped_matmul": grouped_matmul_cases,
-        "gated_mlp": gated_mlp_cases,
-        "matmul": matmul_cases,
-    }
-    return cases[operation](shape_of(operation, name), implementation, device_kind, tried=tried)
-
-
 def _shapes(operation: str) -> Sequence[Any]:
     from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
     from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
@@ -106,23 +87,3 @@ def _shapes(operation: str) -> Sequence[Any]:
 
     shapes = {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP, "matmul": MATMULS, "linear_cross_entropy": LOSS}
     return shapes[operation]
-
-
-def gpu_case(operation: str, name: str, implementation: str, heads: int) -> tuple[Callable[..., Any], list[Any]]:
-    """Gradients of `operation` at one shape on a GPU, and their arguments' shapes; of attention, by `implementation`, one sequence and at
-    most so many query heads, else by what is chosen there. Raises UserError for a shape that does not exist.
-    """
-    from maxlm.kernel_lab.attention import gpu_attention_case
-    from maxlm.kernel_lab.cross_entropy import gpu_cross_entropy_case
-    from maxlm.kernel_lab.gated_mlp import gpu_gated_mlp_case
-    from maxlm.kernel_lab.grouped_matmul import gpu_grouped_matmul_case
-
-    shape = shape_of(operation, name)
-    if operation == "attention":
-        return gpu_attention_case(shape, implementation, heads)
-    cases: Mapping[str, Callable[..., Any]] = {
-        "gated_mlp": gpu_gated_mlp_case,
-        "grouped_matmul": gpu_grouped_matmul_case,
-        "linear_cross_entropy": gpu_cross_entropy_case,
-    }
-    return cases[operation](shape)

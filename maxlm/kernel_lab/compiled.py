@@ -46,11 +46,11 @@ class Row:
     warnings: tuple[str, ...] = ()
 
 
-def rows(operation: str, shape: str) -> Iterator[Row]:
+def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
     """Every kernel of ours. Raises UserError where there is no compiler for GPUs."""
     if missing := hopper.missing():
         raise UserError(f"Kernels cannot be compiled for an H200: {missing}.")
-    chip = next(chip for chip in CHIPS if chip.name.lower() == CHIP)
+    chip = next(chip for chip in CHIPS if chip.name.lower() == chip_name)
     flops, moved = useful(operation, shape)
     least = 1e3 * flops / chip.peak_bf16_flops, 1e3 * moved / chip.hbm_bytes_per_s
     found = hopper.kernels_of(operation, "hopper", shape, HEADS)

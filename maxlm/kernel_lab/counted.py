@@ -73,11 +73,11 @@ def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
     yield from theirs
 
 
-def count(operation: str, implementation: str, shape: str, chip: str, *, tried: bool = False) -> list[Row]:
+def count(operation: str, implementation: str, shape: str, chip: str, *, sweep: bool = False) -> list[Row]:
     """A row a kernel, as the lab's other process counts them; `tried`: at every choice of blocks that is compared, the chosen first."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "maxlm.kernel_lab", operation, implementation, shape, TOPOLOGIES[chip], folder]
-        done = subprocess.run([*command, *["tried"] * tried], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *["sweep"] * sweep], capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it says nothing"]
         raise UserError(f"{operation} {implementation} at {shape} does not compile for {chip}: {said[-1]}")

@@ -2,18 +2,17 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from maxlm.hardware.xla_flags import VMEM
-from maxlm.kernel_lab.cases import TRIED, Case, Kernel, from_hbm
-from maxlm.kernels.matmul import gated_mlp, tpu
+from maxlm.kernel_lab.cases import SWEPT, Case, Kernel, from_hbm
+from maxlm.kernels.matmul import tpu
 from maxlm.kernels.matmul.shapes import MlpShape
 
 
-def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str, *, tried: bool) -> Sequence[Case]:
+def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
     """Forward: both matmuls and what the next one reads. Backward: the first matmul, and the gradients of gate and up.
 
     By the blocks that run, or by the best that the account of them finds.
@@ -21,7 +20,7 @@ def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str, *, t
     if implementation != "fused":
         return _cases(shape, implementation, device_kind, (None, None))
     sizes = (shape.rows, shape.d_model, shape.d_ff, 2, device_kind)
-    best = [tpu.blocks_of(*sizes, weights=weights)[: TRIED if tried else 1] for weights in (2, 1)]
+    best = [tpu.blocks_of(*sizes, weights=weights)[: SWEPT if sweep else 1] for weights in (2, 1)]
     return [case for pair in itertools.zip_longest(*best) for case in _cases(shape, implementation, device_kind, pair)]
 
 
@@ -55,14 +54,3 @@ def _cases(shape: MlpShape, implementation: str, device_kind: str, blocks: Seque
         kernel = Kernel(run.__name__, name if implementation == "fused" else "fusion", [], flops, called)
         cases.append(Case(from_hbm(run), [(size, "bfloat16") for size in operands[run]], [kernel], options))
     return cases
-
-
-def gpu_gated_mlp_case(shape: MlpShape) -> tuple[Callable[..., Any], list[Any]]:
-    """Gradients of all that enters the layer, on a GPU, and their arguments' shapes."""
-
-    def total(*operands: jax.Array) -> jax.Array:
-        return gated_mlp(*operands).astype(jnp.float32).sum()
-
-    weights = (shape.d_model, shape.d_ff)
-    sizes = [(1, shape.rows, shape.d_model), weights, weights, weights[::-1]]
-    return jax.grad(total, argnums=(0, 1, 2, 3)), [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]

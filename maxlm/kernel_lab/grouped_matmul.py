@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from maxlm.kernel_lab.cases import TRIED, Case, Kernel
-from maxlm.kernels.grouped_matmul import grouped_matmul, tpu, visits
+from maxlm.kernel_lab.cases import SWEPT, Case, Kernel
+from maxlm.kernels.grouped_matmul import tpu, visits
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 
@@ -22,7 +22,7 @@ Tiling = tuple[int, int, int]  # rows; of the weights what is contracted and col
 _MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # its package gives this name to a function
 
 
-def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, tried: bool) -> Sequence[Case]:
+def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     if implementation != "tpu":
@@ -33,12 +33,12 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
         tpu.product_tiles(rows, wide, deep, 2, device_kind),
         tpu.weights_tiles(rows, deep, wide, 2, device_kind),
     )
-    best = [list(itertools.islice(tiles, TRIED if tried else 1)) for tiles in choices]
+    best = [list(itertools.islice(tiles, SWEPT if sweep else 1)) for tiles in choices]
     rounds = range(max(map(len, best)))  # of the shorter lists the last again
     sizes_E = jnp.asarray(shape.group_sizes())
-    tried_at = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
+    tiles_of_round = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
     weights = (deep, shape.experts * wide)  # side by side
-    return [_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tried_at]
+    return [_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tiles_of_round]
 
 
 def _case(shape: GroupedShape, weights: tuple[int, ...], implementation: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
@@ -126,14 +126,3 @@ def _share(wide: int, kind: str) -> int:
     """Columns that leave a tile to every core."""
     cores = CORES.get(kind, 1)
     return wide if wide % (cores * LANES) else wide // cores
-
-
-def gpu_grouped_matmul_case(shape: GroupedShape) -> tuple[Callable[..., Any], list[Any]]:
-    """The product and its gradients on a GPU, and their arguments' shapes."""
-
-    def everything(x_MK: jax.Array, w_KG: jax.Array, sizes_E: jax.Array, dout_MN: jax.Array) -> tuple[jax.Array, ...]:
-        out_MN, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E), x_MK, w_KG)
-        return out_MN, *pullback(dout_MN)
-
-    sizes = [((shape.rows, shape.d_in), "bfloat16"), ((shape.d_in, shape.experts * shape.d_out), "bfloat16"), ((shape.experts,), "int32")]
-    return everything, [jax.ShapeDtypeStruct(*size) for size in [*sizes, ((shape.rows, shape.d_out), "bfloat16")]]

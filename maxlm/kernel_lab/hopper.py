@@ -153,7 +153,7 @@ def main(operation: str, implementation: str, shape: str, heads: str = "8") -> N
     """Compile the gradients of one case and print."""
     os.environ.update(_SAY_ALL)  # before jax is loaded
     make_ready()
-    from maxlm.kernel_lab.cases import gpu_case
+    from maxlm.kernel_lab.gpu_cases import gpu_case
 
     memory, kernels = compile_for_h200(*gpu_case(operation, shape, implementation, int(heads)))
     for printed in (asdict(memory), *map(asdict, kernels)):

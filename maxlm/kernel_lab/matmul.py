@@ -128,7 +128,7 @@ def _kernel(dims: tuple[tuple[int], tuple[int]], steps: int, adds: bool, left_re
     pl.when(c == steps - 1)(lambda: finish(sum_ref[...] + new))
 
 
-def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, tried: bool = False) -> Sequence[Case]:
+def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
     """x W, the same with a residual and with a bias added, dy W^T, and x^T dy. There is one choice of blocks, however many are `tried`."""
     rows, deep, wide = (shape.rows, shape.d_in, shape.d_out)
     entering, weights, leaving = (rows, deep), (deep, wide), (rows, wide)

@@ -45,14 +45,14 @@ def present() -> str:
     return found.name.lower() if found else ""
 
 
-def rows(operation: str, shapes: Sequence[str], chip: str, *, tiny: bool = False) -> Iterator[Row]:
+def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterator[Row]:
     """What is chosen here and what could be used in its place; `tiny`: shapes that a CPU can do."""
     import jax
 
     from maxlm.kernel_lab.benchmark import RACES, run
 
     with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
-        for race in RACES[operation](shapes, tiny=tiny):
+        for race in RACES[operation]([shape], tiny=tiny):
             for found in run(race, ROUNDS, _named(chip)):
                 at = (operation, race.shape, chip, found["kernel"])
                 if "failed" in found:

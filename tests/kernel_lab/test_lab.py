@@ -18,12 +18,10 @@ from maxlm.config.errors import UserError
 from maxlm.kernel_lab import bundles, compiled, counted, measured
 from maxlm.kernel_lab.bundles import SPILLS, Code
 from maxlm.kernel_lab.cases import OPERATIONS, useful
+from maxlm.kernel_lab.commands import best_of, report, show_sweep, sweep, write_table
 from maxlm.kernel_lab.counted import Row
 from maxlm.kernel_lab.execute import execute
 from maxlm.kernel_lab.matmul import MOST_CYCLES, matmul
-from maxlm.kernel_lab.report import run as report
-from maxlm.kernel_lab.sweep import best_of, show, write_table
-from maxlm.kernel_lab.sweep import run as sweep
 from maxlm.kernels.attention.shapes import SHAPES
 
 # A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
@@ -261,7 +259,7 @@ def test_the_table_keeps_what_was_not_swept(tmp_path):
 
 
 def test_what_runs_is_marked_and_the_best_comes_first(capsys):
-    show([row("512", 130), row("1024", 99)], Console(width=80))
+    show_sweep([row("512", 130), row("1024", 99)], Console(width=80))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2:4] == [
         ["forward", "1024", "0", "0", "0.0%", "0.0%", "0.0"],

@@ -1,53 +1,79 @@
-"""`maxlm kernels sweep`: our kernels at several choices of blocks, compiled for TPUs that are not there and counted."""
+"""`maxlm kernels report` and `maxlm kernels sweep`: kernels at real shapes, timed on the chip at hand or compiled for others."""
 
 import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from maxlm.config.errors import UserError
-from maxlm.kernel_lab import counted
+from maxlm.hardware import chips as hardware
+from maxlm.kernel_lab import compiled, counted, measured
 from maxlm.kernel_lab.cases import OPERATIONS, shape_names, shape_of
 from maxlm.kernel_lab.counted import Row, table
-from maxlm.kernel_lab.report import known_names
+from maxlm.kernels.attention.blocks import TABLE, padded
 from maxlm.telemetry.formatting import percent
 
-NOTE = (
+CHIPS = (*counted.TOPOLOGIES, compiled.CHIP)
+SWEEP_NOTE = (
     "Counted, not measured, as in `maxlm kernels report`. Over best: cycles and waits, to those of the best blocks of the same kernel; "
-    "* what runs if nobody asks for another."
+    "* the default."
 )
 
 
-def run(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write: bool, as_json: bool) -> int:
-    """Compile every choice, count, print, and with `write` put the best into the table that the kernels read. Returns the exit code.
+def report(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_json: bool) -> int:
+    """Print a report of every shape on every chip; returns the exit code. Raises UserError for an unknown name."""
+    _check_names(chips, CHIPS, operation, shapes)
+    chips, shapes, here = chips or tuple(counted.TOPOLOGIES), shapes or shape_names(operation), measured.present()
+    if operation == "matmul" and not {compiled.CHIP, here}.isdisjoint(chips):
+        raise UserError(
+            "maxlm has no plain matmul kernel: the one compared with XLA's is only counted, ahead of time, for TPUs; give another --chip."
+        )
+    rows: list[Any] = []
+    console, progress = Console(), Console(stderr=True, quiet=as_json)
+    for chip in chips:
+        lab: Any = measured if chip == here else compiled if chip == compiled.CHIP else counted
+        found: list[Any] = []
+        with progress.status("") as status:
+            for shape in shapes:
+                status.update(f"{'timing' if chip == here else 'compiling'} {operation} {shape} for {chip} ...")
+                found += lab.rows(operation, shape, chip)
+        rows += found
+        if not as_json:
+            lab.show(found, console)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+    return 0
 
-    Raises UserError for a name that is not known, and for a table that there is not.
+
+def sweep(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write: bool, as_json: bool) -> int:
+    """Compile every choice of blocks, count and print; `write` puts the best into the table that the kernels read. Returns the exit code.
+
+    Raises UserError for an unknown name, and for an operation without such a table.
     """
-    known_names(chips, tuple(counted.TOPOLOGIES), operation, shapes)
+    _check_names(chips, tuple(counted.TOPOLOGIES), operation, shapes)
     if write and operation != "attention":
-        raise UserError(f"--write: {operation} has no table of blocks, an account of cycles and bytes chooses them; attention has one.")
+        raise UserError(f"--write: {operation} has no table of blocks, they are chosen by a cost model; only attention has one.")
     rows: list[Row] = []
     progress = Console(stderr=True, quiet=as_json)
     with progress.status("") as status:
         for chip in chips or counted.TOPOLOGIES:
             for shape in shapes or shape_names(operation):
                 status.update(f"compiling {operation} {shape} for {chip} ...")
-                rows += counted.count(operation, OPERATIONS[operation][0], shape, chip, tried=True)
-    print(json.dumps([asdict(row) for row in rows])) if as_json else show(rows, Console())
+                rows += counted.count(operation, OPERATIONS[operation][0], shape, chip, sweep=True)
+    print(json.dumps([asdict(row) for row in rows])) if as_json else show_sweep(rows, Console())
     if write:
-        from maxlm.kernels.attention.blocks import TABLE
-
         write_table(rows, TABLE)
         progress.print(f"{TABLE}: written")
     return 0
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show_sweep(rows: Sequence[Row], console: Console) -> None:
     """A table a shape, the best of each kernel first."""
     for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
@@ -59,7 +85,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
                 figures = (*times, percent(row.total / best - 1) if best else "", percent(row.peak), f"{row.vmem / 1e6:.1f}")
                 shown.add_row(row.part, row.blocks, "*" if row is of_part[0] else "", *((row.problem,) if row.problem else figures))
         console.print(shown)
-    console.print(NOTE, style="dim", highlight=False)
+    console.print(SWEEP_NOTE, style="dim", highlight=False)
 
 
 def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
@@ -71,10 +97,7 @@ def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Put the best of each chip and head dim, with a window or without, into the table, in place of what it had of them."""
-    from maxlm.hardware.chips import CHIPS
-    from maxlm.kernels.attention.blocks import padded
-
-    kinds = {chip.name: chip.device_kinds[0] for chip in CHIPS}
+    kinds = {chip.name: chip.device_kinds[0] for chip in hardware.CHIPS}
     found = json.loads(path.read_text(encoding="utf-8"))["blocks"]
     table = {(row["device_kind"], row["windowed"], row["head_dim"]): row for row in found}
     keys = defaultdict(list)
@@ -102,3 +125,13 @@ def best_of(rows: Sequence[Row]) -> str:
     if not logs:
         raise UserError("No blocks have room at every shape: leave out the largest with --shape.")
     return min(logs, key=logs.__getitem__)
+
+
+def _check_names(chips: Sequence[str], known_chips: Sequence[str], operation: str, shapes: Sequence[str]) -> None:
+    """Raise UserError for a name that the lab does not know."""
+    if operation not in OPERATIONS:
+        raise UserError(f"No operation {operation}: there are {', '.join(OPERATIONS)}.")
+    for asked, choices, what in ((chips, known_chips, "chip"), (shapes, shape_names(operation), "shape")):
+        for name in asked:
+            if name not in choices:
+                raise UserError(f"No {what} {name} in the kernel lab: there are {', '.join(choices)}.")
