@@ -105,11 +105,11 @@ def compile_(
     json_: Json = False,
 ) -> None:
     """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
-    from maxlm.cost import compile_command as planning
+    from maxlm.cost import compile_command
     from maxlm.runtime import deadline
 
     with deadline.allow(deadline.KEEP):  # Ctrl-C among the suggestions leaves it at those found
-        raise typer.Exit(planning.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
+        raise typer.Exit(compile_command.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
 
 
 @app.command(name="plan")
@@ -124,14 +124,14 @@ def plan_(
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
-    from maxlm.planning import choose_topology, plan
+    from maxlm.planning import choose_topology, plan_command
     from maxlm.runtime import deadline
 
-    request = plan.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
+    request = plan_command.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(choose_topology.compare(request, chips_at_most, as_json=json_))
-        raise typer.Exit(plan.run(request, as_json=json_))
+        raise typer.Exit(plan_command.run(request, as_json=json_))
 
 
 @data_app.command()
@@ -263,7 +263,7 @@ def bench_comm(
 
     cluster, rest = split(arguments or [])
     asked, some = sizes.chosen(operation or []), sizes.between(smallest, largest)
-    from maxlm.cost.bus_bandwidth import bus_limit
+    from maxlm.cost.mesh_links import bus_limit
     from maxlm.runtime.comm.command import Request, run
 
     request = Request(*Request.mesh_of(rest), tuple(asked), tuple(some), out)

@@ -2,7 +2,7 @@
 
 usage: python tools/bench_kernels.py [OPERATION ...] [--rounds 7] [--tiny]    (default: all operations at real shapes, forward + backward)
 
-Who takes part: `maxlm/kernel_lab/benchmark.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
+Candidates: `maxlm/kernel_lab/benchmark.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
 Prints a table, and a JSON line a row.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from maxlm.hardware.chips import chip_of
-from maxlm.kernel_lab.benchmark import RACES, run
+from maxlm.kernel_lab.benchmark import BENCHMARKS, run
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -28,19 +28,19 @@ def shown(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(RACES))
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(BENCHMARKS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU can do: whether all of it runs, not how fast")
     args = parser.parse_args()
     for name in args.operations:
-        if name not in RACES:
-            parser.error(f"no operation {name}: there are {', '.join(RACES)}")
+        if name not in BENCHMARKS:
+            parser.error(f"no operation {name}: there are {', '.join(BENCHMARKS)}")
     device = jax.devices()[0]
     rows = []
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {args.rounds}; ratio: the other's time over ours")
     with jax.set_mesh(jax.sharding.Mesh([device], ("device",))):  # kernels are chosen for the current mesh
-        for race in itertools.chain.from_iterable(RACES[name]((), tiny=args.tiny) for name in args.operations or RACES):
-            for row in run(race, args.rounds, chip_of(device.device_kind)):
+        for benchmark in itertools.chain.from_iterable(BENCHMARKS[name]((), tiny=args.tiny) for name in args.operations or BENCHMARKS):
+            for row in run(benchmark, args.rounds, chip_of(device.device_kind)):
                 rows.append(row)
                 print(shown(row), flush=True)
     for row in rows:

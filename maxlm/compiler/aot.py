@@ -133,7 +133,8 @@ def available_hbm(topology: Topology) -> int:
     XLA:TPU says it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is what our runs let jax take.
     """
     if not topology.is_tpu:
-        return int(GPU_MEMORY_SHARE * gpu_compiler.MEMORY_BYTES[topology.chip.name])
+        assert topology.chip.driver_bytes is not None, "`devices` refuses the others"
+        return int(GPU_MEMORY_SHARE * topology.chip.driver_bytes)
     import jax
     import jax.numpy as jnp
 

@@ -12,25 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
+from maxlm.hardware.gpu_targets import DESCRIBED, target_config
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:
     import jax
 
-# What XLA asks of a chip, stream_executor's GpuTargetConfigProto: as NVIDIA's H100 white paper, the H200 data sheet and XLA's own
-# descriptions (xla/backends/gpu/target_config/specs) have it. Bytes of memory are what the driver shows of it.
-_HOPPER = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 }}
-}}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
-"""
-MEMORY_BYTES = {"H100": 84_942_979_072, "H200": 151_397_597_184}
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _APART = Path(sys.prefix) / "gpu-compiler"  # what `make gpu-compiler` makes
 _PACKAGES = _APART if _APART.exists() else Path(sysconfig.get_paths()["purelib"])
@@ -50,8 +37,8 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
 
     Only in a process whose jax has not looked for devices yet: it looks for plugins then, once.
     """
-    if topology.chip.name not in MEMORY_BYTES:
-        known = " and ".join(f"{name.lower()}:1x1x8" for name in MEMORY_BYTES)
+    if topology.chip.name not in DESCRIBED:
+        known = " and ".join(f"{name.lower()}:1x1x8" for name in DESCRIBED)
         raise UserError(f"{topology.name}: no GPUs can be compiled for but those of {known}.")
     if topology.slices > 1:
         hosts = f"{topology.chip.name.lower()}:{topology.slices}x{'x'.join(map(str, topology.sides[1:]))}"
@@ -62,7 +49,7 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
     from jax.experimental import topologies
 
     chip = topology.chip
-    target = _HOPPER.format(bandwidth=chip.hbm_bytes_per_s, memory=MEMORY_BYTES[chip.name], kind=chip.device_kinds[0])
+    target = target_config(chip)
     shape = "x".join(map(str, topology.sides))
     return tuple(topologies.get_topology_desc(platform="cuda", topology_name=chip.name, target_config=target, topology=shape).devices)
 

@@ -13,7 +13,6 @@ from maxlm.config.schema import Config
 from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.hardware.topologies import Topology
-from maxlm.hlo.op_flops import matrix_unit
 
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
 LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
@@ -154,7 +153,7 @@ def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> I
     if not topology.is_tpu:  # its tensor cores take any width that is not tiny
         return
     model, tensor = config.model, sizes["tensor"]
-    tile = matrix_unit(topology.chip)
+    tile = topology.chip.matrix_unit
     dims = {
         "model.d_model": (model.d_model, 1),
         "model.d_ff": (model.d_ff, tensor),

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxlm.config.errors import UserError
-from maxlm.hardware.chips import Chip
+from maxlm.cost.efficiency import NVLINK_SHARE
+from maxlm.hardware.chips import DCN_S, HOP_S, SWITCH_S, Chip
 from maxlm.hardware.topologies import is_tpu
 from maxlm.hlo.parser import HOST, Computation, Op
 from maxlm.hlo.replica_groups import axes_of, axes_of_pairs, device_groups
@@ -18,14 +19,7 @@ from maxlm.hlo.replica_groups import axes_of, axes_of_pairs, device_groups
 OPCODES = frozenset(
     ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 )
-HOP_S = 1e-6  # from a chip to its neighbour, by the book
-DCN_S = 1e-5  # from a slice to another: two hosts and the switches between them
-SWITCH_S, SWITCH_SHARE = 1e-5, 0.8  # of NCCL over NVLink: what a collective costs however small, and its share of the links. Not measured
 HOST_AXES = ("host",)
-
-# Bytes/s between a chip and its host, one way: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how
-# much compute it puts between the start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
-HOST_BYTES_PER_S = {"v4": 1.6e10, "v5e": 1.6e10, "v5p": 2.9e10, "v6e": 3.2e10, "tpu7x": 3.2e10}
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class Network:
     chip: Chip
     mesh_sizes: Mapping[str, int]
     links: Mapping[str, AxisLinks]
-    switch_share: float = SWITCH_SHARE
+    switch_share: float = NVLINK_SHARE
 
     def __post_init__(self) -> None:
         missing = [axis for axis, size in self.mesh_sizes.items() if size > 1 and axis not in self.links]
@@ -93,7 +87,7 @@ class Network:
         arrays = [shape for shape in op.shapes if shape.dims]
         if not op.opcode.endswith("-start") or op.groups or not any(shape.memory_space == HOST for shape in arrays):
             return None
-        speed = HOST_BYTES_PER_S.get(self.chip.name)
+        speed = self.chip.host_bytes_per_s
         if speed is None:
             raise UserError(
                 f"How fast a host and a {self.chip.name} exchange bytes is not known: set memory.offload to none to predict the step."

@@ -1,4 +1,4 @@
-"""The command `maxlm compile`: settings in, report out. Imports jax only once the settings are known to be good."""
+"""The command `maxlm compile`: settings in, report out. Imports jax only for valid settings."""
 
 import json
 import sys
@@ -13,16 +13,16 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.hardware.topologies import Topology
 
-LOG_WIDTH = 120  # columns of a file or a pipe, which do not say how wide they are
+LOG_WIDTH = 120  # columns of a file or a pipe, whose width is unknown
 
 
 class NoClusterError(UserError):
-    """Neither the config nor the command line says for which machine."""
+    """Neither the config nor the command line names a machine."""
 
 
 def run(name: str, overrides: Sequence[str], topology: str | None, slices: int | None, hlo_out: Path | None, *, as_json: bool) -> int:
-    """Compile the step of a config and print what it needs, takes and waits for; 0 when it fits, else 2. Raises UserError."""
-    loaded, machine = meant(name, overrides, topology, slices, assume=True)
+    """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. Raises UserError."""
+    loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
     config = loaded.config
     if assumptions := assumed.said(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
@@ -31,23 +31,25 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
-    from maxlm.cost.render import show
-    from maxlm.cost.report import examine
+    from maxlm.cost.compile_report import examine, show
 
     with progress() as tell:
         report = examine(config, machine, tell)
     if hlo_out is not None and report.step.fits:
-        _write(hlo_out, report.step.text)
+        try:
+            hlo_out.write_text(report.step.text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--hlo-out {hlo_out} cannot be written: {error.strerror}; give another place.") from None
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
     else:
-        show(report, screen())
+        show(report, output_console())
     return 0 if report.step.fits else 2
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Says on stderr what is going on: a live line on a terminal, a line each in a log."""
+    """Show progress on stderr: one live line on a terminal, a line for each message in a log."""
     console = Console(stderr=True)
     with console.status("") as status:
 
@@ -60,31 +62,24 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def screen() -> Console:
-    """Where results go: as wide as the terminal, or as a log should be."""
+def output_console() -> Console:
+    """The console for results: as wide as the terminal, or `LOG_WIDTH` in a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=LOG_WIDTH)
 
 
-def meant(
+def load_for_machine(
     name: str, overrides: Sequence[str], topology: str | None, slices: int | None, *, any_mesh: bool = False, assume: bool = False
 ) -> tuple[LoadedConfig, Topology]:
-    """The config, with the machine of the command line in the place of its own, and that machine. `any_mesh`, `assume`: as in `load`."""
-    said = list(overrides)
+    """(config, machine), the machine that the command line names in place of the config's. `any_mesh`, `assume`: as in `load`."""
+    settings = list(overrides)
     if topology is not None:
-        said += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
+        settings += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
     if slices is not None:
-        said.append(f"mesh.slices={slices}")
+        settings.append(f"mesh.slices={slices}")
     if slices == 1:
-        said.append("mesh.across_slices=data")  # which axis would cross them does not matter any more
-    loaded = load(name, said, any_mesh=any_mesh, assume=assume)
+        settings.append("mesh.across_slices=data")  # no axis crosses slices any more
+    loaded = load(name, settings, any_mesh=any_mesh, assume=assume)
     if loaded.config.cluster is None:
         raise NoClusterError(f"{name} names no cluster to compile for: give --topology, such as --topology v5p:4x4x4.")
     return loaded, rules.topology_of(loaded.config)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--hlo-out {path} cannot be written: {error.strerror}; give another place.") from None

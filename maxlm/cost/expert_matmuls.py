@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 
 from maxlm.hardware.chips import Chip
-from maxlm.hlo.op_flops import matrix_unit
 from maxlm.hlo.parser import Computation, Op
 from maxlm.kernels.platform import CORES, LANES
 from maxlm.parallel.expert_rows import EVEN
@@ -38,7 +37,7 @@ class GroupedMatmul:
 
     def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
         """On one device, groups being of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
-        unit = matrix_unit(chip)
+        unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
         rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
         peak = WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.compiler.aot import CompiledStep
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
 
@@ -23,12 +24,11 @@ KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING = (
     "feed-forward",
     "routing",
 )
-LANES = 128  # of a TPU
 _ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the surest first
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """So many bytes of one device: `group` is state, batch, temporaries or code."""
 
     group: str
@@ -36,26 +36,26 @@ class Part:
     bytes: int
 
 
-def split(program: "Program", step: CompiledStep, module: Module | None) -> tuple[Part, ...]:
+def divide_memory(program: "Program", step: CompiledStep, module: Module | None) -> tuple[MemoryPart, ...]:
     """What `step.needed` consists of; the parts sum to it. Without a `module`, since it did not fit, temporaries are one part."""
     parts = state_parts(program)
     if step.memory is not None:
         padding = step.memory.argument - sum(part.bytes for part in parts)
-        parts = (*parts[:-1], Part("state", "counters, and padding of layouts", padding), parts[-1])
+        parts = (*parts[:-1], MemoryPart("state", "counters, and padding of layouts", padding), parts[-1])
     code = step.memory.code if step.memory is not None else 0
     temporaries = max(0, step.needed - code - sum(part.bytes for part in parts))
     if module is None:
-        return (*parts, Part("temporaries", "activations, gradients and the rest", temporaries))
-    return (*parts, *_temporaries(program, at_peak(module), temporaries), Part("code", "program", code))
+        return (*parts, MemoryPart("temporaries", "activations, gradients and the rest", temporaries))
+    return (*parts, *_temporaries(program, at_peak(module), temporaries), MemoryPart("code", "program", code))
 
 
-def state_parts(program: "Program") -> tuple[Part, ...]:
+def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     """Parameters, optimizer state and batch on one device, to the byte."""
     state = program.abstract_state
     return (
-        Part("state", "parameters (float32)", _bytes(state.params)),
-        Part("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
-        Part("batch", "batch", _bytes(program.abstract_batch)),
+        MemoryPart("state", "parameters (float32)", _bytes(state.params)),
+        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
+        MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
 
 
@@ -65,9 +65,9 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[Part]:
+def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[MemoryPart]:
     """`total` bytes, divided by what the buffers alive at the peak are. What no buffer accounts for is the last part."""
-    names = _Names(program)
+    names = _BufferNames(program)
     sums: dict[str, int] = {}
     for buffer in buffers:
         name = names.of(buffer)
@@ -76,11 +76,11 @@ def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> l
     for name in sorted(filter(None, sums), key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start))):
         size = min(sums[name], rest)  # the replay may hold more alive than XLA does: then less is left for what is less sure
         rest -= size
-        parts.append(Part("temporaries", name, size))
-    return [*(part for part in parts if part.bytes), Part("temporaries", "other", rest)]
+        parts.append(MemoryPart("temporaries", name, size))
+    return [*(part for part in parts if part.bytes), MemoryPart("temporaries", "other", rest)]
 
 
-class _Names:
+class _BufferNames:
     """Tells what a buffer is by its shape, the place that made it, and the shapes that the config implies."""
 
     def __init__(self, program: "Program") -> None:

@@ -4,15 +4,18 @@ Of GPUs a host is what a slice is of TPUs: within it a switch joins all, and the
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from maxlm.cost.collectives import AxisLinks
-from maxlm.hardware.topologies import Topology
+from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.hardware.chips import Chip, chip_of
+from maxlm.hardware.topologies import Topology, is_tpu
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+LARGE = 2**40  # bytes: next to it the fixed cost of a message is negligible
 Place = tuple[int, tuple[int, ...]]  # slice (of GPUs: host), and where in it along each dim of the torus
 
 
@@ -55,3 +58,38 @@ def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
     spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
     wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)
     return AxisLinks(dims=max(1, len(spanned)), wrapped=wrapped, slices=len({number for number, _ in line}))
+
+
+def bus_limit(mesh: "Mesh", axis: str, operation: str, crossing: float, hosts: Sequence[str]) -> float | None:
+    """Bytes/s of a device's link, as nccl-tests count bus bandwidth; None where the chip, so its links, are not known.
+
+    Within a slice (of GPUs: a host) the links that the axis lies on, both ways round where they close to a ring, at the speed that
+    `maxlm.hardware.chips` states; an axis that leaves it is held to the slower of the two networks, each doing its part of the best
+    algorithm. `crossing`: bytes over a device's link for a byte of the operation; `hosts`: the name of each process's host.
+    """
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None
+    size = mesh.shape[axis]
+    links = axis_links(mesh, _machine(chip, mesh))[axis] if is_tpu(chip) else _behind_switches(mesh, axis, hosts)
+    opcode = "collective-permute" if operation == "permute" else operation
+    inside = size // links.slices
+    whole = Network(chip, {axis: size}, {axis: links}, switch_share=1.0).seconds(opcode, LARGE, (axis,), size)
+    alone = Network(chip, {axis: inside}, {axis: replace(links, slices=1)}, switch_share=1.0)
+    near = alone.seconds(opcode, LARGE, (axis,), inside) if inside > 1 else 0.0
+    slower = whole if links.slices == 1 or opcode == "collective-permute" else max(near, whole - near)
+    return crossing * LARGE / slower
+
+
+def _machine(chip: Chip, mesh: "Mesh") -> Topology:
+    """The slices of TPUs that `mesh` fills."""
+    dims = range(chip.ici_links // 2)
+    sides = tuple(1 + max(device.coords[dim] for device in mesh.devices.flat) for dim in dims)
+    return Topology(chip, sides, len({getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat}))
+
+
+def _behind_switches(mesh: "Mesh", axis: str, hosts: Sequence[str]) -> AxisLinks:
+    """Of GPUs along `axis`: how many hosts they are on, each with a switch of its own."""
+    number = list(mesh.shape).index(axis)
+    line = mesh.devices.swapaxes(0, number).reshape(mesh.shape[axis], -1)[:, 0]
+    return AxisLinks(slices=len({hosts[device.process_index] for device in line}))

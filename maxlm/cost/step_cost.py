@@ -2,7 +2,7 @@
 
 Compute is XLA's own estimate in cycles, loops times their turns, but never more than its matmuls and then its bytes take; Pallas kernels,
 which XLA cannot see into, are charged what they state; communication is what the replay of the schedule finds exposed. It predicts; it has
-measured nothing. For GPUs, XLA estimates nothing: see `roofline`.
+measured nothing. For GPUs, XLA estimates nothing: see `pricing`.
 """
 
 import heapq
@@ -10,45 +10,22 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from maxlm.cost import expert_matmuls
 from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.cost.mesh_links import within_slice
+from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
-from maxlm.cost.roofline import Roofline
-from maxlm.hardware.chips import Chip
-from maxlm.hardware.topologies import is_tpu
-from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
-from maxlm.hlo.op_flops import ATTENTION, attention_flops, is_backward, matmul_flops, matrix_unit
+from maxlm.hardware.chips import DCN_S, Chip
+from maxlm.hardware.topologies import Topology, is_tpu
 from maxlm.hlo.parser import Computation, Module, Op
 
-# Cycles/s of a TensorCore: the published peak over the FLOPs a cycle of its matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and
-# each core of tpu7x 4 times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
-CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+if TYPE_CHECKING:
+    from maxlm.training.program import Program
 
-# Shares of the bf16 peak that a kernel's FLOPs are charged at.
-# Attention's, forward and backward, are of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash
-# kernels reach at best 0.42 to 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x: the vector unit, which
-# softmax keeps busy, did not grow with the matrix unit.
-ATTENTION_SHARES = {"v4": (0.45, 0.7), "v5e": (0.45, 0.7), "v5p": (0.45, 0.7), "v6e": (0.23, 0.36), "tpu7x": (0.23, 0.36)}
-# Ours, by `maxlm kernels report --shape llama-8k`. On v5e and v5p the matrix unit is what limits them, with 0.94 of its time spent on pairs
-# that causality leaves, and they are charged as XLA's own matmuls are, with 0.85 of that.
-OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.47), "tpu7x": (0.5, 0.5)}
-# Our matmuls of a gated feed-forward layer: `maxlm kernels report --operation gated_mlp` finds 0.98 and 0.87 on v6e with its waits for HBM.
-# It finds 0.94 of XLA's own, which XLA says reach 0.86, so ours are charged a tenth more.
-GATED_SHARES = (0.89, 0.79)
-GROUPED_SHARE = 0.70  # of grouped matmuls that are not ours: they reload weights where groups meet within a tile
-MATMUL_SHARE = 0.85  # what XLA's own large matmuls reach
-OTHER_SHARE = 0.45
-HBM_SHARE = 0.9  # of the stated bandwidth, that long copies reach
-LATENCY_S = 2e-6  # to reach HBM, there and back, on the safe side: XLA charges the smallest copy 1.3 microseconds
-
-OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
-_BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
-_GATED = re.compile(r"gated_matmul_(forward|backward)")
-_GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
-_MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
-_PALLAS = "tpu_custom_call"
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -115,7 +92,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: how those of more than one device lie on
     the machine. `top`: how many operations to list.
     """
-    pricing = _Pricing(module, chip) if is_tpu(chip) else Roofline(module, chip)
+    pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
     costs, said = _costs(root, pricing), list(_said(root, 1))
     by_kind: dict[str, float] = defaultdict(float)
@@ -144,73 +121,6 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     )
 
 
-class _Pricing:
-    """Seconds of an operation that computes, on a TPU."""
-
-    def __init__(self, module: Module, chip: Chip) -> None:
-        self.module, self.chip = module, chip
-        self.clock_hz = CLOCK_HZ[chip.name]
-        self.peak, self.tile = chip.peak_bf16_flops_per_device, matrix_unit(chip)
-        self.attention_shares, self.our_shares = ATTENTION_SHARES[chip.name], OUR_ATTENTION_SHARES.get(chip.name)
-        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
-        self.assumed: set[str] = set()
-        self.uncharged: set[str] = set()
-
-    def seconds(self, op: Op, computation: Computation) -> float:
-        if op.target == _PALLAS:
-            return self._kernel(op, computation)
-        if op.cycles is not None:
-            return min(op.cycles / self.clock_hz, self._apart(op, computation))
-        return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
-
-    def _apart(self, op: Op, computation: Computation) -> float:
-        """At most so many seconds: its matmuls, and then all that it reads and writes.
-
-        The machine code of libtpu 0.0.51 says so, where XLA's cycles do not: a sum over an array is charged 10.05 ms and moves it in 1.83,
-        a turned copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
-        """
-        work = matmul_flops(self.module, op, computation, self.tile)
-        return LATENCY_S + work / (MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
-
-    def kind(self, op: Op, computation: Computation) -> str:
-        if op.target == _PALLAS:
-            return "attention" if _is_attention(op) else "matmul" if _GATED.search(op.name) else "kernel"
-        return "matmul" if matmul_flops(self.module, op, computation) else "memory"
-
-    def flops(self, op: Op, computation: Computation) -> int:
-        if op.target != _PALLAS:
-            return matmul_flops(self.module, op, computation)
-        if grouped := expert_matmuls.read(op, computation):
-            return grouped.flops
-        causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
-        if op.stated is None:
-            return causal
-        return min(op.stated.flops, causal) if causal else op.stated.flops  # some state every pair, those that the mask hides as well
-
-    def _kernel(self, op: Op, computation: Computation) -> float:
-        name = op.name.split(".")[0]
-        flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
-        if grouped := expert_matmuls.read(op, computation):
-            return grouped.seconds(self.chip, moved, self.hbm)
-        if op.stated is None:
-            (self.assumed if flops else self.uncharged).add(name)
-        share = OTHER_SHARE
-        if _is_attention(op):
-            shares = self.our_shares if self.our_shares and OURS.search(op.name) else self.attention_shares
-            share = shares[is_backward(op.name)]
-        elif _GATED.search(name):
-            share = GATED_SHARES[is_backward(op.name)]
-        elif _GROUPED.search(name):
-            share = GROUPED_SHARE
-        elif _MATMUL.search(name):
-            share = MATMUL_SHARE
-        return max(flops / (share * self.peak), moved / self.hbm)
-
-
-def _is_attention(op: Op) -> bool:
-    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
-
-
 def _timed(segment: Segment, times: int) -> Iterator[tuple[Timed, int]]:
     for item in segment.timed:
         yield item, times
@@ -225,7 +135,7 @@ def _said(segment: Segment, times: int) -> Iterator[tuple[CollectiveSpan, int]]:
         yield from _said(inner, times * turns)
 
 
-def _costs(root: Segment, pricing: _Pricing | Roofline) -> list[OpCost]:
+def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
     costs = []
     for item, times in _timed(root, 1):
         flops = times * pricing.flops(item.op, item.computation)
@@ -246,3 +156,83 @@ def _traffic(said: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
         for key, figures in rows.items()
     ]
     return tuple(sorted(found, key=lambda row: -row.seconds))
+
+
+def program_cost(program: "Program", module: Module, topology: Topology) -> StepCost:
+    """Cost of a step of `program`, compiled to `module`, on all slices of `topology`."""
+    cost = estimate(module, topology.chip, *within_slice(program.mesh, topology))
+    if topology.slices == 1:
+        return cost
+    return with_slices(cost, module, topology, program.config.mesh.across_slices)
+
+
+# Transfers between slices: a program is compiled for one slice, and what leaves it goes through the host, as a send and a recv. The
+# data-centre network is one lane: transfers follow each other, and a recv-done waits for what is left of its own.
+
+
+def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -> StepCost:
+    """`cost`, the transfers between slices over mesh `axis` added to its communication."""
+    rows: dict[tuple[str, str], Traffic] = {}
+    times = _runs(module)
+    for computation in module.computations.values():
+        if computation.name not in times:
+            continue
+        for op, seconds, exposed in _transfers(computation, module, topology):
+            n = times[computation.name]
+            opcode = _attribute(_TRANSFER_TYPE, op).lower().replace("_", "-") or "transfer"
+            old = rows.get((opcode, op.where)) or Traffic((axis,), opcode, op.where, "async", "dcn", 0, 0, 0.0, 0.0)
+            rows[opcode, op.where] = replace(
+                old,
+                count=old.count + n,
+                bytes=old.bytes + n * op.shapes[0].bytes,
+                seconds=old.seconds + n * seconds,
+                exposed_s=old.exposed_s + n * exposed,
+            )
+    traffic = sorted((*cost.traffic, *rows.values()), key=lambda row: -row.seconds)
+    exposed_s = sum(row.exposed_s for row in rows.values())
+    hidden_s = sum(row.seconds - row.exposed_s for row in rows.values())
+    return replace(cost, traffic=tuple(traffic), exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
+
+
+def _runs(module: Module) -> dict[str, int]:
+    """Computation that runs -> how often a step runs it."""
+    return {run.computation: run.times for run in module.executed()}
+
+
+def _transfers(computation: Computation, module: Module, topology: Topology) -> Iterator[tuple[Op, float, float]]:
+    """(send, seconds it takes, seconds the chip waits for it) of each transfer, along the schedule."""
+    sent: dict[str, tuple[Op, float, float]] = {}  # rendezvous -> send, seconds, when it is through
+    now = free = 0.0
+    clock_hz = topology.chip.clock_hz
+    assert clock_hz is not None, "only programs for TPUs are compiled for one slice"
+    for op in computation.ops:
+        rendezvous = _attribute(_RENDEZVOUS, op)
+        if op.opcode == "send" and rendezvous:
+            seconds = _transfer_s(op, topology)
+            free = max(now, free) + seconds
+            sent[rendezvous] = (op, seconds, free)
+        elif op.opcode == "recv-done":
+            recv = computation.by_name.get(op.operands[0])
+            transfer = sent.pop(_attribute(_RENDEZVOUS, recv), None) if recv is not None else None
+            if transfer is not None:
+                send, seconds, through = transfer
+                exposed = min(max(0.0, through - now), seconds)
+                now = max(now, through)
+                yield send, seconds, exposed
+        else:
+            inside = sum(op.turns * module.cycles(callee) for callee in module.called(op))
+            now += ((op.cycles or 0) + inside) / clock_hz
+    for send, seconds, _ in sent.values():  # read in another computation, or never
+        yield send, seconds, seconds
+
+
+def _transfer_s(send: Op, topology: Topology) -> float:
+    """Of a ring over the slices, at the speed at which a chip's share of the network moves its part."""
+    rounds = 2 if _attribute(_TRANSFER_TYPE, send) == "ALL_REDUCE" else 1
+    others = (topology.slices - 1) / topology.slices
+    return rounds * others * send.shapes[0].bytes / topology.chip.dcn_bytes_per_s + DCN_S
+
+
+def _attribute(pattern: re.Pattern[str], op: Op) -> str:
+    match = pattern.search(op.attributes)
+    return match.group(1) if match else ""

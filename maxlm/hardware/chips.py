@@ -5,6 +5,13 @@ from dataclasses import dataclass
 GIB = 2**30
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
 
+LANES = 128  # numbers side by side in a vector register of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)
+MOST_VMEM_BYTES = 128 * 2**20  # of a TPU chip of any kind (jax-ml.github.io/scaling-book, part 2)
+HOP_S = 1e-6  # latency from a TPU to its neighbour (jax-ml.github.io/scaling-book, part 3)
+DCN_S = 1e-5  # latency from a slice to another: two hosts and the switches between them. Assumed
+SWITCH_S = 1e-5  # latency of an NCCL collective over NVLink, however small. Assumed
+HBM_LATENCY_S = 2e-6  # of a read from HBM, an upper bound: XLA charges the smallest copy 1.3 microseconds
+
 _BOOK = "jax-ml.github.io/scaling-book (parts 2 and 12, read August 2026)"
 _CLOUD = "docs.cloud.google.com/tpu/docs"
 
@@ -27,6 +34,16 @@ class Chip:
     dcn_bytes_per_s: float  # out of a chip
     source: str
     devices_per_chip: int = 1
+    matrix_unit: int = 128  # width of a TPU's matrix unit (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)
+    clock_hz: float | None = None  # of a TensorCore
+    host_bytes_per_s: float | None = None  # between a chip and its host, one way
+    host_bytes: float | None = None  # host memory a chip, where Google's documentation states it
+    driver_bytes: int | None = None  # GPU memory that NVIDIA's driver reports
+
+    @property
+    def hbm_bytes_per_s_per_device(self) -> float:
+        """Bytes/s of memory of what jax calls a device."""
+        return self.hbm_bytes_per_s / self.devices_per_chip
 
     @property
     def peak_bf16_flops_per_device(self) -> float:
@@ -39,6 +56,11 @@ class Chip:
         return self.hbm_bytes // self.devices_per_chip
 
 
+# Clocks: the published peak over the FLOPs a cycle of the matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and each core of tpu7x 4
+# times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
+# Host links: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how much compute it puts between the
+# start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
+# Host memory (docs.cloud.google.com/tpu/docs): 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e.
 # Link speeds of TPUs are the book's, which is what collectives reach: 0.9 of Google's nominal figure
 # (v5p: 1,200 GB/s a chip, over 6 links and both ways).
 CHIPS: tuple[Chip, ...] = (
@@ -52,6 +74,8 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=6,
         dcn_bytes_per_s=6.25e9,
         source=f"{_CLOUD}/v4; links and DCN: {_BOOK}",
+        clock_hz=1.05e9,
+        host_bytes_per_s=1.6e10,
     ),
     Chip(
         name="v5e",
@@ -63,6 +87,9 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=4,
         dcn_bytes_per_s=3.125e9,
         source=f"{_CLOUD}/v5e (6.4 Tbit/s of DCN for 256 chips); links: {_BOOK}",
+        clock_hz=1.5e9,
+        host_bytes_per_s=1.6e10,
+        host_bytes=48e9,
     ),
     Chip(
         name="v5p",
@@ -74,6 +101,8 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=6,
         dcn_bytes_per_s=6.25e9,
         source=f"{_CLOUD}/v5p (50 Gbit/s of DCN a chip); links: {_BOOK}",
+        clock_hz=1.75e9,
+        host_bytes_per_s=2.9e10,
     ),
     Chip(
         name="v6e",
@@ -85,6 +114,10 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=4,
         dcn_bytes_per_s=1.25e10,
         source=f"{_CLOUD}/v6e (100 Gbit/s of DCN a chip); links: {_BOOK}",
+        matrix_unit=256,
+        clock_hz=1.75e9,
+        host_bytes_per_s=3.2e10,
+        host_bytes=192 * GIB,
     ),
     Chip(
         name="tpu7x",
@@ -97,6 +130,9 @@ CHIPS: tuple[Chip, ...] = (
         dcn_bytes_per_s=1.25e10,
         source=f"{_CLOUD}/tpu7x (100 Gbit/s of DCN a chip; two devices a chip); links: {_BOOK}",
         devices_per_chip=2,
+        matrix_unit=256,
+        clock_hz=2.2e9,
+        host_bytes_per_s=3.2e10,
     ),
     Chip(
         name="A100-40GB",
@@ -130,6 +166,7 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=18,
         dcn_bytes_per_s=5e10,
         source="NVIDIA H100 data sheet (SXM5, without sparsity); DGX H100 (400 Gbit/s a GPU)",
+        driver_bytes=84_942_979_072,
     ),
     Chip(
         name="H200",
@@ -141,6 +178,7 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=18,
         dcn_bytes_per_s=5e10,
         source="NVIDIA H200 data sheet (SXM5, without sparsity); DGX H200 (400 Gbit/s a GPU)",
+        driver_bytes=151_397_597_184,
     ),
     Chip(
         name="B200",
@@ -158,8 +196,13 @@ CHIPS: tuple[Chip, ...] = (
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 
 
+def chip_named(name: str) -> Chip:
+    """The chip called `name`, in any case. Raises StopIteration for an unknown one: names come from our own tables."""
+    return next(chip for chip in CHIPS if chip.name.lower() == name.lower())
+
+
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip behind jax's `device.device_kind`; None when unknown, and then nobody guesses.
+    """The chip behind jax's `device.device_kind`; None if unknown: nothing is guessed.
 
     Only exact names count: "NVIDIA H100 PCIe", "NVIDIA H200 NVL" and a MIG slice start like a chip we know and are slower.
     """

@@ -5,7 +5,6 @@ import math
 import re
 from functools import lru_cache
 
-from maxlm.hardware.chips import Chip
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
@@ -14,11 +13,6 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GROUPED = re.compile(r"batch_group_count=(\d+)")
-
-
-def matrix_unit(chip: Chip) -> int:
-    """Width of the matrix unit of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
-    return 256 if chip.name in ("v6e", "tpu7x") else 128
 
 
 def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:

@@ -24,7 +24,6 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
 
     leave_chips_alone()
-    from maxlm.cost.step_cost import CLOCK_HZ
     from maxlm.hardware.topologies import parse
     from maxlm.kernel_lab.attention import attention_cases
     from maxlm.kernel_lab.cases import Case, shape_of
@@ -34,8 +33,9 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     from maxlm.kernels.platform import CORES
 
     found = parse(topology)
-    device = devices(found)[0]
-    bandwidth = found.chip.hbm_bytes_per_s / found.chip.devices_per_chip / CORES.get(device.device_kind, 1)
+    device, clock_hz = devices(found)[0], found.chip.clock_hz
+    assert clock_hz is not None, "every TPU has a clock"
+    bandwidth = found.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
     cases: Mapping[str, Callable[..., Sequence[Case]]] = {
         "attention": attention_cases,
         "grouped_matmul": grouped_matmul_cases,
@@ -45,7 +45,7 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     for case in cases[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
         written = compiled(case, device, Path(folder))
         for kernel in case.kernels:
-            counted = count(kernel, written, bandwidth / CLOCK_HZ[found.chip.name]) if written else {}
+            counted = count(kernel, written, bandwidth / clock_hz) if written else {}
             print(json.dumps({"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops, **counted}))
 
 

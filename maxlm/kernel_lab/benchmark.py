@@ -31,15 +31,15 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Race:
-    """Functions of the same operands, ours first, and the FLOPs that are useful in each. The first `weighed` operands get gradients."""
+class Benchmark:
+    """Functions of the same operands, ours first, and the useful FLOPs of each. The first `differentiated` operands get gradients."""
 
     operation: str
     shape: str
     candidates: dict[str, Callable[..., jax.Array]]
     operands: tuple[jax.Array, ...]
     flops: float
-    weighed: int
+    differentiated: int
 
 
 def normal(*shapes: tuple[int, ...]) -> Iterator[jax.Array]:
@@ -55,7 +55,7 @@ def _asked(shapes: Sequence[S], names: Sequence[str], *, tiny: bool) -> Iterator
     yield from found[: 2 if tiny else None]
 
 
-def attention_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
+def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Queries, keys and values get gradients."""
     for shape in _asked(ATTENTION, names, tiny=tiny):
         if tiny:
@@ -79,10 +79,10 @@ def attention_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
         if jax.default_backend() == "gpu" and shape.softcap is None:  # which it does not know
             candidates["cudnn"] = cudnn
         flops = 3.5 * 4 * shape.pairs(np.asarray(segments_BS)) * shape.heads * shape.head_dim
-        yield Race("attention", shape.name, candidates, tuple(x * shape.seq_len**0.5 for x in normal(*sizes)), flops, 3)
+        yield Benchmark("attention", shape.name, candidates, tuple(x * shape.seq_len**0.5 for x in normal(*sizes)), flops, 3)
 
 
-def mlp_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
+def mlp_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Input and weights get gradients."""
     for shape in _asked(MLP, names, tiny=tiny):
         rows, d_model, d_ff = (256, 128, 256) if tiny else (shape.rows, shape.d_model, shape.d_ff)
@@ -91,10 +91,10 @@ def mlp_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
             "ours": gated_mlp,
             "xla": lambda x, gate, up, down: gated_mlp_reference(x, gate, up, down, "silu"),
         }
-        yield Race("gated_mlp", shape.name, candidates, operands, 18.0 * rows * d_model * d_ff, 4)
+        yield Benchmark("gated_mlp", shape.name, candidates, operands, 18.0 * rows * d_model * d_ff, 4)
 
 
-def grouped_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
+def grouped_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Rows and weights get gradients."""
     for shape in _asked(GROUPED, names, tiny=tiny):
         if tiny:
@@ -106,10 +106,10 @@ def grouped_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
             "xla": lambda x, w, sizes_E=sizes_E: grouped_matmul(x, w, sizes_E, implementation="xla"),
             "dense": lambda x, w, wide=shape.d_out: x @ w[:, :wide],
         }
-        yield Race("grouped_matmul", shape.name, candidates, (x_MK, w_KG), 6.0 * shape.rows * shape.d_in * shape.d_out, 2)
+        yield Benchmark("grouped_matmul", shape.name, candidates, (x_MK, w_KG), 6.0 * shape.rows * shape.d_in * shape.d_out, 2)
 
 
-def cross_entropy_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
+def cross_entropy_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Of one shape, whatever is asked for. Input and table get gradients."""
     (shape,) = CROSS_ENTROPY
     tokens, width, words = (256, 128, 1000) if tiny else (shape.tokens, shape.d_model, shape.vocab_size)
@@ -119,27 +119,32 @@ def cross_entropy_races(names: Sequence[str], *, tiny: bool) -> Iterator[Race]:
         name: lambda x, w, chunks=chunks: linear_cross_entropy(x, w, targets_BS, jnp.ones((1, tokens)), chunks=chunks).total
         for name, chunks in {"ours": shape.chunks, "all logits": 1}.items()
     }
-    yield Race("cross_entropy", f"{tokens} x {words}", candidates, (x_BSD, w_VD), 6.0 * tokens * width * words, 2)
+    yield Benchmark("cross_entropy", f"{tokens} x {words}", candidates, (x_BSD, w_VD), 6.0 * tokens * width * words, 2)
 
 
-RACES = {"attention": attention_races, "gated_mlp": mlp_races, "grouped_matmul": grouped_races, "cross_entropy": cross_entropy_races}
+BENCHMARKS = {
+    "attention": attention_benchmarks,
+    "gated_mlp": mlp_benchmarks,
+    "grouped_matmul": grouped_benchmarks,
+    "cross_entropy": cross_entropy_benchmarks,
+}
 
 
-def run(race: Race, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
+def run(benchmark: Benchmark, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
     """Rows of the table: each candidate forward and backward, one after the other in every round, so that all see the same machine.
 
     `chip`: of whose peak shares are taken, none where it is None. A ratio is of medians, the other seconds over ours.
     """
     programs, failed = {}, {}
-    for name, candidate in race.candidates.items():
+    for name, candidate in benchmark.candidates.items():
 
         def loss(*operands: jax.Array, candidate: Callable[..., jax.Array] = candidate) -> jax.Array:
             return candidate(*operands).astype(jnp.float32).sum()
 
         try:
-            lowered = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(race.weighed)))).lower(*race.operands)
+            lowered = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(benchmark.differentiated)))).lower(*benchmark.operands)
             programs[name] = lowered.compile()
-            jax.block_until_ready(programs[name](*race.operands))
+            jax.block_until_ready(programs[name](*benchmark.operands))
         except (ValueError, RuntimeError, NotImplementedError) as error:
             failed[name] = str(error).strip().splitlines()[0][:200]
             programs.pop(name, None)
@@ -148,16 +153,16 @@ def run(race: Race, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
         for name, program in programs.items():
             began = time.perf_counter()
             for _ in range(REPEATS):
-                out = program(*race.operands)
+                out = program(*benchmark.operands)
             jax.block_until_ready(out)
             seconds[name].append((time.perf_counter() - began) / REPEATS)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, median in medians.items():
-        rate = race.flops / median
+        rate = benchmark.flops / median
         memory = programs[name].memory_analysis()
         yield {
-            "operation": race.operation,
-            "shape": race.shape,
+            "operation": benchmark.operation,
+            "shape": benchmark.shape,
             "kernel": name,
             "ms": 1e3 * median,
             "tflops": rate / 1e12,
@@ -166,4 +171,4 @@ def run(race: Race, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
             "ratio": median / medians["ours"] if "ours" in medians and name != "ours" else None,
         }
     for name, why in failed.items():
-        yield {"operation": race.operation, "shape": race.shape, "kernel": name, "failed": why}
+        yield {"operation": benchmark.operation, "shape": benchmark.shape, "kernel": name, "failed": why}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from maxlm.config.errors import UserError
-from maxlm.hardware.chips import CHIPS
+from maxlm.hardware.chips import chip_named
 from maxlm.kernel_lab import hopper
 from maxlm.kernel_lab.cases import useful
 from maxlm.kernel_lab.counted import table
@@ -50,7 +50,7 @@ def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
     """Every kernel of ours. Raises UserError where there is no compiler for GPUs."""
     if missing := hopper.missing():
         raise UserError(f"Kernels cannot be compiled for an H200: {missing}.")
-    chip = next(chip for chip in CHIPS if chip.name.lower() == chip_name)
+    chip = chip_named(chip_name)
     flops, moved = useful(operation, shape)
     least = 1e3 * flops / chip.peak_bf16_flops, 1e3 * moved / chip.hbm_bytes_per_s
     found = hopper.kernels_of(operation, "hopper", shape, HEADS)

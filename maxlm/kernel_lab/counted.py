@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlm.config.errors import UserError
-from maxlm.cost.step_cost import CLOCK_HZ
 from maxlm.hardware.topologies import parse
 from maxlm.kernel_lab.cases import OPERATIONS
 from maxlm.telemetry.formatting import percent
@@ -92,7 +91,9 @@ def _row(kernel: Mapping[str, Any], row: Row) -> Row:
     at = {**vars(row), "blocks": kernel["blocks"]}
     if "cycles" not in kernel:
         return Row(**{**at, "problem": NO_ROOM})
-    cycles, peak = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip.peak_bf16_flops_per_device / CLOCK_HZ[row.chip]  # FLOPs a cycle
+    cycles, chip = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip
+    assert chip.clock_hz is not None, "every TPU has a clock"
+    peak = chip.peak_bf16_flops_per_device / chip.clock_hz  # FLOPs a cycle
     same = {name: kernel[name] for name in ("cycles", "waited", "moved", "slots", "vmem", "smem")}
     shares = {name: kernel[name] / cycles for name in ("matrix", "spills")}
     return Row(**{**at, **same, **shares, "peak": kernel["flops"] / (cycles + kernel["waited"]) / peak})

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxlm.config.errors import UserError
+from maxlm.hardware.chips import LANES
 from maxlm.kernel_lab.bundles import Code, Instruction
 
 DELAY = 4  # bundles after a branch that are issued all the same
 MOST_BUNDLES = 10**8  # a kernel that issues more does not end
-LANES = 128
 GRANULE = 32  # bytes, in which copies are counted
 
 _COPIES = ("dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general")

@@ -69,4 +69,3 @@ def _cross_entropy_case(shape: CrossEntropyShape) -> tuple[Callable[..., Any], l
     sizes = [(*tokens, shape.d_model), (shape.vocab_size, shape.d_model), tokens, tokens]
     dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
     return jax.value_and_grad(loss, argnums=(0, 1)), [jax.ShapeDtypeStruct(*each) for each in zip(sizes, dtypes, strict=True)]
-

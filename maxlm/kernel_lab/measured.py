@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from maxlm.hardware.chips import CHIPS, Chip, chip_of
+from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
 from maxlm.telemetry.formatting import percent
 
@@ -49,20 +49,16 @@ def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterat
     """What is chosen here and what could be used in its place; `tiny`: shapes that a CPU can do."""
     import jax
 
-    from maxlm.kernel_lab.benchmark import RACES, run
+    from maxlm.kernel_lab.benchmark import BENCHMARKS, run
 
     with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
-        for race in RACES[operation]([shape], tiny=tiny):
-            for found in run(race, ROUNDS, _named(chip)):
-                at = (operation, race.shape, chip, found["kernel"])
+        for benchmark in BENCHMARKS[operation]([shape], tiny=tiny):
+            for found in run(benchmark, ROUNDS, chip_named(chip)):
+                at = (operation, benchmark.shape, chip, found["kernel"])
                 if "failed" in found:
                     yield Row(*at, problem=found["failed"])
                 else:
                     yield Row(*at, milliseconds=found["ms"], tflops=found["tflops"], peak=found["of_peak"], ratio=found["ratio"])
-
-
-def _named(name: str) -> Chip:
-    return next(chip for chip in CHIPS if chip.name.lower() == name)
 
 
 def show(found: Sequence[Row], console: Console) -> None:

@@ -11,7 +11,15 @@ from functools import cached_property, lru_cache
 from typing import get_args
 
 from maxlm.config.schema import Config, RematName
-from maxlm.cost.collectives import HOST_BYTES_PER_S, AxisLinks, Network
+from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.cost.efficiency import (
+    ATTENTION_SHARES,
+    GROUPED_SHARE,
+    HBM_SHARE,
+    OUR_ATTENTION_SHARES,
+    PREDICTED_MATMUL_SHARE,
+    PREDICTED_MATMUL_SHARES,
+)
 from maxlm.cost.model_shapes import (
     JOIN,
     ROUTER,
@@ -25,16 +33,13 @@ from maxlm.cost.model_shapes import (
     layers,
     rows_of,
 )
-from maxlm.cost.step_cost import ATTENTION_SHARES, GROUPED_SHARE, HBM_SHARE, OUR_ATTENTION_SHARES
+from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
-from maxlm.hlo.op_flops import matrix_unit
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.parallel.experts import sends
 from maxlm.planning.layouts import Layout, divisors
 
-MATMUL_SHARE = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}  # of the peak, that large matmuls reach; of other chips, OTHER_SHARE is assumed
-OTHER_SHARE = 0.88
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
 MODEL_WIDE, HIDDEN_WIDE = 28, 5  # norms and residuals; the activation, backward (forward it is part of a matmul)
 NORMED_WIDE = 5  # norms of queries and keys, where a model has them; of latent attention, putting them together from their parts
@@ -53,13 +58,8 @@ EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gather
 OF_EXPERTS: tuple[str, ...] = ("fsdp",)
 MESSAGE = 1 << 14  # tokens of a message so large that hops do not count
 
-# Host memory a chip (docs.cloud.google.com/tpu/docs: 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e), and the share of it that may be
-# taken from the loader and the checkpoints. Of chips that are not here, half of the HBM's size is assumed.
-HOST_BYTES = {"v5e": 48e9, "v6e": 192 * 2**30}
-HOST_SHARE = 0.75
-LANES = 128  # what is inside an expert is padded to a multiple
+HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
-MOST_VMEM = 128 * 2**20  # bytes of a chip, of any kind (jax-ml.github.io/scaling-book, part 2)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Analytic:
         chip = topology.chip
         passes = PASSES[config.precision.matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
-        self.share = MATMUL_SHARE.get(chip.name, OTHER_SHARE)
-        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s / chip.devices_per_chip
+        self.share = PREDICTED_MATMUL_SHARES.get(chip.name, PREDICTED_MATMUL_SHARE)
+        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s_per_device
         self.layers = layers(config.model)
         self.heads = 1 + config.model.mtp_depth  # how often a token meets the unembedding
         looped = [attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
@@ -131,7 +131,7 @@ class Analytic:
     def fits_host(self, layout: Layout) -> bool:
         """Whether the hosts have room for what `layout` offloads."""
         chip = self.topology.chip
-        room = HOST_BYTES.get(chip.name, chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
+        room = (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
         return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
 
     # Time
@@ -187,7 +187,7 @@ class Analytic:
         return max(2 * rows * padded / (GROUPED_SHARE * self.peak), moved / self.hbm)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
-        tile = matrix_unit(self.topology.chip)
+        tile = self.topology.chip.matrix_unit
         padded = math.ceil(wide_in / tile) * math.ceil(wide_out / tile) * tile**2
         moved = self.number * (rows * (wide_in + wide_out) + wide_in * wide_out)
         return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
@@ -224,7 +224,7 @@ class Analytic:
         return max(waits, gathers + sums + shared - compute_s)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        one_way = self._host_bytes(layout, tokens) / HOST_BYTES_PER_S.get(self.topology.chip.name, math.inf)
+        one_way = self._host_bytes(layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
         return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
 
     def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
@@ -328,7 +328,7 @@ class Analytic:
         stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
         state, _, numbers = self._shares(layout.mesh)
         beside = 4 * numbers + stack if layout.microbatches > 1 else max(self.number * numbers, stack)
-        return state + max(0, beside - MOST_VMEM)
+        return state + max(0, beside - MOST_VMEM_BYTES)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""

@@ -23,7 +23,7 @@ OVER = 1.005  # what did not fit needed at least so many times what there is
 
 
 @dataclass(frozen=True)
-class Found:
+class Trial:
     """A layout, what the fast model said of it, and what the compiler said."""
 
     layout: Layout
@@ -40,7 +40,7 @@ class Predictions:
     trust_N: np.ndarray
 
 
-def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], found: Sequence[Found]) -> Predictions:
+def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], found: Sequence[Trial]) -> Predictions:
     """`estimates` of `layouts`, corrected by what was `found`."""
     features_NF = np.array([features(layout) for layout in layouts], np.float32)
     parts_NP = np.array([one.parts for one in estimates])
@@ -66,7 +66,7 @@ def _spread(near_NK: np.ndarray, logs_KP: np.ndarray) -> np.ndarray:
     return common_P + weights_NK @ (logs_KP - common_P)
 
 
-def _nearness(features_NF: np.ndarray, found: Sequence[Found]) -> np.ndarray:
+def _nearness(features_NF: np.ndarray, found: Sequence[Trial]) -> np.ndarray:
     """From 1, the same, to 0, nothing alike: of N layouts to those compiled."""
     if not found:
         return np.zeros((len(features_NF), 0))
@@ -85,14 +85,14 @@ def features(layout: Layout) -> list[float]:
     return found + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]
 
 
-def _log_ratios(found: Found) -> list[float]:
+def _log_ratios(found: Trial) -> list[float]:
     """Logarithms of compiled over predicted seconds, by part."""
     assert found.verdict.parts is not None
     parts = zip(found.verdict.parts, found.estimate.parts, strict=True)
     return [_log(really / said) if said > 0 and really > 0 else 0.0 for really, said in parts]
 
 
-def _log_memory(found: Found) -> float:
+def _log_memory(found: Trial) -> float:
     needed = found.verdict.needed if found.verdict.fits else max(found.verdict.needed, round(OVER * found.verdict.available))
     return _log(max(needed - found.estimate.state, 1) / max(found.estimate.temporaries, 1))
 

@@ -1,4 +1,4 @@
-"""`maxlm plan --chips-at-most`: which topology to take. Each by its best predicted layout; the most promising are compiled."""
+"""`maxlm plan --chips-at-most`: compare topologies, each by its best predicted layout; the most promising are compiled."""
 
 import functools
 import json
@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load
 from maxlm.config.schema import ClusterConfig, Config
-from maxlm.cost.compile_command import NoClusterError, meant, progress, screen
+from maxlm.cost.compile_command import NoClusterError, load_for_machine, output_console, progress
 from maxlm.hardware.chips import CHIPS, Chip
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.telemetry.formatting import count, duration, percent
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
     from maxlm.planning.explore import Search
     from maxlm.planning.frontier import Point
     from maxlm.planning.layouts import Layout
-    from maxlm.planning.plan import Request
-    from maxlm.planning.table import Scale
+    from maxlm.planning.plan import Scale
+    from maxlm.planning.plan_command import Request
 
 CHECKED = 4  # topologies: the fastest and the cheapest by prediction
 TRIES = 2  # layouts compiled of each, the second only when the first does not fit
@@ -32,7 +30,7 @@ TRIES = 2  # layouts compiled of each, the second only when the first does not f
 
 @dataclass
 class Machine:
-    """A topology, and what is known of its best layout."""
+    """A topology and its best layout so far."""
 
     topology: Topology
     config: Config
@@ -42,18 +40,18 @@ class Machine:
 
     @property
     def run_s(self) -> float:
-        """Seconds of the whole run."""
+        """Seconds of the whole run, infinite if nothing fits."""
         return self.scale.seconds(self.point.step_s) if self.point else math.inf
 
     @property
     def chip_hours(self) -> float:
-        """Of the whole run."""
+        """Chips times hours of the whole run, infinite if nothing fits."""
         return self.scale.chip_hours(self.point.step_s) if self.point else math.inf
 
 
 def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
-    """Print what a run takes on each topology of at most so many chips, all slices together; 0 when one holds it. Raises UserError."""
-    config, families = _meant(request)
+    """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
+    config, families = _config_and_chips(request)
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices = config.mesh.slices
     asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
@@ -84,46 +82,51 @@ def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
     return 0 if fitting else 2
 
 
-def _meant(request: "Request") -> tuple[Config, tuple[Chip, ...]]:
-    """The config, and the chips that are compared: that of its cluster or of --topology, where one is named, else every TPU."""
+def _config_and_chips(request: "Request") -> tuple[Config, tuple[Chip, ...]]:
+    """(config, chips to compare): the chip of its cluster or of --topology if given, else every TPU."""
     try:
-        loaded, topology = meant(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+        loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
     except NoClusterError:
-        said = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
-        return load(request.name, said).config, tuple(chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU"))
+        settings = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
+        return load(request.name, settings).config, tuple(chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU"))
     return loaded.config, (topology.chip,)
 
 
 def _machine(request: "Request", config: Config, topology: Topology, available: int) -> Machine:
-    """`config` on `topology`, its layouts predicted: those without offloading, with the user's own loss chunks, which decide little."""
+    """`config` on `topology`, its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
     from maxlm.planning.explore import begin
     from maxlm.planning.layouts import layouts
-    from maxlm.planning.plan import analytic, scale_of
+    from maxlm.planning.plan import analytic_model, scale_of
 
-    there = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
-    some = (one for one in layouts(there, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
-    return Machine(topology, there, begin(some, analytic(there, topology), available), scale_of(there, topology, request.tokens))
+    on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
+    some = (one for one in layouts(on_topology, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
+    return Machine(
+        topology,
+        on_topology,
+        begin(some, analytic_model(on_topology, topology), available),
+        scale_of(on_topology, topology, request.tokens),
+    )
 
 
 def _check(machines: Sequence[Machine], tell: Callable[[str], None]) -> None:
-    """Compile the best layout of the most promising machines; what is learnt of a chip is used for all machines made of it."""
+    """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
     from maxlm.planning.explore import explore
-    from maxlm.planning.table import words
+    from maxlm.planning.plan import describe
     from maxlm.planning.verify import Compiler
 
     with Compiler() as compiler:
         for number in range(CHECKED):
             rank = operator.attrgetter("chip_hours" if number % 2 else "run_s")
-            machine = min((one for one in machines if one.point and not one.search.found), key=rank, default=None)
+            machine = min((one for one in machines if one.point and not one.search.trials), key=rank, default=None)
             if machine is None:
                 return
             here = machine.topology
 
-            def said(search: "Search", layout: "Layout", name: str = here.name) -> None:
-                tell(f"compiling {words(layout)} for {name} (Ctrl-C keeps what was found)")
+            def compiling(search: "Search", layout: "Layout", name: str = here.name) -> None:
+                tell(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
             for tries in range(1, TRIES + 1):
-                explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), said, most=tries)
+                explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), compiling, most=tries)
                 if machine.search.end == "stopped":
                     raise KeyboardInterrupt
                 if machine.search.best:
@@ -131,7 +134,7 @@ def _check(machines: Sequence[Machine], tell: Callable[[str], None]) -> None:
                 machine.search.end = ""
             for other in machines:
                 if other.topology.chip == here.chip and other is not machine:
-                    other.search.elsewhere += machine.search.found
+                    other.search.other_trials += machine.search.trials
                 other.point = _best(other.search)
 
 
@@ -143,16 +146,13 @@ def _best(search: "Search") -> "Point | None":
 
 
 def _show(request: "Request", config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
-    from maxlm.planning.table import words
+    from maxlm.planning.plan import describe
+    from maxlm.planning.render import layout_table
 
-    console = screen()
+    console = output_console()
     tokens = machines[0].scale.tokens if machines else 0
     console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold", highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "chips", "run", "chip-hours", "step", "MFU"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("mesh; kept for the backward pass", overflow="fold")
+    table = layout_table("", "chips", "run", "chip-hours", "step", "MFU")
     cheapest = math.inf
     for machine in machines:
         point, topology = machine.point, machine.topology
@@ -160,8 +160,10 @@ def _show(request: "Request", config: Config, machines: Sequence[Machine], other
         mark = "* " if machine.chip_hours < cheapest else "  "
         cheapest = min(cheapest, machine.chip_hours)
         figures = duration(machine.run_s), count(machine.chip_hours), duration(point.step_s), percent(machine.scale.mfu(point.step_s))
-        said = mark + ("compiled" if point.compiled else "predicted")
-        table.add_row(_name(topology), f"{topology.chips:,}", *figures, said, words(point.layout), style="" if point.compiled else "dim")
+        status = mark + ("compiled" if point.compiled else "predicted")
+        table.add_row(
+            _name(topology), f"{topology.chips:,}", *figures, status, describe(point.layout), style="" if point.compiled else "dim"
+        )
     console.print(table)
     console.print("*: no other is both faster and cheaper. Nothing was measured.", style="dim", highlight=False)
     without = [_name(machine.topology) for machine in others if machine.point is None]

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.planning.analytic import Analytic, Estimate
-from maxlm.planning.calibrate import Found, Predictions, predict
+from maxlm.planning.calibrate import Predictions, Trial, predict
 from maxlm.planning.layouts import Layout
 from maxlm.planning.verify import Verdict
 
@@ -28,8 +28,8 @@ class Search:
 
     available: int  # bytes of HBM of a device
     open: dict[Layout, Estimate] = field(default_factory=dict)
-    found: list[Found] = field(default_factory=list)
-    elsewhere: list[Found] = field(default_factory=list)  # compiled for other machines of this chip: they correct the model as well
+    trials: list[Trial] = field(default_factory=list)
+    other_trials: list[Trial] = field(default_factory=list)  # compiled for other machines of this chip: they correct the model as well
     counted: int = 0  # layouts that the rules allow
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
@@ -37,15 +37,15 @@ class Search:
     end: str = ""  # why the search ended
 
     @property
-    def best(self) -> Found | None:
+    def best(self) -> Trial | None:
         """The fastest that fits; of two alike, the smaller."""
-        fitting = (one for one in self.found if one.verdict.fits)
+        fitting = (one for one in self.trials if one.verdict.fits)
         return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
 
     def predictions(self) -> tuple[list[Layout], Predictions]:
         """Of all that is open."""
         layouts = list(self.open)
-        return layouts, predict(layouts, list(self.open.values()), [*self.found, *self.elsewhere])
+        return layouts, predict(layouts, list(self.open.values()), [*self.trials, *self.other_trials])
 
 
 def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
@@ -77,13 +77,13 @@ def explore(
     layout = own if own is not None and own in search.open else None
     try:
         while not search.end:
-            layout = layout or _next(search, last=len(search.found) == most - 1)
+            layout = layout or _next(search, last=len(search.trials) == most - 1)
             search.end = _end(search, layout, most)
             if layout is None or search.end:
                 return
             tell(search, layout)
             verdict = verify(layout.apply(config))
-            search.found.append(Found(layout, search.open.pop(layout), verdict))
+            search.trials.append(Trial(layout, search.open.pop(layout), verdict))
             layout = None
             _drop(search)
     except KeyboardInterrupt:
@@ -92,7 +92,7 @@ def explore(
 
 def _end(search: Search, layout: Layout | None, most: int) -> str:
     """Why the search ends before `layout` is compiled; empty when it goes on."""
-    spent = [one.verdict.seconds for one in search.found]
+    spent = [one.verdict.seconds for one in search.trials]
     if len(spent) == most:
         return f"{most} are enough"
     if layout is None:
@@ -111,7 +111,7 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     fits_N = said.needed_N <= search.available
     if best is None and (last or not fits_N.any()):  # better a slow one than none
         return layouts[int(np.argmin(said.needed_N))]
-    hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.found)))
+    hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.trials)))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
     for doubt_N in (1 - said.trust_N, np.ones_like(said.trust_N)):  # in the end also of what is like the compiled: here and there it errs
         hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * doubt_N), np.inf)

@@ -24,7 +24,7 @@ class Point:
 
 def points(search: Search) -> tuple[Point, ...]:
     """All that was compiled, and all that is predicted to fit. What was compiled is only beaten by what was compiled."""
-    compiled = [Point(one.layout, one.verdict.step_s, one.verdict.needed, True, one.verdict.fits) for one in search.found]
+    compiled = [Point(one.layout, one.verdict.step_s, one.verdict.needed, True, one.verdict.fits) for one in search.trials]
     fitting = _marked(point for point in compiled if point.fits)
     ideas = [replace(p, frontier=False) if any(_as_good(c, p) for c in fitting) else p for p in _marked(_predicted(search))]
     return (*fitting, *ideas, *(point for point in compiled if not point.fits))

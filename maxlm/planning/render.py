@@ -1,45 +1,55 @@
-"""A plan for people, and for programs."""
+"""A plan on a console, as a chart and as JSON."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
 from maxlm.config.schema import Config
-from maxlm.cost.compile_command import screen
+from maxlm.cost.compile_command import output_console
+from maxlm.hardware.chips import GIB
 from maxlm.planning.frontier import Point, rows
-from maxlm.planning.plan import Plan, machine_name
-from maxlm.planning.table import GIB, Scale, frontier, words
-from maxlm.telemetry.formatting import count, duration
+from maxlm.planning.plan import Plan, Scale, describe, machine_name
+from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.formatting import count, duration, percent
+
+WIDE = 100  # columns
+MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 
 def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
-    """Print the frontier, what was chosen, and the files that were `written`: config and picture."""
-    console, search = screen(), plan.search
+    """Print the frontier, the chosen layout, and the paths of the config and the chart that were `written`."""
+    console, search = output_console(), plan.search
 
     def line(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
     line(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", "bold")
     dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
-    line(f"{search.counted:,} layouts: {dropped}, {len(search.found)} compiled; {search.end}.")
+    line(f"{search.counted:,} layouts: {dropped}, {len(search.trials)} compiled; {search.end}.")
     console.print()
-    frontier(rows(plan.points), plan.scale, console)
+    show_frontier(rows(plan.points), plan.scale, console)
     console.print()
     chosen = plan.chosen
     if chosen is None:
-        why = "Nothing that was compiled fits: use a smaller train.global_batch or data.seq_len, or more chips."
-        line(why if search.found else "Nothing was compiled: these are predictions.", "bold")
+        advice = "No compiled layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
+        line(advice if search.trials else "No layout was compiled: these are predictions.", "bold")
         return
     step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
-    line(f"Chosen: {words(chosen.layout)}", "bold")
-    line(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_own_words(plan)}")
+    line(f"Chosen: {describe(chosen.layout)}", "bold")
+    line(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_compare_to_own(plan)}")
     if written is not None:
-        config, picture = written
-        line(f"{config} holds it, {picture} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
+        config, chart = written
+        line(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
 
 
-def _own_words(plan: Plan) -> str:
-    own = next((one for one in plan.search.found if one.layout == plan.own), None)
+def _compare_to_own(plan: Plan) -> str:
+    own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
     if own is None or not own.verdict.fits:
@@ -47,12 +57,39 @@ def _own_words(plan: Plan) -> str:
     return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
 
 
+def show_frontier(points: Sequence[Point], scale: Scale, console: Console) -> None:
+    """Print `points`, one a line, in their order; a narrow console gets fewer columns."""
+    rates = ("tokens/s", "run") if console.width >= WIDE else ()
+    table = layout_table("step", "MFU", *rates, "HBM")
+    for point in points:
+        mark = ("* " if point.frontier else "  ") + ("compiled" if point.compiled else "predicted")
+        figures = [duration(point.step_s), percent(scale.mfu(point.step_s))]
+        figures += [count(scale.tokens_per_step / point.step_s), duration(scale.seconds(point.step_s))] if rates else []
+        if not point.fits:
+            figures, mark = ["-"] * len(figures), "  too large"
+        style = "" if point.compiled and point.fits else "dim"
+        table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
+    console.print(table)
+    note = "*: no other is both faster and smaller. Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
+    console.print(note, style="dim", highlight=False)
+
+
+def layout_table(*figures: str) -> Table:
+    """An empty table of layouts: columns of `figures` aligned to the right, a mark, and the layout."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in figures:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("mesh; kept for the backward pass", overflow="fold")
+    return table
+
+
 def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
-    """Plain values. Seconds of a step, bytes of one device, tokens and chip-hours of all."""
+    """Plain values. Seconds of a step, bytes of one device, tokens and chip-hours of all devices."""
     search, topology = plan.search, plan.topology
-    found = rows(plan.points)
-    by_layout = {point.layout: point for point in found if point.compiled}
-    own = next((by_layout[one.layout] for one in search.found if one.layout == plan.own), None)
+    points = rows(plan.points)
+    by_layout = {point.layout: point for point in points if point.compiled}
+    own = next((by_layout[trial.layout] for trial in search.trials if trial.layout == plan.own), None)
 
     def as_json(point: Point) -> dict[str, Any]:
         return point_json(point, plan.scale, plan.loaded.config)
@@ -69,19 +106,19 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
             "counted": search.counted,
             "too_large": len(search.too_large),
             "too_slow": len(search.too_slow),
-            "compiled": len(search.found),
+            "compiled": len(search.trials),
         },
         "end": search.end,
         "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
         "own": as_json(own) if own is not None else None,
-        "frontier": [as_json(point) for point in found],
+        "frontier": [as_json(point) for point in points],
         "config": str(written[0]) if written else None,
         "chart": str(written[1]) if written else None,
     }
 
 
 def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
-    """A row of the frontier for `config`; None for the times of what does not fit."""
+    """A row of the frontier for `config`; times are None where the layout does not fit."""
     figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s
@@ -89,3 +126,33 @@ def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
         figures = dict(zip(figures, rates, strict=True))
     marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
     return {"settings": point.layout.settings(config), "needed_bytes": point.needed, **marks, **figures}
+
+
+def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int) -> None:
+    """Write a PNG of step time against memory; `available`: HBM of a device, `chosen`: the fastest compiled point. Raises OSError."""
+    compiled = [point for point in points if point.compiled and point.fits]
+    top = 1.1 * max(point.step_s for point in compiled if point.step_s < 2 * chosen.step_s)  # slower ones are of no interest
+    predicted = [point for point in points if not point.compiled and point.step_s < top]
+    leaner = sorted((point for point in predicted if point.frontier), key=lambda point: point.needed)
+    refused = [point.needed / GIB for point in points if not point.fits]
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="HBM that a device needs, GiB", ylabel="step time, s")
+    axes.scatter(*_coordinates(predicted[:: 1 + len(predicted) // MOST_PREDICTED]), s=8, color="0.8", label="predicted")
+    if leaner:
+        axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label="predicted, with less memory than was compiled")
+    axes.scatter(*_coordinates(compiled), s=45, color="tab:blue", zorder=3, label="compiled")
+    axes.scatter(*_coordinates([chosen]), s=190, color="tab:orange", marker="*", zorder=4, label=f"chosen: {duration(chosen.step_s)}")
+    if refused:
+        axes.scatter(refused, [chosen.step_s] * len(refused), s=45, color="tab:red", marker="x", zorder=3, label="compiled, does not fit")
+    axes.axvline(available / GIB, color="tab:red", linewidth=1, label=f"HBM: {available / GIB:.1f} GiB")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0.97 * chosen.step_s, top)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
+    FigureCanvasAgg(figure)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+
+
+def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.needed / GIB for point in points], [point.step_s for point in points]

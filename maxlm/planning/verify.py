@@ -39,14 +39,14 @@ class Verdict:
 def verify(config: Config, topology: Topology) -> Verdict:
     """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
     from maxlm.compiler.aot import build, compile_program
-    from maxlm.cost.report import price
+    from maxlm.cost.step_cost import program_cost
     from maxlm.hlo.parser import read
 
     program = build(config, topology)
     step = compile_program(program, topology)
     parts = None
     if step.fits:
-        cost = price(program, read(step.text), topology)
+        cost = program_cost(program, read(step.text), topology)
         host_s = sum(traffic.exposed_s for traffic in cost.traffic if traffic.link == "host")
         work_s = cost.matmul_s + cost.kernel_s  # a kernel that is not of attention multiplies matrices
         parts = (work_s, cost.attention_s, cost.memory_s, cost.exposed_s - host_s, host_s)

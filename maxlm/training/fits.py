@@ -14,13 +14,12 @@ import jax
 
 from maxlm.config import UserError
 from maxlm.config.schema import Config, ModelConfig, Section
-from maxlm.hardware.chips import chip_of
+from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.models import count_parameters
 
 FLOAT32, INT32 = 4, 4  # bytes
 ARRAYS = 5  # of a batch, each of int32 or float32
-VMEM_BYTES = 128 << 20  # of a TPU: what its compiler keeps there takes nothing of its HBM
 THREADS = 2**15  # at once in one process: more are refused by Linux as it is set up, and make nothing faster
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def memory_of_a_device(device: jax.Device, processes: int) -> int | None:
     chip = chip_of(device.device_kind)
     stated = (device.memory_stats() or {}).get("bytes_limit")
     limit = stated or (None if chip is None else chip.hbm_bytes_per_device)
-    return limit + VMEM_BYTES if limit is not None and device.platform == "tpu" else limit
+    return limit + MOST_VMEM_BYTES if limit is not None and device.platform == "tpu" else limit  # what XLA keeps in VMEM takes no HBM
 
 
 _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, data.seq_len or what memory.remat keeps"

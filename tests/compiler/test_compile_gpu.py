@@ -13,11 +13,11 @@ import pytest
 import maxlm
 from maxlm.compiler import aot, gpu_compiler
 from maxlm.config.errors import UserError
-from maxlm.cost import roofline
-from maxlm.cost.collectives import DCN_S, SWITCH_S, SWITCH_SHARE, AxisLinks, Network
+from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.cost.efficiency import GPU_ATTENTION_SHARES, GPU_HBM_SHARE, GPU_LAUNCH_S, GPU_MATMUL_SHARE, NVLINK_SHARE
 from maxlm.cost.mesh_links import axis_links, within_slice
 from maxlm.cost.step_cost import estimate
-from maxlm.hardware.chips import CHIPS, GPU_MEMORY_SHARE
+from maxlm.hardware.chips import CHIPS, DCN_S, GPU_MEMORY_SHARE, SWITCH_S, chip_named
 from maxlm.hardware.topologies import parse
 from maxlm.hlo import parser
 
@@ -60,7 +60,7 @@ def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
         assert any("mosaic_gpu" in line and kernel in line for line in program.splitlines()), f"{kernel} is not in the program"
     memory, time = report["hbm"], report["time"]
     assert sum(part["bytes"] for part in memory["parts"]) == memory["needed_bytes"]
-    assert 0 < memory["needed_bytes"] < memory["available_bytes"] == int(GPU_MEMORY_SHARE * gpu_compiler.MEMORY_BYTES["H200"])
+    assert 0 < memory["needed_bytes"] < memory["available_bytes"] == int(GPU_MEMORY_SHARE * chip_named("h200").driver_bytes)
     assert time["calibrated"] is False and 0 < time["mfu"] < 1 and time["attention_s"] > 0
     said = {(row["opcode"], *row["axes"], row["link"]) for row in report["communication"]}
     assert {("all-gather", "fsdp", "ici"), ("reduce-scatter", "fsdp", "ici")} <= said
@@ -70,10 +70,10 @@ def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
 def test_a_matmul_is_charged_by_its_flops_and_a_small_one_by_its_bytes():
     cost = estimate(parser.read(MATMUL), H200, {}, {})
     flops = 2 * 4096 * 8192 * 4096
-    assert (cost.matmul_flops, cost.matmul_s) == (flops, pytest.approx(roofline.LAUNCH_S + flops / (roofline.MATMUL_SHARE * 989e12)))
+    assert (cost.matmul_flops, cost.matmul_s) == (flops, pytest.approx(GPU_LAUNCH_S + flops / (GPU_MATMUL_SHARE * 989e12)))
     row = estimate(parser.read(MATMUL.replace("bf16[4096,", "bf16[1,")), H200, {}, {})
     moved = 2 * (8192 + 8192 * 4096 + 4096)
-    assert row.matmul_s == pytest.approx(roofline.LAUNCH_S + moved / (roofline.HBM_SHARE * 4.8e12))
+    assert row.matmul_s == pytest.approx(GPU_LAUNCH_S + moved / (GPU_HBM_SHARE * 4.8e12))
 
 
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dq", 3), ("dkv", 4)])
@@ -81,14 +81,14 @@ def test_our_attention_is_known_by_its_place_and_counted_by_its_queries(name, ma
     cost = estimate(parser.read(ATTENTION.replace("\\\n", "").replace("hopper_forward", f"hopper_{name}")), H200, {}, {})
     assert cost.attention_flops == matmuls * 2 * (4096 * 4096 // 2) * 2 * 8 * 64  # of half the pairs, for 2 rows of 8 heads
     assert cost.assumed == (f"attention_hopper_{name}",)
-    share = roofline.ATTENTION_SHARES[name != "forward"]
-    assert cost.attention_s == pytest.approx(roofline.LAUNCH_S + cost.attention_flops / (share * 989e12))
+    share = GPU_ATTENTION_SHARES[name != "forward"]
+    assert cost.attention_s == pytest.approx(GPU_LAUNCH_S + cost.attention_flops / (share * 989e12))
 
 
 def test_a_host_is_a_switch_and_hosts_are_joined_by_the_network():
     network = Network(H200, {"fsdp": 8}, {"fsdp": AxisLinks()})
     inside = network.seconds("all-gather", 10**9, ("fsdp",), 8)
-    assert inside == pytest.approx(SWITCH_S + 7 / 8 * 1e9 / (SWITCH_SHARE * 450e9))
+    assert inside == pytest.approx(SWITCH_S + 7 / 8 * 1e9 / (NVLINK_SHARE * 450e9))
     assert network.seconds("all-reduce", 10**9, ("fsdp",), 8) == pytest.approx(2 * inside - SWITCH_S)
     hosts = Network(H200, {"fsdp": 16}, {"fsdp": AxisLinks(slices=2)})
     assert hosts.seconds("all-gather", 10**9, ("fsdp",), 16) == pytest.approx(inside + 1e9 / 8 / 2 / 5e10 + DCN_S)

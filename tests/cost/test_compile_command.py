@@ -12,7 +12,7 @@ from maxlm import cli
 from maxlm.compiler import aot, program_cache
 from maxlm.config import UserError
 from maxlm.cost import advice, compile_command
-from maxlm.cost.compile_command import meant
+from maxlm.cost.compile_command import load_for_machine
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
@@ -205,7 +205,7 @@ def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
 
 def test_the_machine_of_the_command_line_replaces_that_of_the_config():
     said = ["cluster.topology=v5p:4x4x4", "cluster.accelerator=v5p-128", "mesh.data=2"]
-    loaded, machine = compile_command.meant("tiny", said, "v5e:4x4", 2)
+    loaded, machine = compile_command.load_for_machine("tiny", said, "v5e:4x4", 2)
     config = loaded.config
     assert (machine.name, machine.slices, machine.devices) == ("v5e:4x4", 2, 32)
     assert (config.cluster.topology, config.cluster.accelerator) == ("v5e:4x4", None)
@@ -254,7 +254,7 @@ def test_a_model_alone_is_compiled_and_what_is_assumed_is_said(capfd, monkeypatc
         asked.append(config)
         raise UserError("not here")
 
-    monkeypatch.setattr("maxlm.cost.report.examine", examine)
+    monkeypatch.setattr("maxlm.cost.compile_report.examine", examine)
     Path("alone.yml").write_text(TINY[: TINY.index("data:")], encoding="utf-8")
     _, _, err = run(capfd, "alone", "--topology", "v5e:2x2", "data.seq_len=512")
     assert asked[0].tokens_per_step == 4 * 512  # a sequence a device
@@ -263,5 +263,5 @@ def test_a_model_alone_is_compiled_and_what_is_assumed_is_said(capfd, monkeypatc
 
 
 def test_one_slice_of_a_config_for_several_needs_no_other_change():
-    loaded, machine = meant("runs/llama3-405b-2x-v6e-256", ["train.global_batch=512"], None, 1, any_mesh=True)
+    loaded, machine = load_for_machine("runs/llama3-405b-2x-v6e-256", ["train.global_batch=512"], None, 1, any_mesh=True)
     assert (machine.slices, loaded.config.mesh.across_slices) == (1, "data")

@@ -5,9 +5,10 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
+from maxlm.cost.efficiency import GROUPED_SHARE, HBM_SHARE
 from maxlm.cost.expert_matmuls import GroupedMatmul, read
-from maxlm.cost.step_cost import CLOCK_HZ, GROUPED_SHARE, HBM_SHARE, estimate
-from maxlm.hardware.chips import CHIPS
+from maxlm.cost.step_cost import estimate
+from maxlm.hardware.chips import CHIPS, chip_named
 from maxlm.hlo import parser
 from maxlm.kernel_lab import counted
 from maxlm.kernels.grouped_matmul import tpu
@@ -69,7 +70,7 @@ def said(shape, part, chip):
 @pytest.mark.parametrize(("chip", "shape"), COUNTED)
 def test_the_formula_says_what_was_counted(chip, shape, part):
     thousands = COUNTED[chip, shape][list(PARTS).index(part)]
-    assert said(SHAPE[shape], part, chip) == pytest.approx(1e3 * thousands / CLOCK_HZ[chip], rel=0.1)
+    assert said(SHAPE[shape], part, chip) == pytest.approx(1e3 * thousands / chip_named(chip).clock_hz, rel=0.1)
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ import jax
 import pytest
 from tiny import tiny_config
 
-from maxlm.cost.memory import _Names, kept_sizes, state_parts
+from maxlm.cost.memory import _BufferNames, kept_sizes, state_parts
 from maxlm.hlo.liveness import at_peak
 from maxlm.hlo.parser import Shape, read
 from maxlm.models import count_parameters
@@ -154,7 +154,7 @@ def test_buffers_of_experts_have_names(mesh):
     sizes = {"fsdp": 1, "tensor": 1, "expert": 1} | mesh
     model = {"vocab_size": 1056, "d_model": 128, "moe": {**MIXTURE, "n_experts": 32}, "mtp_depth": 1, "n_layers": 4}
     config = tiny_config(model=model, mesh=mesh, memory={"remat": ("gate", "up")}, train={"global_batch": 64})
-    names = _Names(build_program(config, build_mesh(config, jax.devices())))
+    names = _BufferNames(build_program(config, build_mesh(config, jax.devices())))
     tokens = config.train.global_batch * config.data.seq_len // (sizes["fsdp"] * sizes["expert"])
     experts, inside = 32 // sizes["expert"], 48 // sizes["tensor"]
     rows = 2 * tokens if sizes["expert"] == 1 else -(-9 * 2 * tokens // (8 * 128)) * 128  # room for an eighth more

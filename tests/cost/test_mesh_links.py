@@ -3,9 +3,9 @@
 import pytest
 
 from maxlm.cost.collectives import AxisLinks
-from maxlm.cost.cross_slice import with_slices
 from maxlm.cost.mesh_links import links_of
-from maxlm.cost.step_cost import CLOCK_HZ, StepCost
+from maxlm.cost.step_cost import StepCost, with_slices
+from maxlm.hardware.chips import chip_named
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
@@ -56,6 +56,6 @@ def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
     (row,) = step_between_slices(0).traffic
     assert (row.axes, row.opcode, row.link, row.count, row.bytes) == (("data",), "all-reduce", "dcn", 1, 4 * 2**20)
     assert row.seconds == pytest.approx(2 * 4 * 2**20 / 2 / chip.dcn_bytes_per_s, rel=0.05)  # half goes and half comes, twice
-    cost = step_between_slices(round(share * row.seconds * CLOCK_HZ["v5e"]))
+    cost = step_between_slices(round(share * row.seconds * chip_named("v5e").clock_hz))
     assert cost.exposed_s == pytest.approx(row.seconds * max(0.0, 1 - share), rel=1e-3)
     assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)

@@ -7,8 +7,9 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.cost.collectives import AxisLinks, Network
-from maxlm.cost.step_cost import ATTENTION_SHARES, CLOCK_HZ, HBM_SHARE, LATENCY_S, OUR_ATTENTION_SHARES, StepCost, estimate
-from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.cost.efficiency import ATTENTION_SHARES, HBM_SHARE, OUR_ATTENTION_SHARES
+from maxlm.cost.step_cost import StepCost, estimate
+from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, Chip, chip_named
 from maxlm.hlo import parser
 from maxlm.hlo.hbm_traffic import moved_bytes
 from maxlm.hlo.op_flops import attention_flops, matmul_flops
@@ -85,7 +86,11 @@ def test_matmul_flops_are_those_of_the_model():
 @pytest.mark.parametrize("name", CASES)
 def test_compute_is_cycles_over_the_clock_or_less(name):
     module = parser.read((PROGRAMS / f"{name}.hlo").read_text())
-    cycles = {run.op.name: run.times * run.op.cycles / CLOCK_HZ[CASES[name][0]] for run in module.executed() if run.op.cycles is not None}
+    cycles = {
+        run.op.name: run.times * run.op.cycles / chip_named(CASES[name][0]).clock_hz
+        for run in module.executed()
+        if run.op.cycles is not None
+    }
     charged = {op.name: op.seconds for op in price(name).top if op.kind in ("matmul", "memory") and op.name in cycles}
     assert charged and all(0 < seconds <= cycles[op] * 1.000001 for op, seconds in charged.items())
     assert sum(charged.values()) > 0.3 * sum(cycles[op] for op in charged)
@@ -100,7 +105,9 @@ ENTRY %main () -> () {
 """
 
 
-@pytest.mark.parametrize(("cycles", "charged"), [(1000, 1000 / CLOCK_HZ["v5e"]), (10**9, LATENCY_S + 10e6 / (HBM_SHARE * 819e9))])
+@pytest.mark.parametrize(
+    ("cycles", "charged"), [(1000, 1000 / chip_named("v5e").clock_hz), (10**9, HBM_LATENCY_S + 10e6 / (HBM_SHARE * 819e9))]
+)
 def test_an_operation_takes_no_longer_than_what_it_moves(cycles, charged):
     assert estimate(parser.read(SUM.replace("CYCLES", str(cycles))), CHIP["v5e"], {}, {}).memory_s == pytest.approx(charged)
 
@@ -176,7 +183,7 @@ ENTRY %main () -> () {{
 def test_exposed_is_what_compute_between_start_and_done_does_not_cover(share):
     network = Network(CHIP["v5p"], {"fsdp": 4}, {"fsdp": AxisLinks()})
     seconds = network.seconds("all-gather", 8_000_000, ("fsdp",), 4)
-    module = parser.read(OVERLAP.format(cycles=round(share * seconds * CLOCK_HZ["v5p"])))
+    module = parser.read(OVERLAP.format(cycles=round(share * seconds * chip_named("v5p").clock_hz)))
     cost = estimate(module, CHIP["v5p"], {"fsdp": 4}, ring({"fsdp": 4}))
     assert cost.exposed_s == pytest.approx(max(0.0, 1 - share) * seconds, abs=1e-9)
     assert cost.total_s == pytest.approx(max(1.0, share) * seconds, abs=1e-9)
@@ -212,7 +219,7 @@ ENTRY %main () -> () {{
 def test_a_gather_one_turn_ahead_is_hidden_by_both_turns(share):
     """Started in one turn and awaited in the next: the compute after the start and that before the done both cover it."""
     seconds = Network(CHIP["v5p"], {"fsdp": 4}, {"fsdp": AxisLinks()}).seconds("all-gather", 8_000_000, ("fsdp",), 4)
-    module = parser.read(AHEAD.format(cycles=round(share * seconds * CLOCK_HZ["v5p"])))
+    module = parser.read(AHEAD.format(cycles=round(share * seconds * chip_named("v5p").clock_hz)))
     cost = estimate(module, CHIP["v5p"], {"fsdp": 4}, ring({"fsdp": 4}))
     assert cost.exposed_s == pytest.approx(10 * max(0.0, 1 - 2 * share) * seconds, abs=1e-8)
     assert [row.count for row in cost.traffic] == [10]

@@ -17,7 +17,7 @@ from maxlm.config.loader import find, load
 from maxlm.hardware.topologies import parse
 from maxlm.planning import explore
 from maxlm.planning.layouts import Layout, layout_of, layouts
-from maxlm.planning.plan import analytic
+from maxlm.planning.plan import analytic_model
 from maxlm.planning.plan_yaml import as_yaml
 from maxlm.planning.verify import Compiler, Verdict, verify
 
@@ -152,7 +152,7 @@ def test_topologies_are_compared(capfd, monkeypatch):
 
     def stand_in(self, config, topology):
         own = layout_of(config, topology.devices)
-        said = analytic(config, topology).estimate(own)
+        said = analytic_model(config, topology).estimate(own)
         answers.append(topology.name)
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
 
@@ -231,7 +231,7 @@ def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
 
 
 def test_a_layout_of_one_device_says_so():
-    from maxlm.planning.table import words
+    from maxlm.planning.plan import describe
 
     one = Layout((("data", 1), ("fsdp", 1), ("tensor", 1), ("expert", 1)), 1, 8)
-    assert words(one) == "one device, loss in 8; full"
+    assert describe(one) == "one device, loss in 8; full"

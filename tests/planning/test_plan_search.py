@@ -7,7 +7,7 @@ import pytest
 from test_plan_model import LARGE, analytic
 
 from maxlm.config.loader import load
-from maxlm.planning.calibrate import Found, predict
+from maxlm.planning.calibrate import Trial, predict
 from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, begin, explore
 from maxlm.planning.frontier import points, rows
 from maxlm.planning.layouts import layout_of, layouts
@@ -128,7 +128,7 @@ def test_the_model_believes_the_compiler():
     said = MODEL.estimate(own)
     verdict = Verdict(said.state + 2 * said.temporaries, AVAILABLE, tuple(1.5 * part for part in said.parts), 1.0, cached=False)
     far = next(one for one in SPACE if one.remat == "none" and one.sizes["tensor"] == 8)
-    found = predict([own, far], [said, MODEL.estimate(far)], [Found(own, said, verdict)])
+    found = predict([own, far], [said, MODEL.estimate(far)], [Trial(own, said, verdict)])
     near_s, far_s = (step / sum(MODEL.estimate(one).parts) for step, one in zip(found.step_s_N, (own, far), strict=True))
     assert near_s == pytest.approx(1.5, rel=0.03)
     assert 1 < far_s < near_s

@@ -15,7 +15,7 @@ from maxlm.config.schema import Config
 from maxlm.hardware.topologies import parse
 from maxlm.planning.explore import MOST_COMPILES, begin, explore
 from maxlm.planning.layouts import Layout, layouts
-from maxlm.planning.plan import analytic
+from maxlm.planning.plan import analytic_model
 from maxlm.planning.verify import verify
 
 NOISE = 0.005
@@ -57,7 +57,7 @@ def space(config: Config) -> list[Layout]:
 @few_and_all
 def test_what_is_dropped_would_be_refused(few, tmp_path):
     config = read(LARGE, tmp_path)
-    dropped = begin(space(config), analytic(config, TOPOLOGY), available_hbm(TOPOLOGY)).too_large
+    dropped = begin(space(config), analytic_model(config, TOPOLOGY), available_hbm(TOPOLOGY)).too_large
     assert len(dropped) > 4
     for one in dropped[:: len(dropped) // 3] if few else dropped:
         assert not verify(one.apply(config), TOPOLOGY).fits, one
@@ -66,7 +66,7 @@ def test_what_is_dropped_would_be_refused(few, tmp_path):
 @few_and_all
 def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     config = read(TINY, tmp_path)
-    model, offered = analytic(config, TOPOLOGY), space(config)
+    model, offered = analytic_model(config, TOPOLOGY), space(config)
     if few:
         offered = [one for one in offered if one.sizes["fsdp"] == 4 and one.microbatches == 1 and one.remat in ("full", "dots", ALL)]
     everything = {one: verify(one.apply(config), TOPOLOGY) for one in offered}
@@ -79,14 +79,14 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     fastest = min(verdict.step_s for verdict in everything.values())
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)
-    assert len(everything) == search.counted == len(search.open) + len(search.found) + len(search.too_slow) + len(search.too_large)
+    assert len(everything) == search.counted == len(search.open) + len(search.trials) + len(search.too_slow) + len(search.too_large)
 
 
 @pytest.mark.soak
 @few_and_all
 def test_the_bounds_of_experts_are_true(few, tmp_path):
     config = read(EXPERTS, tmp_path)
-    model, offered = analytic(config, TOPOLOGY), [one for one in space(config) if one.microbatches == 1]
+    model, offered = analytic_model(config, TOPOLOGY), [one for one in space(config) if one.microbatches == 1]
     if few:
         (one,) = [one for one in offered if (one.sizes["expert"], one.remat) == (4, ALL)]
         offered = [one]

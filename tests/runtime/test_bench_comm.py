@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from small_run import command, environment, free_port
 
 from maxlm.config.errors import UserError
-from maxlm.cost.bus_bandwidth import bus_limit
+from maxlm.cost.mesh_links import bus_limit
 from maxlm.hardware.chips import chip_of
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import device_groups

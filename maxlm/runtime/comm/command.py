@@ -55,7 +55,7 @@ class Request:
 def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bool) -> int:
     """Measure, and print a table an axis, or one JSON object, on process 0; 0. Raises UserError, before anything is measured.
 
-    `named`: what the command line says of the cluster; `limit`: see `maxlm.cost.bus_bandwidth.bus_limit`.
+    `named`: what the command line says of the cluster; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
     """
     if request.out is not None and not request.out.absolute().parent.is_dir():
         raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")

@@ -1,0 +1,278 @@
+"""The figures of a compiled step, as a table for a console and as JSON: the report of `maxlm compile`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from maxlm.compiler.aot import CompiledStep, build, compile_program
+from maxlm.config.schema import Config
+from maxlm.cost import advice
+from maxlm.cost.advice import Suggestion, place, surprise
+from maxlm.cost.memory import MemoryPart, divide_memory
+from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.step_cost import StepCost, program_cost
+from maxlm.hardware.chips import GIB
+from maxlm.hardware.topologies import Topology
+from maxlm.hlo.parser import read
+from maxlm.models import count_parameters, step_flops
+from maxlm.telemetry.formatting import count, duration, percent
+
+MOST_ROWS = 12  # of a table; --json has them all
+
+
+@dataclass(frozen=True)
+class Report:
+    """A compiled step in figures. `cost` is None when it does not fit, and then `suggestions` say what would; bytes are of one device."""
+
+    config: Config
+    topology: Topology
+    mesh: dict[str, int]
+    parameters: int
+    model_flops: float  # of one step, all devices, no recomputation counted
+    step: CompiledStep
+    parts: tuple[MemoryPart, ...]  # of HBM; sums to step.needed
+    cost: StepCost | None
+    remarks: tuple[str, ...]
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the chips' peak FLOPs in the predicted time."""
+        if self.cost is None or self.cost.total_s == 0:
+            return None
+        return self.model_flops / (self.cost.total_s * self.topology.devices * self.topology.chip.peak_bf16_flops_per_device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. Seconds, bytes and FLOPs; bytes and times of one device, tokens and model FLOPs of all."""
+        topology, step = self.topology, self.step
+        memory = {
+            "available_bytes": step.available,
+            "needed_bytes": step.needed,
+            "missing_bytes": step.missing,
+            "host_bytes": step.memory.host if step.memory else None,
+            "parts": [asdict(part) for part in self.parts],
+        }
+        return {
+            "run": self.config.run.name,
+            "topology": topology.name,
+            "slices": topology.slices,
+            "chips": topology.chips,
+            "devices": topology.devices,
+            "hosts": topology.hosts,
+            "mesh": self.mesh,
+            "parameters": self.parameters,
+            "tokens_per_step": self.config.tokens_per_step,
+            "model_flops": self.model_flops,
+            "fits": step.fits,
+            "hbm": memory,
+            "time": self._time_json(),
+            "communication": [asdict(traffic) | {"remark": advice.surprise(traffic)} for traffic in self.cost.traffic] if self.cost else [],
+            "warnings": list(self.remarks),
+            "would_fit": [
+                {"settings": dict(way.settings), "needed_bytes": way.used, "available_bytes": way.available} for way in self.suggestions
+            ],
+            "compile": {"seconds": step.seconds, "cached": step.cached},
+        }
+
+    def _time_json(self) -> dict[str, Any] | None:
+        if self.cost is None:
+            return None
+        cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
+        tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
+        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, "mfu": self.mfu, "tokens_per_s": tokens, **cost}
+
+
+def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> Report:
+    """Compile the step of `config` for `topology` and gather its figures; `tell` shows progress. Raises UserError."""
+    tell(f"compiling the training step of {config.run.name} for {topology.name}")
+    program = build(config, topology)
+    step = compile_program(program, topology)
+    sizes = dict(program.mesh.shape)
+    module = read(step.text) if step.fits else None
+    cost, remarks, suggestions = None, [], []
+    parts = divide_memory(program, step, module)
+    if module is not None:
+        cost = program_cost(program, module, topology)
+        remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
+    else:
+        state = sum(part.bytes for part in parts if part.group == "state")
+        shards = topology.devices // sizes["data"]
+        hopeless = too_small(topology, state * shards, step.available)
+        remarks = [hopeless] if hopeless else []
+        suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, tell)
+    return Report(
+        config=config,
+        topology=topology,
+        mesh=sizes,
+        parameters=count_parameters(config.model),
+        model_flops=step_flops(config),
+        step=step,
+        parts=parts,
+        cost=cost,
+        remarks=tuple(remarks),
+        suggestions=tuple(suggestions),
+    )
+
+
+def too_small(topology: Topology, state: int, available: int) -> str:
+    """An error message if no mesh of this machine can hold `state` bytes of parameters and optimizer in total, else empty."""
+    least = state / topology.devices
+    if least <= available:
+        return ""
+    chips = -(-state // (available * topology.chip.devices_per_chip))
+    return (
+        f"No mesh fits: parameters and optimizer take {least / GIB:.1f} GiB a chip when split over all {topology.chips:,} chips, "
+        f"{(least - available) / GIB:.1f} GiB more than they have; at least {chips:,} chips are needed."
+    )
+
+
+def show(report: Report, console: Console) -> None:
+    """Print `report`."""
+    _header(report, console)
+    _memory(report, console)
+    if report.cost is not None:
+        _time(report, console)
+        _communication(report, console)
+    if report.remarks:
+        _title(console, "Warnings" if report.step.fits else "Why, and what to do")
+        for remark in report.remarks:
+            _line(console, f"- {remark}")
+    elif not report.step.fits:
+        _ways(report, console)
+
+
+def _header(report: Report, console: Console) -> None:
+    config, topology = report.config, report.topology
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items() if size > 1) or "one device"
+    slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
+    parts = f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""
+    batch = f"{config.train.global_batch:,} x {config.data.seq_len:,}{parts}"
+    _line(console, f"{config.run.name}: {count(report.parameters)} parameters, {count(config.tokens_per_step)} tokens a step ({batch})")
+    where = f"{_counted(topology.chips, 'chip')} on {_counted(topology.hosts, 'host')}"
+    _line(console, f"{slices}{topology.name}: {where}; mesh {mesh}")
+    verb = "compiled" if report.step.fits else "refused by the compiler"
+    _line(console, f"{verb}{' before,' if report.step.cached else ''} in {duration(report.step.seconds)}")
+
+
+def _memory(report: Report, console: Console) -> None:
+    step = report.step
+    holder = "chip" if report.topology.chip.devices_per_chip == 1 else "device (half a chip)"
+    if step.fits:
+        summary = f"{size(step.needed)} of {size(step.available)} a {holder}, {percent(1 - step.needed / step.available)} free"
+    else:
+        summary = f"does not fit: at least {size(step.needed)} of {size(step.available)} a {holder}, {size(step.missing)} too much"
+    _title(console, f"HBM: {summary}")
+    rows = []
+    previous = ""
+    for part in report.parts:
+        group = part.group if part.group != previous else ""
+        previous = part.group
+        rows.append((group, part.name if part.name != part.group else "", size(part.bytes), percent(part.bytes / step.available)))
+    if step.fits:
+        rows.append(("free", "", size(step.available - step.needed), percent(1 - step.needed / step.available)))
+    _table(console, ("", "", ">", ">"), rows)
+    if step.memory is not None and step.memory.host:
+        _line(console, f"  and {size(step.memory.host)} of host memory")
+
+
+def _time(report: Report, console: Console) -> None:
+    cost = report.cost
+    assert cost is not None
+    total = cost.total_s or 1.0
+    tokens = report.config.tokens_per_step / total
+    mfu = f"MFU {percent(report.mfu)}, " if report.mfu is not None else ""
+    _title(
+        console,
+        f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s ({'predicted' if report.topology.is_tpu else 'a guess'})",
+    )
+    kinds = {
+        "matmul": ("#", cost.matmul_s),
+        "attention": ("@", cost.attention_s),
+        "other": ("+", cost.kernel_s),
+        "memory-bound": (".", cost.memory_s),
+        "exposed communication": ("!", cost.exposed_s),
+    }
+    width = max(10, min(console.width - 6, 72))
+    _line(console, f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
+    parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
+    _line(console, "  " + "   ".join(parts))
+    longest = [
+        (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
+        for op in cost.top[:8]
+    ]
+    _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
+
+
+def _communication(report: Report, console: Console) -> None:
+    cost = report.cost
+    assert cost is not None
+    if not cost.traffic:
+        _title(console, "Communication: none")
+        return
+    _title(console, f"Communication: {duration(cost.exposed_s)} exposed, {duration(cost.hidden_s)} hidden behind compute")
+    table = []
+    axes = list(report.mesh)
+    rows = sorted(cost.traffic, key=lambda t: axes.index(t.axes[0]) if t.axes and t.axes[0] in axes else len(axes))
+    longest = sorted(rows, key=lambda t: -t.seconds)[:MOST_ROWS]
+    for traffic in (row for row in rows if row in longest):
+        mark = "! " if surprise(traffic) else ""
+        opcode = traffic.opcode if traffic.how == "sync" else f"{traffic.opcode} ({traffic.how})"
+        size = f"{traffic.bytes / 1e6:,.1f}" if traffic.bytes < 1e7 else f"{traffic.bytes / 1e6:,.0f}"
+        exposed = duration(traffic.exposed_s) if traffic.exposed_s else "hidden"
+        row = (" ".join(traffic.axes), mark + opcode, f"{traffic.count:,}", size, traffic.link, duration(traffic.seconds), exposed)
+        table.append((*row, place(traffic.where)))
+    _table(console, ("axis", "collective", ">count", ">MB a step", "link", ">time", ">exposed", "where"), table)
+    if len(rows) > len(longest):
+        _line(console, f"  and {len(rows) - len(longest)} smaller ones (--json lists them)")
+
+
+def _ways(report: Report, console: Console) -> None:
+    if not report.suggestions:
+        _title(console, "No smaller setting that was tried fits: take more chips, or a smaller model")
+        return
+    _title(console, "It would fit with, each checked by compiling:")
+    for way in report.suggestions:
+        _line(console, f"  {way}   ({size(way.used)} of {size(way.available)})")
+
+
+def _bar(shares: list[tuple[str, float]], width: int) -> str:
+    """A bar of `width` characters; ends are rounded, so that the lengths add up."""
+    drawn, reached = "", 0.0
+    for mark, share in shares:
+        reached += share
+        drawn += mark * (round(reached * width) - len(drawn))
+    return drawn
+
+
+def _table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print an indented table; `>` before a name aligns its column to the right, and only the last column is wrapped."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(name.lstrip(">") for name in header))
+    for number, name in enumerate(header):
+        last = number == len(header) - 1
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=not last, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _title(console: Console, text: str) -> None:
+    console.print()
+    console.print(text, style="bold", markup=False, highlight=False)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' if number != 1 else ''}"
+
+
+def size(number: int) -> str:
+    """Bytes as GiB, or as MiB where that says more."""
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.1f} MiB"

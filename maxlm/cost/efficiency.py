@@ -1,0 +1,30 @@
+"""Shares of peak arithmetic and bandwidth that programs reach: measured, counted in machine code or read off compiled programs.
+
+Shares are of the bf16 peak and of the stated HBM bandwidth of a chip in `maxlm.hardware.chips`; pairs are (forward, backward).
+"""
+
+# Attention, of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash kernels reach at best 0.42 to
+# 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x: the vector unit, which softmax keeps busy, did not
+# grow with the matrix unit.
+ATTENTION_SHARES = {"v4": (0.45, 0.7), "v5e": (0.45, 0.7), "v5p": (0.45, 0.7), "v6e": (0.23, 0.36), "tpu7x": (0.23, 0.36)}
+# Our attention kernels, by `maxlm kernels report --shape llama-8k`. On v5e and v5p the matrix unit is what limits them, with 0.94 of its
+# time spent on pairs that causality leaves, and they are charged as XLA's own matmuls are, with 0.85 of that.
+OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.47), "tpu7x": (0.5, 0.5)}
+# Our matmuls of a gated feed-forward layer: `maxlm kernels report --operation gated_mlp` finds 0.98 and 0.87 on v6e with its waits for HBM.
+# It finds 0.94 of XLA's own, which XLA says reach 0.86, so ours are charged a tenth more.
+GATED_SHARES = (0.89, 0.79)
+GROUPED_SHARE = 0.70  # grouped matmuls that are not ours: they reload weights where groups meet within a tile
+MATMUL_SHARE = 0.85  # XLA's own large matmuls in a compiled program
+KERNEL_SHARE = 0.45  # other Pallas kernels
+HBM_SHARE = 0.9  # long copies
+
+# Large matmuls of Llama 3.1 8B as libtpu 0.0.42 compiled them, by which layouts are ranked before they are compiled.
+PREDICTED_MATMUL_SHARES = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}
+PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
+
+# GPUs: guesses from what others measured. No program of ours has run on a GPU that was timed.
+GPU_MATMUL_SHARE = 0.75  # cuBLAS reaches 0.78 to 0.81 at 8192^3 in bf16 on an H200, and less where a dim is 2048
+GPU_ATTENTION_SHARES = (0.5, 0.4)  # of what causality leaves; cuDNN's: 0.65 and 0.55 at 8,192 tokens and a head dim of 128
+GPU_HBM_SHARE = 0.85  # copies on an H200 reach 0.9
+GPU_LAUNCH_S = 2e-6  # from a kernel to the next
+NVLINK_SHARE = 0.8  # NCCL, of a GPU's links

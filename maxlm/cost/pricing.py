@@ -1,0 +1,153 @@
+"""Seconds, FLOPs and kind of one operation of a compiled program, on a TPU and on a GPU."""
+
+import re
+from typing import Protocol
+
+from maxlm.cost import expert_matmuls
+from maxlm.cost.efficiency import (
+    ATTENTION_SHARES,
+    GATED_SHARES,
+    GPU_ATTENTION_SHARES,
+    GPU_HBM_SHARE,
+    GPU_LAUNCH_S,
+    GPU_MATMUL_SHARE,
+    GROUPED_SHARE,
+    HBM_SHARE,
+    KERNEL_SHARE,
+    MATMUL_SHARE,
+    OUR_ATTENTION_SHARES,
+)
+from maxlm.hardware.chips import HBM_LATENCY_S, Chip
+from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
+from maxlm.hlo.op_flops import ATTENTION, attention_flops, is_backward, matmul_flops
+from maxlm.hlo.parser import Computation, Module, Op
+
+OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
+_BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
+_GATED = re.compile(r"gated_matmul_(forward|backward)")
+_GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
+_MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
+_PALLAS = "tpu_custom_call"
+_MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of the name of our attention kernels for GPUs
+_MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
+
+
+class OpPricing(Protocol):
+    """Cost of single operations. `assumed` and `uncharged` as in `StepCost`; `peak`: FLOP/s of a device."""
+
+    peak: float
+    assumed: set[str]
+    uncharged: set[str]
+
+    def seconds(self, op: Op, computation: Computation) -> float: ...
+    def kind(self, op: Op, computation: Computation) -> str: ...
+    def flops(self, op: Op, computation: Computation) -> int: ...
+
+
+class TpuPricing:
+    """Seconds of operations on a TPU: XLA's own cycles, and for Pallas kernels the FLOPs that they state."""
+
+    def __init__(self, module: Module, chip: Chip) -> None:
+        self.module, self.chip = module, chip
+        assert chip.clock_hz is not None, "every TPU has a clock"
+        self.clock_hz = chip.clock_hz
+        self.peak, self.tile = chip.peak_bf16_flops_per_device, chip.matrix_unit
+        self.attention_shares, self.our_shares = ATTENTION_SHARES[chip.name], OUR_ATTENTION_SHARES.get(chip.name)
+        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s_per_device
+        self.assumed: set[str] = set()
+        self.uncharged: set[str] = set()
+
+    def seconds(self, op: Op, computation: Computation) -> float:
+        if op.target == _PALLAS:
+            return self._kernel(op, computation)
+        if op.cycles is not None:
+            return min(op.cycles / self.clock_hz, self._apart(op, computation))
+        return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
+
+    def _apart(self, op: Op, computation: Computation) -> float:
+        """At most so many seconds: its matmuls, and then all that it reads and writes.
+
+        The machine code of libtpu 0.0.51 says so, where XLA's cycles do not: a sum over an array is charged 10.05 ms and moves it in 1.83,
+        a turned copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
+        """
+        work = matmul_flops(self.module, op, computation, self.tile)
+        return HBM_LATENCY_S + work / (MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
+
+    def kind(self, op: Op, computation: Computation) -> str:
+        if op.target == _PALLAS:
+            return "attention" if _is_attention(op) else "matmul" if _GATED.search(op.name) else "kernel"
+        return "matmul" if matmul_flops(self.module, op, computation) else "memory"
+
+    def flops(self, op: Op, computation: Computation) -> int:
+        if op.target != _PALLAS:
+            return matmul_flops(self.module, op, computation)
+        if grouped := expert_matmuls.read(op, computation):
+            return grouped.flops
+        causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
+        if op.stated is None:
+            return causal
+        return min(op.stated.flops, causal) if causal else op.stated.flops  # some state every pair, those that the mask hides as well
+
+    def _kernel(self, op: Op, computation: Computation) -> float:
+        name = op.name.split(".")[0]
+        flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
+        if grouped := expert_matmuls.read(op, computation):
+            return grouped.seconds(self.chip, moved, self.hbm)
+        if op.stated is None:
+            (self.assumed if flops else self.uncharged).add(name)
+        share = KERNEL_SHARE
+        if _is_attention(op):
+            shares = self.our_shares if self.our_shares and OURS.search(op.name) else self.attention_shares
+            share = shares[is_backward(op.name)]
+        elif _GATED.search(name):
+            share = GATED_SHARES[is_backward(op.name)]
+        elif _GROUPED.search(name):
+            share = GROUPED_SHARE
+        elif _MATMUL.search(name):
+            share = MATMUL_SHARE
+        return max(flops / (share * self.peak), moved / self.hbm)
+
+
+def _is_attention(op: Op) -> bool:
+    return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
+
+
+class GpuPricing:
+    """Seconds of operations on a GPU: XLA:GPU states no cycles, so each takes as long as its FLOPs or its bytes, whichever is longer."""
+
+    def __init__(self, module: Module, chip: Chip) -> None:
+        self.module = module
+        self.peak, self.hbm = chip.peak_bf16_flops_per_device, GPU_HBM_SHARE * chip.hbm_bytes_per_s
+        self.assumed: set[str] = set()
+        self.uncharged: set[str] = set()
+
+    def seconds(self, op: Op, computation: Computation) -> float:
+        if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
+            return 0.0
+        flops, kind = self.flops(op, computation), self.kind(op, computation)
+        share = GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else GPU_MATMUL_SHARE
+        if op.opcode == "custom-call":
+            (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
+        return GPU_LAUNCH_S + max(flops / (share * self.peak), moved_bytes(self.module, op, computation) / self.hbm)
+
+    def kind(self, op: Op, computation: Computation) -> str:
+        if op.opcode == "custom-call":
+            return "attention" if _is_gpu_attention(op) else "kernel"
+        return "matmul" if matmul_flops(self.module, op, computation) else "memory"
+
+    def flops(self, op: Op, computation: Computation) -> int:
+        return _gpu_attention_flops(op, computation) if _is_gpu_attention(op) else matmul_flops(self.module, op, computation)
+
+
+def _is_gpu_attention(op: Op) -> bool:
+    return op.target.startswith(_MOSAIC) and bool(ATTENTION.search(op.where))
+
+
+def _gpu_attention_flops(op: Op, computation: Computation) -> int:
+    """Of a causal kernel of ours on [batch, sequence, heads, head dim]: its matmuls over half of all pairs."""
+    operands = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    queries = max((shape for shape in operands if len(shape.dims) == 4), key=lambda shape: shape.elements, default=None)
+    if queries is None:
+        return 0
+    matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in op.where), _MATMULS["forward"])
+    return matmuls * queries.elements * queries.dims[1]

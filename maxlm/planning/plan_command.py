@@ -1,0 +1,86 @@
+"""The command `maxlm plan`: settings in, the fastest layout out, as a table, a chart and a config. Imports jax only for valid settings."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import find
+from maxlm.cost.compile_command import load_for_machine
+from maxlm.hardware.chips import GIB
+from maxlm.telemetry.formatting import duration
+
+if TYPE_CHECKING:
+    from maxlm.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line: config, overrides, machine, tokens of the whole run, and the file to write the plan to."""
+
+    name: str
+    overrides: tuple[str, ...]
+    topology: str | None
+    slices: int | None
+    tokens: float | None
+    out: Path | None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and not math.isfinite(self.tokens):
+            raise UserError(f"--tokens {self.tokens} is not a number of tokens: give one such as 15e12.")
+
+    @property
+    def file(self) -> Path:
+        """The config to write."""
+        return self.out if self.out is not None else Path(f"{find(self.name).stem}-planned.yml")
+
+
+def run(request: Request, *, as_json: bool) -> int:
+    """Find the layout, print and write it; 0 if one fits, else 2. Raises UserError."""
+    loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    if not topology.is_tpu:
+        raise UserError(f"{topology.name} is not a TPU, and maxlm plan has no cost model for GPUs; use for example --topology v5p:4x4x4.")
+    folder = request.file.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--out {request.file}: there is no folder {folder}; make it first.")
+    from maxlm.compiler.aot import leave_chips_alone
+
+    leave_chips_alone()
+    from maxlm.planning.plan import make_plan
+    from maxlm.planning.render import show, to_json
+
+    plan = make_plan(loaded, topology, request.tokens)
+    written, error = _write(request, plan)
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(plan, written)) + "\n")
+    else:
+        show(plan, written)
+    if error is not None:
+        raise error
+    return 0 if plan.chosen else 2
+
+
+def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, UserError | None]:
+    """Write config and chart of the chosen layout: (their paths, None), or (None, the error)."""
+    from maxlm.planning.plan import machine_name
+    from maxlm.planning.plan_yaml import as_yaml, write
+    from maxlm.planning.render import draw
+
+    chosen, config = plan.chosen, request.file
+    if chosen is None:
+        return None, None
+    chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
+    size = f"{chosen.verdict.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
+    remark = f"Chosen by `maxlm plan` for {machine}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
+    try:
+        write(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
+        star = next(point for point in plan.points if point.compiled and point.layout == chosen.layout)
+        draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, star, plan.search.available)
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        return None, UserError(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
+    return (config, chart), None
