@@ -158,7 +158,7 @@ def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dic
         for name in dict.fromkeys(names):
             found = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
             if name in ("gate", "up") and remat != "dots":
-                found += [rows * inside for inside in _padded(kind.inside // tensor)]
+                found += [rows * inside for inside in _padded(kind.expert_width // tensor)]
             for size in found:
                 if size and name not in sizes.get(size, ()):
                     sizes[size] = (*sizes.get(size, ()), name)
@@ -170,7 +170,7 @@ def _hidden(model: ModelConfig, tensor: int) -> set[int]:
     from maxlm.cost.model_shapes import layers
 
     found = {kind.widths["up"] // tensor for kind in layers(model)}
-    return (found | {size for kind in layers(model) for size in _padded(kind.inside // tensor)}) - {0}
+    return (found | {size for kind in layers(model) for size in _padded(kind.expert_width // tensor)}) - {0}
 
 
 def _padded(inside: int) -> tuple[int, int]:

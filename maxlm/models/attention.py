@@ -13,6 +13,7 @@ from maxlm.config.schema import ContextAttention, ModelConfig
 from maxlm.kernels.attention import Layout
 from maxlm.models.flops import attended_pairs
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, enter, matrix_size, project, rotate, score_gain, weight
+from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, mesh_axes
 from maxlm.parallel.context import context_attention, context_size
 
@@ -114,6 +115,16 @@ class AttentionBase(nnx.Module):
         pairs = attended_pairs(seq_len, self.window) if masked else seq_len**2
         return 6 * self.out_HKD.shape[-3] * head_dims * pairs / seq_len
 
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
+        raise NotImplementedError
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
+        made = {matmul.name: matmul.wide_out for matmul in self.matmuls()}
+        saved = {name: made[name] for name in ("query", "key", "value")}
+        return {**saved, "attention": self.matmuls()[-1].wide_in, "attention_out": made["attention_out"]}
+
 
 class Attention(AttentionBase):
     """Grouped-query attention (arXiv 2305.13245)."""
@@ -154,6 +165,10 @@ class Attention(AttentionBase):
         """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
         matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, 2 * self.query_DHK.shape[-1], masked=masked)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        weights = {"query": self.query_DHK, "key": self.key_DGK, "value": self.value_DGK}
+        return *(matmul_by(name, w, "out") for name, w in weights.items()), matmul_by("attention_out", self.out_HKD, "in", 2)
 
 
 def _layout() -> Layout:

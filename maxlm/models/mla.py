@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.config.schema import ContextAttention, LatentConfig, ModelConfig
 from maxlm.models.attention import HEADS, AttentionBase, Cache
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, enter, matrix_size, project, rotate, weight
+from maxlm.models.saved_tensors import Matmul, matmul_by
 
 # B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated; V of values
 
@@ -61,3 +62,18 @@ class LatentAttention(AttentionBase):
         """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
         matrices = matrix_size(self.query_down_DR, self.query_RHK, self.kv_down_DR, self.kv_RHK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, self.query_RHK.shape[-1] + self.latent.value_dim, masked=masked)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        rank, heads, _ = self.kv_RHK.shape[-3:]
+        return (
+            *(() if self.query_down_DR is None else (matmul_by("query_latent", self.query_down_DR, "rows"),)),
+            matmul_by("query", self.query_RHK, "out"),
+            matmul_by("latent", self.kv_down_DR, "rows"),
+            Matmul("key", rank, heads * self.latent.nope_dim, "out"),
+            Matmul("value", rank, heads * self.latent.value_dim, "out"),
+            matmul_by("attention_out", self.out_HKD, "in", 2),
+        )
+
+    def saved_tensors(self) -> dict[str, int]:
+        saved = super().saved_tensors()
+        return {**saved, "key": saved["query"]}  # with the rotated part, which heads share

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels import MlpLayout, gated_mlp, gated_mlp_problem
 from maxlm.models.layers import ACTIVATIONS, BETWEEN, ENTERING, constant, fenced, gated, matrix_size, project, weight
+from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import mesh_axes
 
 # B batch, S sequence, D width, F feed-forward width
@@ -62,6 +63,15 @@ class Mlp(nnx.Module):
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""
         return 6 * matrix_size(self.gate_DF, self.up_DF, self.down_FD)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
+        gate = () if self.gate_DF is None else (matmul_by("gate", self.gate_DF, "out"),)
+        return *gate, matmul_by("up", self.up_DF, "out"), matmul_by("mlp_out", self.down_FD, "in")
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
+        return {"gate": 0, **{matmul.name: matmul.wide_out for matmul in self.matmuls()}}
 
 
 def _layout() -> MlpLayout:

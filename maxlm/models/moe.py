@@ -14,6 +14,7 @@ from maxlm.models.forward import Forward
 from maxlm.models.layers import BETWEEN, constant, enter, gated, matrix_size, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
+from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
 from maxlm.parallel import constrain
 from maxlm.parallel.expert_rows import Weights
 from maxlm.parallel.experts import through_experts
@@ -89,6 +90,22 @@ class Moe(nnx.Module):
         chosen = self.config.top_k / self.config.n_experts
         routed = matrix_size(self.gate_DEF, self.up_DEF, self.down_DEF) * chosen
         return 6 * (matrix_size(self.router_DE) + routed) + (0 if self.shared is None else self.shared.flops_per_token())
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run: the router's, the experts', those of shared experts."""
+        width, experts, hidden = self.up_DEF.shape[-3:]
+        side_by_side = experts, self.config.top_k
+        return (
+            matmul_by(ROUTER, self.router_DE, "rows"),
+            Matmul("gate", width, hidden, "out", *side_by_side),
+            Matmul("up", width, hidden, "out", *side_by_side),
+            Matmul("mlp_out", hidden, width, "in", *side_by_side),
+            *(() if self.shared is None else self.shared.matmuls()),
+        )
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep; `gate` and `up` of experts, one a row, are not among them."""
+        return {"gate": 0, "up": 0, "mlp_out": self.up_DEF.shape[-3], **({} if self.shared is None else self.shared.saved_tensors())}
 
 
 def _compute(activation: str, weights: Weights, x_RD: Array, weight_R: Array, sizes_E: Int[Array, " E"]) -> Float[Array, "R D"]:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.layers import BETWEEN, Norm, matrix_size, project, weight
+from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 
 if TYPE_CHECKING:
     from maxlm.models.decoder import Block
@@ -36,3 +37,7 @@ class FutureTokenModule(nnx.Module):
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward, the unembedding's not counted."""
         return 6 * matrix_size(self.hidden_DD, self.token_DD) + self.block.flops_per_token(seq_len, masked=masked)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls of `join`; the block has its own."""
+        return matmul_by(JOIN, self.hidden_DD, "rows"), matmul_by(JOIN, self.token_DD, "rows")

@@ -21,22 +21,20 @@ from maxlm.cost.efficiency import (
     PREDICTED_MATMUL_SHARES,
 )
 from maxlm.cost.model_shapes import (
-    JOIN,
-    ROUTER,
-    Held,
-    Layers,
-    Matmul,
+    LayerKind,
+    ParameterLeaf,
     attention_flops,
-    attention_work,
     choices_of,
-    held,
+    kernel_attention_flops,
     layers,
+    parameter_leaves,
     rows_of,
 )
 from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
+from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.parallel.experts import sends
 from maxlm.planning.layouts import Layout, divisors
 
@@ -104,12 +102,12 @@ class Analytic:
         self.attention_flops = attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.attention_work = attention_work(config.model, config.data.seq_len, chip)
+        self.kernel_attention_flops = kernel_attention_flops(config.model, config.data.seq_len, chip)
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def leaves(self) -> tuple[ParameterLeaf, ...]:
         """Parameters, and what the optimizer adds to them."""
-        return held(self.config)
+        return parameter_leaves(self.config)
 
     def estimate(self, layout: Layout) -> Estimate:
         """What `layout` takes and holds."""
@@ -194,7 +192,7 @@ class Analytic:
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
         forward, backward = self.attention_shares
-        work_forward, work_backward = self.attention_work
+        work_forward, work_backward = self.kernel_attention_flops
         work = (1 + self.attention_again(layout)) * work_forward / forward + work_backward / backward
         return work * tokens / layout.sizes["tensor"] / self.peak
 
@@ -204,7 +202,7 @@ class Analytic:
         common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
-            wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.inside
+            wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += self.number * len(kind.depths) * tokens * (wide / tensor + whole)
         moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
@@ -268,11 +266,11 @@ class Analytic:
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
         """Of one device: bytes of parameters and optimizer, parameters, and those of them in matrices."""
-        shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.held]
+        shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
         state = 4 * sum((1 + leaf.moments) * numbers for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
-    def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[Layers] | None = None) -> int:
+    def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
         """Of the tensors with these names, in layers of these kinds, by default all of them."""
         routed = 0 if layout.remat == "dots" else self.rows[layout.sizes["expert"]]
         kinds = self.layers if kinds is None else kinds
@@ -308,7 +306,7 @@ class Analytic:
             inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
             inside += number * sum((1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
             if kind.experts:
-                inside += 3 * number * routed * (kind.inside // sizes["tensor"] + model.d_model)
+                inside += 3 * number * routed * (kind.expert_width // sizes["tensor"] + model.d_model)
             if kind.experts and sizes["expert"] > 1:  # tokens of all, or choices, and sums
                 inside += 4 * number * (routed if self._sends(sizes["expert"]) else rows * sizes["expert"]) * model.d_model
             most = max(most, inside)
@@ -335,7 +333,7 @@ class Analytic:
         model, blocks = self.config.model, 0
         for kind in self.layers:
             for matmul in kind.matmuls:
-                blocks += (3 * len(kind.depths) + len(kind.looped) * self.again(layout, matmul)) * matmul.work
+                blocks += (3 * len(kind.depths) + len(kind.looped) * self.again(layout, matmul)) * matmul.multiply_adds
         matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size)
         attention, looped = self.attention_flops
         flops = matmul_flops + 3 * attention + self.attention_again(layout) * looped

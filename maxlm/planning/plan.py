@@ -13,7 +13,7 @@ from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links
-from maxlm.cost.model_shapes import held
+from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import Topology
 from maxlm.models import step_flops
@@ -123,7 +123,7 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
     if not search.counted:
         batch = f"train.global_batch = {config.train.global_batch:,}"
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
-    state = 4 * sum((1 + leaf.moments) * leaf.numbers for leaf in held(config))
+    state = 4 * sum((1 + leaf.moments) * leaf.numbers for leaf in parameter_leaves(config))
     short = (search.leanest - search.available) / GIB
     return too_small(topology, state, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "

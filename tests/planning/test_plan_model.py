@@ -15,7 +15,7 @@ from maxlm.config.schema import AXES
 from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
 from maxlm.cost.memory import state_parts
-from maxlm.cost.model_shapes import attention_flops, held, layers, matmuls
+from maxlm.cost.model_shapes import attention_flops, layers, parameter_leaves
 from maxlm.hardware.topologies import parse
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.flops import token_flops
@@ -88,7 +88,7 @@ def test_flops_and_parameters_are_those_of_the_model(name):
     model = config.model
     blocks = [(len(kind.depths), matmul) for kind in layers(model) for matmul in kind.matmuls]
     vocab, heads = model.vocab_size * model.d_model, 1 + model.mtp_depth
-    ours = 6 * (sum(count * matmul.work for count, matmul in blocks) + heads * vocab) + 3 * attention_flops(model, 1024)
+    ours = 6 * (sum(count * matmul.multiply_adds for count, matmul in blocks) + heads * vocab) + 3 * attention_flops(model, 1024)
     assert ours == pytest.approx(token_flops(model, 1024), rel=1e-12)
     shapes = jax.tree.leaves(abstract_parameters(model))
     axes = jax.tree.leaves(parameter_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
@@ -109,7 +109,9 @@ def test_the_state_is_exact(mesh, optimizer):
     parameters, moments, batch = (part.bytes for part in state_parts(program))
     said = analytic(config).estimate(layout_of(config, 8)).state
     assert 0 <= parameters + moments + batch - said < 100  # counters
-    assert sum(leaf.numbers for leaf in held(config)) == sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
+    assert sum(leaf.numbers for leaf in parameter_leaves(config)) == sum(
+        leaf.size for leaf in jax.tree.leaves(program.abstract_state.params)
+    )
 
 
 KEPT = ("layer_input", "query", "key", "value", "attention", "attention_out")
@@ -166,7 +168,7 @@ def test_recomputing_costs_what_it_computes():
     """Full remat runs every matmul of the forward pass again but the last, and attention; keeping all named tensors runs none again."""
     config = load("models/llama3-8b", LARGE).config
     full, kept = (estimate(layout(remat=remat)) for remat in ("full", (*KEPT, "gate", "up")))
-    shapes = matmuls(config.model)
+    shapes = layers(config.model)[0].matmuls
     again = sum(m.wide_in * m.wide_out for m in shapes if m.name != "mlp_out") * config.model.n_layers
     all_of_it = 3 * (sum(m.wide_in * m.wide_out for m in shapes) * config.model.n_layers + config.model.vocab_size * config.model.d_model)
     assert full.matmul_s / kept.matmul_s == pytest.approx(1 + again / all_of_it, rel=1e-3)
@@ -241,7 +243,9 @@ def test_the_state_of_experts_is_exact(mesh):
     said = analytic(config).estimate(layout_of(config, 8)).state
     parts = state_parts(program)
     assert 0 <= sum(part.bytes for part in parts) - said < 100
-    assert sum(leaf.numbers for leaf in held(config)) == sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
+    assert sum(leaf.numbers for leaf in parameter_leaves(config)) == sum(
+        leaf.size for leaf in jax.tree.leaves(program.abstract_state.params)
+    )
 
 
 @pytest.mark.parametrize("router", [{}, {"choice": "expert"}, {"capacity": 1.5}], ids=str)
@@ -285,7 +289,7 @@ def test_splitting_experts_gathers_less_and_exchanges_tokens():
 def test_latent_attention_pays_for_whole_lanes():
     """DeepSeek-V3: queries and keys of 192 numbers, of which the kernel makes 256, and values of 128."""
     config = load("models/deepseek-v3", [*LARGE[:3], "data.seq_len=4096"]).config
-    forward, backward = analytic(config).attention_work
+    forward, backward = analytic(config).kernel_attention_flops
     assert backward / forward == pytest.approx((3 * 256 + 2 * 128) / (256 + 128), rel=0.1)  # blocks of the two passes differ
     assert forward == pytest.approx(attention_flops(config.model, 4096) * (256 + 128) / (192 + 128))
 
