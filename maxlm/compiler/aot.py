@@ -1,9 +1,8 @@
-"""Compiles the very step that training runs, for chips that are not there.
+"""Compile the training step ahead of time, without the hardware.
 
-libtpu holds the whole compiler, and needs no chip to use it: it takes or refuses flags and kernels, schedules, and lays out memory as it
-would on the pod. So does jax's CUDA plugin for GPUs, except that there XLA measures some choices on the chip (how it multiplies matrices,
-above all) and takes defaults where there is none. What the compiler said is kept on disk, under a key of everything that it depends on,
-so that nobody waits for it twice.
+libtpu contains the whole compiler and needs no chip: it accepts or refuses flags and kernels, schedules, and lays out memory as it would on
+the pod. So does jax's CUDA plugin for GPUs, except that XLA measures some choices on the chip (above all how matrices are multiplied) and
+takes defaults without one. Results are cached on disk, under a key of everything that they depend on.
 """
 
 import hashlib
@@ -56,14 +55,14 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """What the step needs at its fullest moment, its code included."""
+        """Bytes that the step needs at its peak, its code included."""
         held = self.argument + self.output - self.alias + self.temp
         return (min(held, self.peak) if self.peak else held) + self.code
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler made of a step. When it does not fit, `memory` is None and `text` empty."""
+    """A compiled step. If it does not fit, `memory` is None and `text` empty."""
 
     text: str  # the scheduled program
     memory: Memory | None
@@ -74,7 +73,7 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepted it."""
+        """True if the compiler accepted it."""
         return self.memory is not None
 
     @property
@@ -84,7 +83,7 @@ class CompiledStep:
 
 
 def leave_chips_alone() -> None:
-    """Make jax, best before it is imported, use the CPU, and libtpu neither ask the cloud for its place nor claim chips."""
+    """Make jax use the CPU, best before it is imported, and keep libtpu from querying the cloud's metadata and from claiming chips."""
     os.environ.update(_ENVIRONMENT)
     import jax
 
@@ -93,17 +92,17 @@ def leave_chips_alone() -> None:
 
 def build(config: Config, topology: Topology) -> "Program":
     """The training program of `config` on the devices of `topology`. Raises ConfigError when its mesh does not match them."""
-    there = devices(topology)  # first, since it may say that the compiler is missing
+    all_devices = devices(topology)  # first: it raises where the compiler is missing
     from maxlm.parallel import build_mesh
     from maxlm.training.program import build_program
 
-    return build_program(config, build_mesh(config, there))
+    return build_program(config, build_mesh(config, all_devices))
 
 
 def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
-    """The step of `config`, compiled for `topology` or taken from the cache; `options` come over those that training passes.
+    """The step of `config`, compiled for `topology` or read from the cache; `options` override those that training passes.
 
-    Raises UserError without the compiler, for a topology that it does not have, and for a mesh that does not match.
+    Raises UserError without the compiler, for a topology unknown to it, and for a mesh that does not match.
     """
     return compile_program(build(config, topology), topology, options)
 
@@ -115,9 +114,9 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
         gpu_compiler.show_tools()
     options = {**program.compiler_options, **(options or {})}
     key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options)
-    kept = program_cache.read(key)
-    if kept is not None:
-        figures, text = kept
+    cached = program_cache.read(key)
+    if cached is not None:
+        figures, text = cached
         memory = Memory(**figures["memory"]) if figures["memory"] else None
         return CompiledStep(text, memory, figures["needed"], figures["available"], figures["seconds"], cached=True)
     step = _compile(lowered, available_hbm(topology), options)
@@ -130,7 +129,7 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
 def available_hbm(topology: Topology) -> int:
     """Bytes of HBM that a program may use on one device.
 
-    XLA:TPU says it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is what our runs let jax take.
+    XLA:TPU states it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is the share that our runs let jax take.
     """
     if not topology.is_tpu:
         assert topology.chip.driver_bytes is not None, "`devices` refuses the others"
@@ -154,7 +153,7 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
 
     started = time.monotonic()
     try:
-        with warnings.catch_warnings():  # where JAX_COMPILATION_CACHE_DIR is set, jax cannot read what it kept for chips that are not there
+        with warnings.catch_warnings():  # jax's own cache, if JAX_COMPILATION_CACHE_DIR is set, cannot read these programs
             warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
             compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -164,7 +163,7 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
         return CompiledStep("", None, *sizes, seconds=time.monotonic() - started)
     seconds = time.monotonic() - started
     stats, text = compiled.memory_analysis(), compiled.as_text()
-    assert stats is not None and text is not None, "XLA states both of every program"
+    assert stats is not None and text is not None, "XLA states both for every program"
     memory = Memory(
         argument=stats.argument_size_in_bytes,
         output=stats.output_size_in_bytes,
@@ -180,7 +179,7 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
 
 
 def _needed_and_available(message: str) -> tuple[int, int] | None:
-    """(needed, available) bytes of HBM out of what XLA says when they do not match; None when it says something else."""
+    """(needed, available) bytes of HBM out of XLA's out-of-memory message; None for another message."""
     found = _TOO_BIG.search(message)
     if found is None:
         return None
@@ -191,7 +190,7 @@ def _needed_and_available(message: str) -> tuple[int, int] | None:
 
 @lru_cache
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
-    """Devices that are not there. Raises UserError when the compiler is missing or does not know the topology."""
+    """The devices of `topology`, without the hardware. Raises UserError if the compiler is missing or does not know the topology."""
     if not topology.is_tpu:
         return gpu_compiler.devices(topology)
     if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
@@ -216,23 +215,23 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep what libtpu writes to the process's stderr (that it finds no TPU) off the screen, unless the block fails."""
-    with tempfile.TemporaryFile() as kept:
-        screen = os.dup(2)
-        os.dup2(kept.fileno(), 2)
+    """Hide what libtpu writes to the process's stderr (that it finds no TPU), unless the block fails."""
+    with tempfile.TemporaryFile() as hidden:
+        stderr = os.dup(2)
+        os.dup2(hidden.fileno(), 2)
         try:
             yield
         except BaseException:
-            kept.seek(0)
-            os.write(screen, kept.read())
+            hidden.seek(0)
+            os.write(stderr, hidden.read())
             raise
         finally:
-            os.dup2(screen, 2)
-            os.close(screen)
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
-    """A digest of everything that the compiler's answer depends on. The 1 is the form in which it is kept."""
+    """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
     versions = [
         "1",
         importlib.metadata.version("jax"),

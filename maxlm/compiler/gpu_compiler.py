@@ -1,8 +1,8 @@
-"""XLA's compiler for NVIDIA GPUs, where there is none: where it lies, and what it must be told of a chip.
+"""XLA's compiler for NVIDIA GPUs, without a GPU: where it is installed, and how jax finds it.
 
 It is jax's CUDA plugin at jax's version (jax-cuda13-plugin, jax-cuda13-pjrt, without their dependencies) and nvidia-cuda-nvcc;
-nvidia-cuda-nvdisasm shows kernels' code. `make gpu-compiler` puts them where only this finds them, since jax looks for a GPU wherever it
-finds its plugin.
+nvidia-cuda-nvdisasm shows kernels' code. `make gpu-compiler` installs them outside jax's path, since jax looks for a GPU wherever it finds
+its plugin.
 """
 
 import os
@@ -25,7 +25,7 @@ _TOOLS = _PACKAGES / "nvidia" / "cu13" / "bin"  # where the package index's ptxa
 
 
 def missing() -> str:
-    """What must be installed to compile for a GPU that is not there; empty when all is."""
+    """An error message that names what must be installed to compile for a GPU; empty if nothing is missing."""
     if not (_PACKAGES / "jax_cuda13_plugin").exists():
         return "jax's CUDA plugin is not installed: make gpu-compiler"
     tools = [name for name in ("nvdisasm", "ptxas") if not (_TOOLS / name).exists()]
@@ -33,13 +33,13 @@ def missing() -> str:
 
 
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
-    """GPUs that are not there. Raises UserError for a chip that is not described here, or without the compiler.
+    """The GPUs of `topology`, without the hardware. Raises UserError for a chip that is not described, or without the compiler.
 
-    Only in a process whose jax has not looked for devices yet: it looks for plugins then, once.
+    Only in a process whose jax has not looked for devices yet: it then looks for plugins, once.
     """
     if topology.chip.name not in DESCRIBED:
         known = " and ".join(f"{name.lower()}:1x1x8" for name in DESCRIBED)
-        raise UserError(f"{topology.name}: no GPUs can be compiled for but those of {known}.")
+        raise UserError(f"{topology.name}: only GPUs of {known} can be compiled for.")
     if topology.slices > 1:
         hosts = f"{topology.chip.name.lower()}:{topology.slices}x{'x'.join(map(str, topology.sides[1:]))}"
         raise UserError(f"mesh.slices = {topology.slices}: GPUs have hosts, which their topology counts, and no slices; write {hosts}.")
@@ -55,7 +55,7 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
 
 
 def make_ready() -> None:
-    """Let jax find the plugin and leave the GPUs that are there alone."""
+    """Let jax find the plugin, and leave the machine's own GPUs alone."""
     os.environ.update(_ENVIRONMENT)
     if str(_PACKAGES) not in sys.path:
         sys.path.append(str(_PACKAGES))
@@ -63,7 +63,5 @@ def make_ready() -> None:
 
 
 def show_tools() -> None:
-    """Tell Mosaic GPU where ptxas lies; to be said between lowering and compiling, since jax 0.11 looks nowhere else and says it itself
-    when a kernel is lowered.
-    """
+    """Set the path of ptxas for Mosaic GPU. Call between lowering and compiling: jax 0.11 sets it itself when a kernel is lowered."""
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(_TOOLS.parent)

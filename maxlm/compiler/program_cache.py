@@ -1,4 +1,4 @@
-"""What the compiler said, kept on disk: a JSON file and the compressed text of the program, by key. Losing it costs only time."""
+"""Compiled programs on disk: a JSON file of figures and the compressed text of the program, by key. Losing them costs only time."""
 
 import gzip
 import json
@@ -11,12 +11,12 @@ from maxlm.telemetry.atomic import replacing
 
 
 def folder() -> Path:
-    """Where it is kept: `planning` in $MAXLM_CACHE_DIR, by default ~/.cache/maxlm."""
+    """`planning` in $MAXLM_CACHE_DIR, by default ~/.cache/maxlm."""
     return Path(os.environ.get("MAXLM_CACHE_DIR") or Path.home() / ".cache" / "maxlm") / "planning"
 
 
 def read(key: str) -> tuple[dict[str, Any], str] | None:
-    """(figures, text) as they were written; None when they were not, or are damaged."""
+    """(figures, text) as written; None if absent or damaged."""
     try:
         figures = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
         text = gzip.decompress((folder() / f"{key}.hlo.gz").read_bytes()).decode()
@@ -26,12 +26,12 @@ def read(key: str) -> tuple[dict[str, Any], str] | None:
 
 
 def write(key: str, figures: dict[str, Any], text: str) -> None:
-    """Keep `figures` and `text`. A folder that cannot be written is no reason to fail."""
+    """Write `figures` and `text`. A folder that is not writable is ignored."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         with replacing(folder() / f"{key}.hlo.gz") as file:
             file.write(gzip.compress(text.encode(), mtime=0))
-        with replacing(folder() / f"{key}.json") as file:  # last: its being there says that both are
+        with replacing(folder() / f"{key}.json") as file:  # last: if it exists, both do
             file.write(json.dumps(figures).encode())
     except OSError:
         return

@@ -1,1 +1,1 @@
-"""Predicts step time and memory of a compiled program, and reports both."""
+"""Step time and memory of compiled programs."""

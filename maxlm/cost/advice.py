@@ -1,4 +1,4 @@
-"""What to change: settings that make a step fit, each checked by the compiler, and what a specialist would remark on one that does."""
+"""Advice on a step: settings that make it fit, each checked by the compiler, and remarks on one that fits."""
 
 import math
 import time
@@ -23,7 +23,7 @@ Settings = Mapping[str, Any]  # dotted key -> value
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings with which the step fits, as the compiler says."""
+    """Settings with which the step fits, checked by the compiler."""
 
     settings: Settings
     used: int
@@ -34,7 +34,7 @@ class Suggestion:
 
 
 def as_arguments(settings: Settings) -> str:
-    """As they are typed behind a command."""
+    """Settings as typed on the command line."""
     return " ".join(f"{key}={show(value).replace(' ', '')}" for key, value in settings.items())
 
 
@@ -53,9 +53,9 @@ def changed(config: Config, settings: Settings) -> Config | None:
 
 
 def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], tell: Callable[[str], None]) -> list[Suggestion]:
-    """Up to three settings that make the step fit, the ones that cost least first. `tell` hears what is being tried.
+    """Up to three settings that make the step fit, the least costly first. `tell` shows progress.
 
-    A program that only just fits may take the compiler minutes: Ctrl-C, or the end of patience, keeps what was found.
+    A program that only just fits may take the compiler minutes: Ctrl-C, or the time limit, keeps those found so far.
     """
     found: list[Suggestion] = []
     tried, started = 0, time.monotonic()
@@ -77,7 +77,7 @@ def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], te
 
 
 def _is_more(settings: Settings, enough: Settings) -> bool:
-    """Whether `settings` hold all of `enough`, which fits, or stronger forms of it: then nobody needs them."""
+    """True if `settings` contain all of `enough`, which fits, or stronger forms of it."""
 
     def as_strong(key: str) -> bool:
         if key not in settings:
@@ -90,7 +90,7 @@ def _is_more(settings: Settings, enough: Settings) -> bool:
 
 
 def _candidates(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Settings to try, each once, without what is so already."""
+    """Settings to try, each once, without those that the config has already."""
     now, seen = config.model_dump(), []
     for settings in _changes(config, sizes):
         new = {key: value for key, value in settings.items() if now[key.partition(".")[0]][key.partition(".")[2]] != value}
@@ -129,7 +129,7 @@ def _more_sharding(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
 def remarks(
     config: Config, topology: Topology, sizes: Mapping[str, int], links: Mapping[str, AxisLinks], step: CompiledStep, cost: StepCost
 ) -> list[str]:
-    """What a specialist would say about a step that fits, one sentence each."""
+    """Remarks on a step that fits, one sentence each."""
     return [
         *_not_calibrated(topology),
         *_off_tile(config, topology, sizes),
@@ -150,7 +150,7 @@ def _not_calibrated(topology: Topology) -> Iterator[str]:
 
 
 def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
-    if not topology.is_tpu:  # its tensor cores take any width that is not tiny
+    if not topology.is_tpu:  # tensor cores take any width that is not tiny
         return
     model, tensor = config.model, sizes["tensor"]
     tile = topology.chip.matrix_unit
@@ -193,7 +193,7 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
 
 
 def _exposed(cost: StepCost) -> Iterator[str]:
-    """Of each kind of collective over an axis, wherever it arises, when the step waits for it; the worst place is named."""
+    """A remark for each kind of collective over an axis that the step waits for, with its worst place."""
     kinds: dict[tuple[tuple[str, ...], str], list[Traffic]] = {}
     for traffic in cost.traffic:
         kinds.setdefault((traffic.axes, traffic.opcode), []).append(traffic)
@@ -212,14 +212,14 @@ def describe(traffic: Traffic) -> str:
 
 
 def place(where: str) -> str:
-    """Where in the model, without what every name starts with and what only the tracer cares about."""
+    """A place in the model, without the parts of its name that only the tracer uses."""
     parts = [part for part in where.split("/") if part not in ("jit(train_step)", "body", "closed_call", "checkpoint", "", "while")]
     named = ["backward" if part.startswith("transpose(") else "forward" if part.startswith("jvp(") else part for part in parts]
     return " ".join("recomputed" if part == "rematted_computation" else part for part in named)
 
 
 def surprise(traffic: Traffic) -> str:
-    """What is wrong with a collective that this layout does not ask for; empty when it is expected."""
+    """The problem with a collective that this layout should not need; empty for an expected one."""
     if traffic.bytes < LARGE * max(traffic.count, 1):
         return ""
     if "unknown" in traffic.axes:

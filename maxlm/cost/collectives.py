@@ -1,8 +1,8 @@
-"""What chips say to each other: a collective of a compiled program, the mesh axes and links it runs over, and how long it takes.
+"""Collective traffic: the mesh axes and links that a collective of a compiled program runs over, and the time it takes.
 
 Seconds are of bandwidth-optimal algorithms on a torus (jax-ml.github.io/scaling-book, part 3): what a chip must receive, over the links
 its group reaches it by, plus a microsecond a hop. GPUs of a host are joined by a switch: a chip has all its links to any other. Copies
-between a chip and its host (offloading) are counted here too.
+between a chip and its host (offloading) are counted as well.
 """
 
 import math
@@ -24,7 +24,7 @@ HOST_AXES = ("host",)
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """How a mesh axis lies on the machine: along how many dims of the torus, whether they close to rings, over how many slices."""
+    """Physical links of a mesh axis: the number of torus dims it spans, if they close to rings, and the slices it crosses."""
 
     dims: int = 1
     wrapped: bool = True
@@ -37,7 +37,7 @@ class Collective:
 
     name: str
     opcode: str
-    how: str  # "sync"; "async": the program goes on meanwhile; "sparsecore": the same, driven by another core
+    how: str  # "sync"; "async": the program goes on meanwhile; "sparsecore": the same, run by the SparseCore
     bytes: int
     group_size: int
     axes: tuple[str, ...]  # ("unknown",) where its groups are those of no set of axes
@@ -49,7 +49,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Network:
-    """The machine as collectives see it: the chip, the mesh (axis to size, outermost first), how each axis lies on the links."""
+    """The network of a machine: the chip, the mesh (axis to size, outermost first), the links of each axis."""
 
     chip: Chip
     mesh_sizes: Mapping[str, int]
@@ -59,7 +59,7 @@ class Network:
     def __post_init__(self) -> None:
         missing = [axis for axis, size in self.mesh_sizes.items() if size > 1 and axis not in self.links]
         if missing:
-            raise UserError(f"Mesh axis {missing[0]} of {self.mesh_sizes[missing[0]]} devices has no links: say over which it runs.")
+            raise UserError(f"Mesh axis {missing[0]} of {self.mesh_sizes[missing[0]]} devices has no links: state them in `links`.")
 
     def collective(self, op: Op, how: str, computation: Computation, scatters: bool = False) -> Collective:
         """`op` of `computation` as a record. `scatters`: a chip keeps only its part of this all-reduce, so it is a reduce-scatter."""
@@ -90,7 +90,7 @@ class Network:
         speed = self.chip.host_bytes_per_s
         if speed is None:
             raise UserError(
-                f"How fast a host and a {self.chip.name} exchange bytes is not known: set memory.offload to none to predict the step."
+                f"The bandwidth between a {self.chip.name} and its host is unknown: set memory.offload to none to predict the step."
             )
         out = arrays[0].memory_space == HOST and op.opcode != "dynamic-slice-start"  # of a copy-start the first is where it goes
         payload = min(shape.bytes for shape in arrays)  # of a slice, the slice
@@ -137,5 +137,5 @@ class Network:
 
 
 def is_collective(op: Op) -> bool:
-    """Whether `op` is a collective, or the -start of one."""
+    """True for a collective, or the -start of one."""
     return op.opcode.removesuffix("-start") in OPCODES

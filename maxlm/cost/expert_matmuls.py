@@ -1,4 +1,4 @@
-"""How long our grouped matmuls take a TPU: what the kernel lab counts, as a formula of their shapes.
+"""Time of our grouped matmuls on a TPU: a formula of their shapes, fitted to the counts of the kernel lab.
 
 The matrix unit works whole widths of its own. Where groups meet within a tile, rows around the boundary are computed for either group,
 in pieces that fill the unit less well. Copies between HBM and VMEM run beside, and what is shorter of the two is hidden but for a share.
@@ -17,7 +17,7 @@ NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of
 # `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
 EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 100)}
 WHOLE = {"tpu7x": (1.0, 0.65)}  # of the peak, that tiles of one group reach; of other chips all of it
-SHOWN = 0.08  # of the shorter of work and copies, what is not hidden by the longer
+EXPOSED = 0.08  # of the shorter of work and copies, what is not hidden by the longer
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class GroupedMatmul:
 
     @property
     def flops(self) -> int:
-        """Useful ones: rows beyond all groups are not computed."""
+        """Useful FLOPs: rows beyond all groups are not computed."""
         return 2 * self.rows * self.deep * self.wide
 
     def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
-        """On one device, groups being of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
+        """Seconds on one device, for groups of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
         rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
         peak = WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
-        work = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
+        work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
         idle = self._idle(chip)
-        return max(idle * work, moved / hbm) + SHOWN * min(idle * work, moved / hbm)
+        return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)
 
     def _idle(self, chip: Chip) -> int:
         """One core computes all columns of a product where whole lanes cannot be shared between those of a device."""
@@ -53,7 +53,7 @@ class GroupedMatmul:
 
 
 def read(op: Op, computation: Computation) -> GroupedMatmul | None:
-    """What a kernel of a program computes, by its name and arrays; None if it is none of ours."""
+    """The grouped matmul that a kernel of a program computes, by its name and arrays; None for any other operation."""
     found = NAMES.search(op.name)
     if found is None:
         return None

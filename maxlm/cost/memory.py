@@ -1,4 +1,4 @@
-"""What fills the HBM of a chip during a step: the state and the batch to the byte, temporaries by what the program's text says of them."""
+"""Contents of a chip's HBM during a step: the state and the batch to the byte, temporaries as the program's text names them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING = (
     "feed-forward",
     "routing",
 )
-_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the surest first
+_ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the most certain first
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """So many bytes of one device: `group` is state, batch, temporaries or code."""
+    """A part of one device's HBM: `group` is state, batch, temporaries or code."""
 
     group: str
     name: str
@@ -37,7 +37,7 @@ class MemoryPart:
 
 
 def divide_memory(program: "Program", step: CompiledStep, module: Module | None) -> tuple[MemoryPart, ...]:
-    """What `step.needed` consists of; the parts sum to it. Without a `module`, since it did not fit, temporaries are one part."""
+    """Divide `step.needed` into parts, which sum to it. Without a `module` (it did not fit) temporaries are one part."""
     parts = state_parts(program)
     if step.memory is not None:
         padding = step.memory.argument - sum(part.bytes for part in parts)
@@ -66,22 +66,22 @@ def _bytes(tree: Any) -> int:
 
 
 def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[MemoryPart]:
-    """`total` bytes, divided by what the buffers alive at the peak are. What no buffer accounts for is the last part."""
+    """`total` bytes, divided by the names of the buffers live at the peak. The last part is what no buffer accounts for."""
     names = _BufferNames(program)
     sums: dict[str, int] = {}
     for buffer in buffers:
-        name = names.of(buffer)
+        name = names.name_of(buffer)
         sums[name] = sums.get(name, 0) + buffer.bytes
     rest, parts = total, []
     for name in sorted(filter(None, sums), key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start))):
-        size = min(sums[name], rest)  # the replay may hold more alive than XLA does: then less is left for what is less sure
+        size = min(sums[name], rest)  # the replay may keep more live than XLA does: the least certain names get less
         rest -= size
         parts.append(MemoryPart("temporaries", name, size))
     return [*(part for part in parts if part.bytes), MemoryPart("temporaries", "other", rest)]
 
 
 class _BufferNames:
-    """Tells what a buffer is by its shape, the place that made it, and the shapes that the config implies."""
+    """Names a buffer by its shape, the place that made it, and the shapes that the config implies."""
 
     def __init__(self, program: "Program") -> None:
         import jax
@@ -116,8 +116,8 @@ class _BufferNames:
         self.rows = {count * config.model.d_model for count in (routed, tokens * expert if expert > 1 else 0) if count}
         self.routed = {routed, tokens * config.model.moe.n_experts} if config.model.moe is not None else set()
 
-    def of(self, buffer: Buffer) -> str:
-        """The name of the part that `buffer` belongs to; empty when nothing is known."""
+    def name_of(self, buffer: Buffer) -> str:
+        """The name of the part that `buffer` belongs to; empty if unknown."""
         dims, where = buffer.shape.dims, buffer.where
         backward = any("transpose(" in op.where for op in buffer.writers)
         if "while/body" in where and "transpose(" not in where:
@@ -139,7 +139,7 @@ class _BufferNames:
 
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Leading dims that a tensor kept of every layer may have, the longest first: periods and a run in them, or one of both."""
+    """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
     from maxlm.models.parameters import abstract_decoder
 
     decoder = abstract_decoder(model)
@@ -174,12 +174,12 @@ def _hidden(model: ModelConfig, tensor: int) -> set[int]:
 
 
 def _padded(inside: int) -> tuple[int, int]:
-    """What is inside an expert, and padded to whole lanes as TPUs have it."""
+    """The width inside an expert, and the same padded to whole lanes as on TPUs."""
     return inside, -(-inside // LANES) * LANES
 
 
 def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]:
-    """Of parameters with these logical axes: as they are, and of experts side by side, too, where what is inside them may be padded."""
+    """Forms that a parameter with these logical axes may take: as it is; experts also side by side, their inner width padded or not."""
     if tuple(names[-3:]) != ("expert_embed", "expert", "mlp"):
         return {_core(shape)}
     *before, experts, inside = shape

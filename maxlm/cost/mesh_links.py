@@ -1,6 +1,6 @@
-"""How the axes of a mesh lie on the machine: along which dims of the torus, closed to rings or not, inside a slice or across.
+"""Physical links of mesh axes: the torus dims that each spans, closed to rings or not, inside a slice or across; and bus bandwidth.
 
-Of GPUs a host is what a slice is of TPUs: within it a switch joins all, and the data-centre network is between.
+A host of GPUs is treated as a slice of TPUs: inside it a switch joins all chips, and the data-centre network joins hosts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ Place = tuple[int, tuple[int, ...]]  # slice (of GPUs: host), and where in it al
 
 
 def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
-    """Of every axis of more than one device, read off the coordinates of the devices along it."""
+    """Links of every axis of more than one device, read off the coordinates of the devices along it."""
     return {axis: links_of(line, topology) for axis, line in _lines(mesh).items() if len(line) > 1}
 
 
 def within_slice(mesh: "Mesh", topology: Topology) -> tuple[dict[str, int], Mapping[str, AxisLinks]]:
-    """The mesh of one slice, axis to size, and its links: what a program says, since it is compiled for one slice of several.
+    """The mesh of one slice, axis to size, and its links: a program for several slices is compiled for one of them.
 
     A program for GPUs is compiled for all of them.
     """
@@ -53,7 +53,7 @@ def _place(device: "jax.Device") -> Place:
 
 
 def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
-    """Of devices in a row. A dim that they fill closes to a ring where the slice does; two cores of one chip are as good as a ring."""
+    """Links of a row of devices. A dim that they fill closes to a ring where the slice does; two cores of one chip count as a ring."""
     seen = [{place[dim] for _, place in line} for dim in range(len(topology.sides))]
     spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
     wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)
@@ -61,7 +61,7 @@ def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
 
 
 def bus_limit(mesh: "Mesh", axis: str, operation: str, crossing: float, hosts: Sequence[str]) -> float | None:
-    """Bytes/s of a device's link, as nccl-tests count bus bandwidth; None where the chip, so its links, are not known.
+    """Bus bandwidth that the links under a mesh axis allow, in bytes/s a device as nccl-tests count it; None for an unknown chip.
 
     Within a slice (of GPUs: a host) the links that the axis lies on, both ways round where they close to a ring, at the speed that
     `maxlm.hardware.chips` states; an axis that leaves it is held to the slower of the two networks, each doing its part of the best
@@ -89,7 +89,7 @@ def _machine(chip: Chip, mesh: "Mesh") -> Topology:
 
 
 def _behind_switches(mesh: "Mesh", axis: str, hosts: Sequence[str]) -> AxisLinks:
-    """Of GPUs along `axis`: how many hosts they are on, each with a switch of its own."""
+    """Links of GPUs along `axis`: the hosts they are on, each with a switch of its own."""
     number = list(mesh.shape).index(axis)
     line = mesh.devices.swapaxes(0, number).reshape(mesh.shape[axis], -1)[:, 0]
     return AxisLinks(slices=len({hosts[device.process_index] for device in line}))

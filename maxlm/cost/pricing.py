@@ -61,17 +61,17 @@ class TpuPricing:
         if op.target == _PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
-            return min(op.cycles / self.clock_hz, self._apart(op, computation))
+            return min(op.cycles / self.clock_hz, self._upper_bound(op, computation))
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
 
-    def _apart(self, op: Op, computation: Computation) -> float:
-        """At most so many seconds: its matmuls, and then all that it reads and writes.
+    def _upper_bound(self, op: Op, computation: Computation) -> float:
+        """Upper bound: seconds of its matmuls plus those of all that it reads and writes.
 
-        The machine code of libtpu 0.0.51 says so, where XLA's cycles do not: a sum over an array is charged 10.05 ms and moves it in 1.83,
-        a turned copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
+        XLA's cycles may exceed it, and the machine code of libtpu 0.0.51 does not: a sum over an array is charged 10.05 ms and moves it in
+        1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
         """
-        work = matmul_flops(self.module, op, computation, self.tile)
-        return HBM_LATENCY_S + work / (MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
+        flops = matmul_flops(self.module, op, computation, self.tile)
+        return HBM_LATENCY_S + flops / (MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.target == _PALLAS:
@@ -144,7 +144,7 @@ def _is_gpu_attention(op: Op) -> bool:
 
 
 def _gpu_attention_flops(op: Op, computation: Computation) -> int:
-    """Of a causal kernel of ours on [batch, sequence, heads, head dim]: its matmuls over half of all pairs."""
+    """FLOPs of one of our causal kernels on [batch, sequence, heads, head dim]: its matmuls over half of all pairs."""
     operands = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     queries = max((shape for shape in operands if len(shape.dims) == 4), key=lambda shape: shape.elements, default=None)
     if queries is None:

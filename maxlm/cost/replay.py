@@ -1,4 +1,4 @@
-"""Runs a compiled program in the mind: follows the schedule of one chip, to see which communication compute hides and which it waits for.
+"""Replay the schedule of a compiled program on one chip, to find which communication compute hides and which it waits for.
 
 A chip computes one thing at a time. What was started asynchronously goes on meanwhile, one collective at a time over the same links; its
 -done waits for what is left of it, and that wait is exposed. What runs synchronously is exposed from beginning to end.
@@ -17,7 +17,7 @@ _CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls w
 
 @dataclass(frozen=True)
 class Timed:
-    """An operation of a computation that takes the chip's time, once."""
+    """One run of an operation that takes compute time."""
 
     op: Op
     computation: Computation
@@ -26,7 +26,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class CollectiveSpan:
-    """A collective of a computation, once, and how long the chip waits for it."""
+    """One run of a collective, and the time that the chip waits for it."""
 
     collective: Collective
     exposed_s: float
@@ -34,11 +34,11 @@ class CollectiveSpan:
 
 @dataclass
 class Segment:
-    """One run of a computation: how long it takes, what it computes and says itself, and the computations it runs how often."""
+    """One run of a computation: its duration, its own operations and collectives, and the computations it calls with their counts."""
 
     seconds: float = 0.0
     timed: list[Timed] = field(default_factory=list)
-    said: list[CollectiveSpan] = field(default_factory=list)
+    spans: list[CollectiveSpan] = field(default_factory=list)
     inner: list[tuple["Segment", int]] = field(default_factory=list)
 
 
@@ -49,7 +49,7 @@ class _Flight:
 
 
 class Replay:
-    """Replays `module`. `seconds_of` says how long the chip computes on an operation that is no collective."""
+    """Replays `module`. `seconds_of`: compute time of an operation that is not a collective."""
 
     def __init__(self, module: Module, network: Network, seconds_of: Callable[[Op, Computation], float]) -> None:
         self.module = module
@@ -58,7 +58,7 @@ class Replay:
         self._done: dict[str, Segment] = {}
 
     def run(self, name: str) -> Segment:
-        """One run of the computation `name`. Of a loop's body, a turn in its midst: what it starts for the next, the last has started."""
+        """One run of the computation `name`; for a loop's body, an iteration in steady state, with collectives carried in from the last."""
         if name not in self._done:
             carried: dict[int, _Flight] = {}
             if self._carries(name):
@@ -90,11 +90,11 @@ class _Turn:
         for index, name in self._handed_on():
             flight = self.flying.pop(name)
             self.carried[index] = _Flight(flight.collective, flight.end - self.now)
-        for name in tuple(self.flying):  # nobody waits for it here: it must be over when this is
+        for name in tuple(self.flying):  # not awaited here: it must end before this computation does
             self._land(self.flying.pop(name))
         for index, flight in self.carried.items():
-            if index not in self.arriving:  # no turn of this loop waits for it
-                self.segment.said.append(CollectiveSpan(flight.collective, 0.0))
+            if index not in self.arriving:  # no iteration of this loop waits for it
+                self.segment.spans.append(CollectiveSpan(flight.collective, 0.0))
         self.segment.seconds = self.now
         return self
 
@@ -131,22 +131,22 @@ class _Turn:
         """A fusion may begin a collective, carry one that is under way, wait for it, or hold one from beginning to end."""
         for callee in op.calls:
             computation = self.replay.module.computations[callee]
-            said = [inner for inner in computation.ops if is_collective(inner)]
-            if not said:
+            collectives = [inner for inner in computation.ops if is_collective(inner)]
+            if not collectives:
                 continue
             begun = self._begun(op)
             if self._begins(op):
-                for inner in said:
+                for inner in collectives:
                     self._fly(op.name, self.replay.network.collective(inner, "async", computation))
             elif any(inner.target == "AsyncCollectiveDone" for inner in computation.ops):
                 if begun in self.flying:
                     self._land(self.flying.pop(begun))
-            elif not begun and not callee.startswith(_CARRIES):  # a loop's body does not know who began what it carries
+            elif not begun and not callee.startswith(_CARRIES):  # in a loop's body, where what it carries began is unknown
                 scatters = any(inner.opcode == "dynamic-slice" for inner in computation.ops)
-                for inner in said:
+                for inner in collectives:
                     self._synchronous(self.replay.network.collective(inner, "sync", computation, scatters=scatters))
             if op.cycles is None:
-                return  # all it does is talk
+                return  # it only communicates
         self._compute(op)
 
     def _fly(self, name: str, collective: Collective) -> None:
@@ -166,7 +166,7 @@ class _Turn:
     def _land(self, flight: _Flight) -> None:
         exposed = max(0.0, flight.end - self.now)
         self.now += exposed
-        self.segment.said.append(CollectiveSpan(flight.collective, exposed))
+        self.segment.spans.append(CollectiveSpan(flight.collective, exposed))
 
     def _synchronous(self, collective: Collective) -> None:
         self._fly(collective.name, collective)
@@ -186,7 +186,7 @@ class _Turn:
             self.segment.timed.append(Timed(op, self.computation, seconds))
 
     def _handed_on(self) -> list[tuple[int, str]]:
-        """What is under way and goes into the next turn of a loop: its place in the loop's tuple, and what began it."""
+        """Collectives in flight that a loop carries into its next iteration: (place in the loop's tuple, operation that started it)."""
         root = self.computation.by_name.get(self.computation.root)
         found = []
         for index, operand in enumerate(root.operands if root and root.opcode == "tuple" else ()):

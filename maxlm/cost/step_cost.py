@@ -1,8 +1,8 @@
-"""How long one step of a compiled program takes a chip, and what it spends it on.
+"""Predicted time of one step of a compiled program, by kind of operation.
 
-Compute is XLA's own estimate in cycles, loops times their turns, but never more than its matmuls and then its bytes take; Pallas kernels,
-which XLA cannot see into, are charged what they state; communication is what the replay of the schedule finds exposed. It predicts; it has
-measured nothing. For GPUs, XLA estimates nothing: see `pricing`.
+Compute is XLA's own estimate in cycles, loops times their trip count, but never more than its matmuls plus its bytes take; Pallas kernels,
+which XLA cannot see into, are charged the cost they state; communication is what the replay of the schedule finds exposed. Nothing is
+measured. For GPUs, XLA estimates nothing: see `pricing`.
 """
 
 import heapq
@@ -71,7 +71,7 @@ class StepCost:
     kernel_flops: int
     assumed: tuple[str, ...]  # attention kernels that state no cost and are charged by their shapes
     uncharged: tuple[str, ...]  # kernels that state no cost and are charged nothing
-    unknown_loops: tuple[str, ...]  # loops counted once, because data decides how often they turn
+    unknown_loops: tuple[str, ...]  # loops counted once, because their trip count depends on data
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
 
@@ -87,22 +87,22 @@ class StepCost:
 
 
 def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: Mapping[str, AxisLinks], top: int = 20) -> StepCost:
-    """What one step of `module` costs on `chip`.
+    """Cost of one step of `module` on `chip`.
 
-    `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: how those of more than one device lie on
-    the machine. `top`: how many operations to list.
+    `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
+    device. `top`: number of operations to list.
     """
     pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
-    costs, said = _costs(root, pricing), list(_said(root, 1))
+    costs, spans = _costs(root, pricing), list(_spans(root, 1))
     by_kind: dict[str, float] = defaultdict(float)
     flops: dict[str, int] = defaultdict(int)
     for cost in costs:
         by_kind[cost.kind] += cost.seconds
         flops[cost.kind] += cost.flops
-    seconds = sum(times * item.collective.seconds for item, times in said)
-    exposed = sum(times * item.exposed_s for item, times in said)
-    talk = (OpCost(i.collective.name, "communication", i.collective.where, n, n * i.exposed_s) for i, n in said if i.exposed_s > 0)
+    seconds = sum(times * item.collective.seconds for item, times in spans)
+    exposed = sum(times * item.exposed_s for item, times in spans)
+    waits = (OpCost(i.collective.name, "communication", i.collective.where, n, n * i.exposed_s) for i, n in spans if i.exposed_s > 0)
     return StepCost(
         matmul_s=by_kind["matmul"],
         attention_s=by_kind["attention"],
@@ -116,8 +116,8 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
         assumed=tuple(sorted(pricing.assumed)),
         uncharged=tuple(sorted(pricing.uncharged)),
         unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and run.op.trips is None),
-        top=tuple(heapq.nlargest(top, itertools.chain(costs, talk), key=lambda cost: cost.seconds)),
-        traffic=_traffic(said),
+        top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
+        traffic=_traffic(spans),
     )
 
 
@@ -128,11 +128,11 @@ def _timed(segment: Segment, times: int) -> Iterator[tuple[Timed, int]]:
         yield from _timed(inner, times * turns)
 
 
-def _said(segment: Segment, times: int) -> Iterator[tuple[CollectiveSpan, int]]:
-    for item in segment.said:
+def _spans(segment: Segment, times: int) -> Iterator[tuple[CollectiveSpan, int]]:
+    for item in segment.spans:
         yield item, times
     for inner, turns in segment.inner:
-        yield from _said(inner, times * turns)
+        yield from _spans(inner, times * turns)
 
 
 def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
@@ -145,9 +145,9 @@ def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
     return costs
 
 
-def _traffic(said: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
+def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
     rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
-    for item, times in said:
+    for item, times in spans:
         one = item.collective
         figures = (times, times * one.bytes, times * one.seconds, times * item.exposed_s)
         rows[(one.axes, one.opcode, one.where, one.how, one.link)].append(figures)
@@ -195,7 +195,7 @@ def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -
 
 
 def _runs(module: Module) -> dict[str, int]:
-    """Computation that runs -> how often a step runs it."""
+    """Computation that runs -> times a step runs it."""
     return {run.computation: run.times for run in module.executed()}
 
 
@@ -227,7 +227,7 @@ def _transfers(computation: Computation, module: Module, topology: Topology) -> 
 
 
 def _transfer_s(send: Op, topology: Topology) -> float:
-    """Of a ring over the slices, at the speed at which a chip's share of the network moves its part."""
+    """Seconds of a ring over the slices, each chip at its share of the network's bandwidth."""
     rounds = 2 if _attribute(_TRANSFER_TYPE, send) == "ALL_REDUCE" else 1
     others = (topology.slices - 1) / topology.slices
     return rounds * others * send.shapes[0].bytes / topology.chip.dcn_bytes_per_s + DCN_S

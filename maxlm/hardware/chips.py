@@ -1,4 +1,4 @@
-"""What each accelerator can do at best: arithmetic, memory and links, with the source of every figure. No jax here."""
+"""Peak arithmetic, memory and links of each accelerator, with the source of every figure. No jax here."""
 
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ _CLOUD = "docs.cloud.google.com/tpu/docs"
 class Chip:
     """Peaks of one chip. A jax device is a chip, except where `devices_per_chip` says otherwise: use the `*_per_device` figures.
 
-    `hbm_bytes` is what the maker states (TPU: GiB; GPU: 10^9 bytes); the runtime keeps some of it for itself. Links are stated one way:
+    `hbm_bytes` is as the vendor states it (TPU: GiB; GPU: 10^9 bytes); the runtime reserves some of it. Links are stated one way:
     `ici` is the network inside a slice or node (TPU: inter-chip interconnect; GPU: NVLink), `dcn` the one between them (GPU: of DGX).
     """
 
     name: str
-    device_kinds: tuple[str, ...]  # what jax.Device.device_kind says, to the letter
+    device_kinds: tuple[str, ...]  # jax.Device.device_kind, exactly
     peak_bf16_flops: float  # FLOP/s, dense
     hbm_bytes: int
     hbm_bytes_per_s: float

@@ -1,27 +1,27 @@
-"""The machine that this process runs on. No jax here."""
+"""The machine that runs this process. No jax here."""
 
 import os
 from pathlib import Path
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory this process may use: the machine's, or less where a container has a limit; None where the system does not say."""
+    """Bytes of memory this process may use: the machine's, or less where a container has a limit; None if the system does not state it."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
     for limit in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         try:
-            said = (root / limit).read_text().strip()
+            text = (root / limit).read_text().strip()
         except OSError:
             continue
-        if said.isdigit():
-            total = min(total, int(said))
+        if text.isdigit():
+            total = min(total, int(text))
     return total
 
 
 def in_bytes(count: float) -> str:
-    """Bytes as people write them: 3.1 TB."""
+    """Format bytes: 3.1 TB."""
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

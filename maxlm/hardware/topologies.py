@@ -1,4 +1,4 @@
-"""Names such as `v5p:4x4x4`: which chips, how many, on how many hosts, and along which sides the links close to a ring. No jax here."""
+"""Topologies such as `v5p:4x4x4`: their chips, hosts, and the dims along which links close to a ring. No jax here."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8",
 
 
 class TopologyError(ValueError):
-    """A topology that does not exist: `rule` says what is wrong with the name, `fix` what to write instead."""
+    """A topology that does not exist: `rule` is what is wrong with the name, `fix` what to write instead."""
 
     def __init__(self, rule: str, fix: str) -> None:
         super().__init__(f"{rule}; {fix}")
@@ -35,7 +35,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Of one slice, as the compiler names it: v5p:4x4x4."""
+        """The compiler's name of one slice: v5p:4x4x4."""
         return f"{self.chip.name.lower()}:{'x'.join(map(str, self.sides))}"
 
     @property
@@ -44,12 +44,12 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Chips of all slices."""
         return math.prod(self.sides) * self.slices
 
     @property
     def devices(self) -> int:
-        """What jax counts, all slices: a tpu7x chip is two."""
+        """jax devices of all slices: a tpu7x chip is two."""
         return self.chips * self.chip.devices_per_chip
 
     @property
@@ -59,7 +59,7 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether the links along each dim close to a ring.
+        """For each dim, True if its links close to a ring.
 
         v4, v5p and tpu7x are cubes of 4x4x4 joined by optical switches, which close every dim of a slice made of whole cubes; v5e and v6e
         are a pod of 16x16 whose edges are joined, so a dim closes only where it has all 16 (jax-ml.github.io/scaling-book, part 2).
@@ -72,7 +72,7 @@ class Topology:
 
 
 def parse(name: str, slices: int = 1) -> Topology:
-    """The topology a name means, chip names in any case. Raises TopologyError with near names when there is none."""
+    """The topology called `name`, in any case. Raises TopologyError, with similar names, for an unknown one."""
     known = {chip.name.lower(): chip for chip in CHIPS}
     chip_name, colon, shape = name.partition(":")
     chip = known.get(chip_name.lower())
@@ -120,7 +120,7 @@ def _check_shape(topology: Topology) -> None:
 
 
 def is_tpu(chip: Chip) -> bool:
-    """Whether a chip is a TPU; all others that we know are NVIDIA's GPUs."""
+    """True for a TPU; all other known chips are NVIDIA's GPUs."""
     return chip.device_kinds[0].startswith("TPU")
 
 

@@ -1,4 +1,4 @@
-"""What an operation of a compiled program moves: the bytes it reads and those it writes."""
+"""HBM traffic of an operation of a compiled program: the bytes it reads and writes."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", 
 
 
 def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
-    """Bytes that `op` of `computation` reads and writes, wherever they lie. Of an array that is sliced or updated in place, the slice."""
+    """Bytes that `op` of `computation` reads and writes in any memory; of an array sliced or updated in place, only the slice."""
     if op.opcode == "fusion":
         body = module.computations[op.calls[0]]
         return sum(_read(body, inner) for inner in body.ops if inner.opcode == "parameter") + _written(body, op)
@@ -38,7 +38,7 @@ def _users(body: Computation, value: Op) -> Iterator[tuple[Op, int]]:
 
 
 def _written(body: Computation, op: Op) -> int:
-    """Bytes that `op`, which runs the fused computation, writes: of an array updated in place, the update."""
+    """Bytes that `op`, which runs the fused computation, writes; of an array updated in place, only the update."""
     root = body.by_name.get(body.root)
     names = root.operands if root is not None and root.opcode == "tuple" else (body.root,)
     found = 0

@@ -1,8 +1,8 @@
-"""Which buffers are alive when a compiled program needs the most memory: a replay of its schedule, as XLA's heap sees it.
+"""Buffers that are live at the peak of a compiled program's memory, found by a replay of its schedule.
 
-XLA says how many bytes a program needs and not what they are. Here every operation's results are followed until their last reader, a
+XLA states how many bytes a program needs, not what they are. Here every operation's results are followed until their last reader, a
 loop's carried values are one buffer all along, updates in place take none, and donated arguments are given back to the outputs of the same
-place. What is found is an estimate of the composition; the total stays XLA's.
+place. This estimates the composition; the total stays XLA's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ class Buffer:
 
     @property
     def place(self) -> "Buffer":
-        """The buffer that this one really is."""
+        """The buffer whose memory this one uses."""
         return self if self.stands_for is None else self.stands_for.place
 
     @property
     def where(self) -> str:
-        """Where in the model it is made: the first writer that says so, and those in loops know better than what fills it with zeros."""
+        """Place in the model that makes it: the deepest of its writers, since one outside a loop may only fill it with zeros."""
         named = [op.where for op in self.writers if op.where]
         return max(named, key=lambda where: where.count("/"), default="")
 
 
 def at_peak(module: Module) -> tuple[Buffer, ...]:
-    """The buffers, arguments not among them, that are alive at the fullest moment of the program."""
+    """The buffers, arguments excluded, that are live at the peak of the program."""
     entry = module.computations[module.entry]
     parameters = sorted((op for op in entry.ops if op.opcode == "parameter"), key=lambda op: op.index or 0)
     arguments = {op.name: [Buffer(shape, outside=True, writers=[op]) for shape in op.shapes] for op in parameters}
@@ -68,7 +68,7 @@ class _Replay:
         return self.values[self.computation.root]
 
     def peak(self) -> tuple[Buffer, ...]:
-        """What is alive at the fullest moment, inner computations included."""
+        """Buffers that are live at the peak, inner computations included."""
         last = self._last_reads()
         alive: dict[int, Buffer] = {}
         best: tuple[Buffer, ...] = ()

@@ -1,4 +1,4 @@
-"""What a chip computes: the FLOPs of compiled matmuls and attention kernels, from their shapes."""
+"""FLOPs of compiled matmuls and attention kernels, from their shapes."""
 
 import itertools
 import math
@@ -16,9 +16,9 @@ _GROUPED = re.compile(r"batch_group_count=(\d+)")
 
 
 def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
-    """FLOPs of the matmuls that `op` is or holds, fused; 2 a multiply-add. 0 when there are none.
+    """FLOPs of the matmuls that `op` is or, fused, contains; 2 a multiply-add, 0 without any.
 
-    `tile`: the width of the matrix unit, to count what it works, features padded to whole tiles.
+    `tile`: the width of the matrix unit, to count features padded to whole tiles.
     """
     if op.opcode in ("dot", "convolution"):
         return _flops(op, computation, tile)
@@ -29,7 +29,7 @@ def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 when they cannot be told.
+    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 if they are not recognised.
 
     Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
@@ -46,12 +46,12 @@ def attention_flops(op: Op, computation: Computation) -> int:
 
 
 def _head_dim(shape: Shape) -> int:
-    """Of queries or keys, tokens by head dim, or turned; 0 when it is neither."""
+    """Head dim of queries or keys, [tokens, head dim] or transposed; 0 for any other shape."""
     return next((dim for dim in (shape.dims[-1], shape.dims[-2]) if dim in (64, 128, 192, 256)), 0)
 
 
 def is_backward(name: str) -> bool:
-    """Whether an attention kernel of that name, or place in the source, is one of the backward pass."""
+    """True for the name, or source location, of an attention kernel of the backward pass."""
     return bool(re.search(r"dq|dkv|bwd|backward", name))
 
 
@@ -83,7 +83,7 @@ def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape
 
 
 def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[str, int]]:
-    """Of each spatial dim: size, stride, padding before, and dilation of the two sides."""
+    """For each spatial dim: size, stride, padding before, and dilation of the two sides."""
     written = _WINDOW.search(attributes)
     fields = dict(part.split("=") for part in written.group(1).split()) if written else {}
     found = {}
@@ -101,7 +101,7 @@ def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[
 
 @lru_cache(maxsize=4096)
 def _pairs(width: int, results: int, size: int, stride: int, before: int, dilated: int, spread: int) -> int:
-    """How many (place of the result, place in the window) fall on one of `width` numbers, not on padding or between them."""
+    """Number of (place of the result, place in the window) that fall on one of `width` numbers, not on padding or in a gap."""
     if stride == dilated == spread == 1 and before == 0 and results + size - 1 <= width:
         return results * size
     found = 0

@@ -1,7 +1,7 @@
-"""Reads the text of a program XLA has compiled and scheduled (`compiled.as_text()`) into typed records. Standard library only.
+"""Parse the text of a program that XLA has compiled and scheduled (`compiled.as_text()`) into typed records.
 
-What is kept of an operation is what a planner asks: how often it runs, what it weighs, what the compiler thinks it costs, which
-chips it talks to and where in the model it arises. Seen with libtpu 0.0.42.1 for v5e, v5p and v6e, and with jaxlib 0.10.2 on CPU.
+A record of an operation keeps how often it runs, its bytes, XLA's own estimate of its cycles, the devices of a collective and the place in
+the model it comes from. Tested with libtpu 0.0.42.1 for v5e, v5p and v6e, and with jaxlib 0.10.2 on CPU.
 """
 
 import itertools
@@ -24,8 +24,8 @@ _BITS = {
     **dict.fromkeys(("f32", "s32", "u32"), 32),
     **dict.fromkeys(("f64", "s64", "u64", "c64"), 64),
     "c128": 128,
-}  # any other float is one of the 8-bit ones: f8e4m3fn and its sisters
-_NO_ESTIMATE = 1 << 60  # XLA writes a number near 2**63 where it has none
+}  # any other float has 8 bits, such as f8e4m3fn
+_NO_ESTIMATE = 1 << 60  # XLA writes a number near 2**63 for no estimate
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _OP = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
@@ -58,18 +58,18 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes of its numbers, without the padding of its layout. A token weighs nothing."""
+        """Bytes of its elements, without the padding of its layout; 0 for a token."""
         return 0 if self.dtype in ("token", "opaque") else -(-self.elements * _BITS.get(self.dtype, 8) // 8)
 
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """What a Pallas kernel says of itself (`pl.CostEstimate`), for one call."""
+    """A Pallas kernel's own `pl.CostEstimate`, for one call."""
 
     flops: int
     transcendentals: int
@@ -104,7 +104,7 @@ class Op:
 
     @property
     def turns(self) -> int:
-        """How often what it calls runs; loops whose turns data decides count once."""
+        """Times that the called computation runs; loops with a data-dependent trip count as one."""
         return self.trips if self.opcode == "while" and self.trips is not None else 1
 
 
@@ -366,12 +366,12 @@ def _trips(op: Op, computation: Computation, computations: Mapping[str, Computat
 
 
 def _tuple_element(computation: Computation, name: str, place: int) -> Op | None:
-    """What makes element `place` of the tuple `name`."""
+    """The operation that makes element `place` of the tuple `name`."""
     made = computation.source(name)
     held = made is not None and made.opcode == "tuple" and place < len(made.operands)
     return computation.source(made.operands[place]) if made is not None and held else None
 
 
 def _integer(op: Op | None) -> int | None:
-    """The value of a whole, scalar constant."""
+    """The value of a scalar integer constant."""
     return int(op.literal) if op is not None and op.opcode == "constant" and op.literal.isdigit() and not op.shapes[0].dims else None

@@ -1,7 +1,7 @@
-"""Which mesh axes a collective runs over: replica groups, in every form XLA writes, decoded to device numbers and matched by membership.
+"""Mesh axes of a collective: replica groups, in every form XLA writes, decoded to device numbers and matched by membership.
 
 A device's number is its position in the flattened mesh: XLA's replica groups count places in the device assignment, which jit takes
-from the mesh. The axis names XLA writes ('axis_0') are its own, so a group says which axes it is by who is in it.
+from the mesh. The axis names XLA writes ('axis_0') are its own, so the members of a group determine its axes.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _LISTED = re.compile(r"\{([\d,]+)\}")
 def device_groups(text: str) -> Groups:
     """The device numbers of each group in `text`: `mesh[...] {...}`, `[2,4]<=[4,2]T(1,0)` or `{{0,1},{2,3}}`; () for `{}`, all devices.
 
-    Of source_target_pairs, the pairs. Raises UserError on a form it does not know.
+    For source_target_pairs, the pairs. Raises UserError on an unknown form.
     """
     mesh = _MESH.match(text)
     iota = _IOTA.match(text)
@@ -48,7 +48,7 @@ def device_groups(text: str) -> Groups:
 
 @lru_cache(maxsize=4096)
 def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The axes of `mesh` (name and size, outermost first) whose groups are exactly `groups`; ("unknown",) when no set of axes has them.
+    """The axes of `mesh` (name and size, outermost first) whose groups are exactly `groups`; ("unknown",) if no set of axes has them.
 
     No groups at all means every device in one. Groups of one device are no axis: ().
     """
@@ -64,7 +64,7 @@ def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...
 
 @lru_cache(maxsize=4096)
 def axes_of_pairs(pairs: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The axes of `mesh` along which the (source, target) `pairs` of a permutation move; () when nothing moves."""
+    """The axes of `mesh` along which the (source, target) `pairs` of a permutation move; () if none."""
     sizes = [size for _, size in mesh]
     if max((max(pair) for pair in pairs), default=0) >= math.prod(sizes):
         return UNKNOWN
@@ -120,7 +120,7 @@ def _along(axes: Iterable[int], sizes: list[int]) -> tuple[frozenset[int], ...]:
 
 
 def _varied(devices: Iterable[int], sizes: list[int]) -> tuple[int, ...]:
-    """The axes along which `devices` do not all lie at one place."""
+    """The axes along which the coordinates of `devices` differ."""
     found = []
     for axis, size in enumerate(sizes):
         below = math.prod(sizes[axis + 1 :])

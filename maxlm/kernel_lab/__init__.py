@@ -1,1 +1,1 @@
-"""The kernel lab: what a kernel's machine code takes on a TPU that is not there."""
+"""The kernel lab: cycles, memory traffic and time of kernels, from their machine code ahead of time or measured on the chip."""

@@ -1,6 +1,6 @@
-"""`python -m maxlm.kernel_lab OPERATION IMPLEMENTATION SHAPE TOPOLOGY FOLDER [sweep]`: compiles one shape, prints a JSON line a kernel.
+"""`python -m maxlm.kernel_lab OPERATION IMPLEMENTATION SHAPE TOPOLOGY FOLDER [sweep]`: compile one shape, print a JSON line a kernel.
 
-`sweep`: at every choice of blocks that is compared. A process of its own, since libtpu reads where to write machine code when it is loaded.
+`sweep`: at every choice of blocks. A process of its own, since libtpu reads where to write machine code when it is loaded.
 """
 
 import json
@@ -50,7 +50,7 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
 
 
 def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Path]]:
-    """Files of each operation's machine code by `DUMPS`, the last of each; none where the chip's memory is too small for the case."""
+    """Files of each operation's machine code by `DUMPS`, the last of each; empty if the chip's memory is too small for the case."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -75,7 +75,7 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
 
 
 def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
-    """What its machine code issues, moves, waits for and holds; `slots`: shares of those that its bundles have."""
+    """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
     from maxlm.kernel_lab import bundles, execute
 
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()

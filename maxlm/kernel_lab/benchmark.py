@@ -1,4 +1,4 @@
-"""Kernels timed on the machine at hand against what could be used in their place, in one run and in turns.
+"""Time our kernels on this machine against the alternatives, alternating in one run.
 
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
@@ -43,21 +43,21 @@ class Benchmark:
 
 
 def normal(*shapes: tuple[int, ...]) -> Iterator[jax.Array]:
-    """Of deviation 1 over the root of the last dim but one."""
+    """Normal random arrays, of deviation 1 over the root of the last dim but one."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     for key, shape in zip(jax.random.split(jax.random.key(0), len(shapes)), shapes, strict=True):
         yield (jax.random.normal(key, shape) * shape[-2] ** -0.5).astype(dtype)
 
 
-def _asked(shapes: Sequence[S], names: Sequence[str], *, tiny: bool) -> Iterator[S]:
-    """The shapes of these names, all without any; of the `tiny` the first two suffice."""
+def _selected(shapes: Sequence[S], names: Sequence[str], *, tiny: bool) -> Iterator[S]:
+    """The shapes of these names, all if there are none; the first two if `tiny`."""
     found = [shape for shape in shapes if not names or getattr(shape, "name", "") in names]
     yield from found[: 2 if tiny else None]
 
 
 def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Queries, keys and values get gradients."""
-    for shape in _asked(ATTENTION, names, tiny=tiny):
+    for shape in _selected(ATTENTION, names, tiny=tiny):
         if tiny:
             shape = replace(shape, heads=2, groups=1, seq_len=256, documents=shape.documents and 64, window=shape.window and 64)
         segments_BS = jnp.asarray(shape.segments(1))
@@ -76,7 +76,7 @@ def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchm
             "ours": lambda q, k, v, at=at: attention(q, k, v, **at),
             "xla": lambda q, k, v, at=at: attention(q, k, v, **at, implementation="xla"),
         }
-        if jax.default_backend() == "gpu" and shape.softcap is None:  # which it does not know
+        if jax.default_backend() == "gpu" and shape.softcap is None:  # which it lacks
             candidates["cudnn"] = cudnn
         flops = 3.5 * 4 * shape.pairs(np.asarray(segments_BS)) * shape.heads * shape.head_dim
         yield Benchmark("attention", shape.name, candidates, tuple(x * shape.seq_len**0.5 for x in normal(*sizes)), flops, 3)
@@ -84,7 +84,7 @@ def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchm
 
 def mlp_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Input and weights get gradients."""
-    for shape in _asked(MLP, names, tiny=tiny):
+    for shape in _selected(MLP, names, tiny=tiny):
         rows, d_model, d_ff = (256, 128, 256) if tiny else (shape.rows, shape.d_model, shape.d_ff)
         operands = tuple(normal((1, rows, d_model), (d_model, d_ff), (d_model, d_ff), (d_ff, d_model)))
         candidates: dict[str, Callable[..., jax.Array]] = {
@@ -96,7 +96,7 @@ def mlp_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
 
 def grouped_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
     """Rows and weights get gradients."""
-    for shape in _asked(GROUPED, names, tiny=tiny):
+    for shape in _selected(GROUPED, names, tiny=tiny):
         if tiny:
             shape = replace(shape, experts=4, d_in=128, d_out=128, rows=256)
         sizes_E = jnp.asarray(shape.group_sizes())
@@ -110,16 +110,16 @@ def grouped_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmar
 
 
 def cross_entropy_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:
-    """Of one shape, whatever is asked for. Input and table get gradients."""
+    """One shape, whatever the names. Input and table get gradients."""
     (shape,) = CROSS_ENTROPY
-    tokens, width, words = (256, 128, 1000) if tiny else (shape.tokens, shape.d_model, shape.vocab_size)
-    x_BSD, w_VD = normal((1, tokens, width), (words, width))
-    targets_BS = jnp.asarray(np.random.default_rng(0).integers(0, words, (1, tokens)))
+    tokens, width, vocab_size = (256, 128, 1000) if tiny else (shape.tokens, shape.d_model, shape.vocab_size)
+    x_BSD, w_VD = normal((1, tokens, width), (vocab_size, width))
+    targets_BS = jnp.asarray(np.random.default_rng(0).integers(0, vocab_size, (1, tokens)))
     candidates = {
         name: lambda x, w, chunks=chunks: linear_cross_entropy(x, w, targets_BS, jnp.ones((1, tokens)), chunks=chunks).total
         for name, chunks in {"ours": shape.chunks, "all logits": 1}.items()
     }
-    yield Benchmark("cross_entropy", f"{tokens} x {words}", candidates, (x_BSD, w_VD), 6.0 * tokens * width * words, 2)
+    yield Benchmark("cross_entropy", f"{tokens} x {vocab_size}", candidates, (x_BSD, w_VD), 6.0 * tokens * width * vocab_size, 2)
 
 
 BENCHMARKS = {

@@ -1,4 +1,4 @@
-"""Reads the machine code that libtpu prints last: bundles, each what one core of a TPU issues in one cycle."""
+"""Parse the final machine code that libtpu dumps: bundles, each issued by one core of a TPU in one cycle."""
 
 import re
 from collections import Counter
@@ -51,7 +51,7 @@ class Code:
 
     @cached_property
     def _wide(self) -> bool:
-        """Whether the matrix units are two of 256 by 256, which take two rows a cycle; if not, four of 128 by 128, which take one."""
+        """True for two matrix units of 256 by 256, which take two rows a cycle; else four of 128 by 128, which take one."""
         return not any(instruction.opcode.endswith(("mxu2", "mxu3")) for bundle in self.bundles for instruction in bundle)
 
     def _units(self, bundle: tuple[Instruction, ...], slots: tuple[int, ...]) -> Counter[str]:

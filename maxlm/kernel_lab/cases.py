@@ -1,4 +1,4 @@
-"""What the kernel lab compiles: an operation at a real shape, forward and backward, by one of its implementations."""
+"""Cases that the kernel lab compiles: an operation at a real shape, forward and backward, by one of its implementations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "gated_mlp": ("fused", "xla"),
     "matmul": ("pallas", "xla"),
 }
-SWEPT = 4  # choices of blocks that are compared where an account of cycles and bytes puts all in order
+SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One part of a compiled case: what it is called in the program, the scalars it branches on, FLOPs that masks leave, of the case.
+    """One part of a compiled case: its name in the program, the scalars it branches on, its FLOPs that masks leave.
 
-    Where several operations bear the name, XLA's own, it is all of them. `blocks`: what it computes at a time, as it is shown.
+    If several operations have the name (XLA's own), it is all of them. `blocks`: its block sizes, as text.
     """
 
     part: str
@@ -50,12 +50,12 @@ def from_hbm(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
-    """The shapes that `operation` is looked at."""
+    """The shapes of `operation` in the lab."""
     return tuple(shape.name for shape in _shapes(operation))
 
 
 def shape_of(operation: str, name: str) -> Any:
-    """The shape of that name. Raises UserError where there is none."""
+    """The shape called `name`. Raises UserError for an unknown one."""
     shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
     if shape is None:
         raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")

@@ -74,7 +74,7 @@ def sweep(chips: Sequence[str], operation: str, shapes: Sequence[str], *, write:
 
 
 def show_sweep(rows: Sequence[Row], console: Console) -> None:
-    """A table a shape, the best of each kernel first."""
+    """Print a table for each shape, the best blocks of each kernel first."""
     for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
         shown = table("part", "blocks", "", "kcycles", "waits", "over best", "of peak", "VMEM MB")
@@ -96,7 +96,7 @@ def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Put the best of each chip and head dim, with a window or without, into the table, in place of what it had of them."""
+    """Write the best blocks of each chip and head dim, with a window and without, into the table; other rows of it stay."""
     kinds = {chip.name: chip.device_kinds[0] for chip in hardware.CHIPS}
     found = json.loads(path.read_text(encoding="utf-8"))["blocks"]
     table = {(row["device_kind"], row["windowed"], row["head_dim"]): row for row in found}
@@ -112,10 +112,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 
 def best_of(rows: Sequence[Row]) -> str:
-    """The blocks of a kernel that take least time, in the geometric mean over the shapes at which they were counted.
-
-    Only blocks that have room at every shape are compared.
-    """
+    """The fastest blocks of a kernel, by the geometric mean over shapes; only blocks that fit at every shape are compared."""
     by_blocks: dict[str, dict[str, int]] = defaultdict(dict)
     for row in rows:
         if not row.problem:
@@ -123,7 +120,7 @@ def best_of(rows: Sequence[Row]) -> str:
     everywhere = {row.shape for row in rows}
     logs = {blocks: sum(map(math.log, totals.values())) for blocks, totals in by_blocks.items() if totals.keys() == everywhere}
     if not logs:
-        raise UserError("No blocks have room at every shape: leave out the largest with --shape.")
+        raise UserError("No blocks fit at every shape: leave out the largest with --shape.")
     return min(logs, key=logs.__getitem__)
 
 

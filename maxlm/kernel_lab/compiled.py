@@ -1,4 +1,4 @@
-"""Rows of the kernel lab for an H200 that is not there: what its compiler says of each kernel, and the least time that the work takes."""
+"""Rows of the kernel lab for an H200, without the hardware: the compiler's figures of each kernel, and a lower bound of its time."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ CHIP = "h200"
 HEADS = 8  # query heads of attention that are compiled; least times are of all
 MATRIX = "HGMMA"  # the instructions of the tensor cores
 NOTE = (
-    "Compiled, neither measured nor estimated: nothing here says how many cycles a Hopper kernel takes. Registers: of a thread at launch. "
+    "Compiled, neither measured nor estimated: these figures do not give the cycles of a Hopper kernel. Registers: of a thread at launch. "
     "Shared: KB of memory that a thread block is launched with. Spills: bytes stored. HGMMA: tensor core instructions, and their share of "
     "all. Warnings: ptxas codes. Least time: forward and backward together, useful FLOPs at the tensor cores' peak, arrays moved once."
 )
@@ -28,7 +28,7 @@ _CODE = re.compile(r"\((C\d+)\)")
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of a shape. Least times are of the whole shape, in ms. `problem`: why there is nothing; then all that follows is empty."""
+    """One kernel of a shape. Least times are of the whole shape, in ms. `problem`: why there are no figures."""
 
     operation: str
     shape: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
-    """Every kernel of ours. Raises UserError where there is no compiler for GPUs."""
+    """Each of our kernels. Raises UserError without the compiler for GPUs."""
     if missing := hopper.missing():
         raise UserError(f"Kernels cannot be compiled for an H200: {missing}.")
     chip = chip_named(chip_name)
@@ -73,7 +73,7 @@ def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
 
 
 def show(found: Sequence[Row], console: Console) -> None:
-    """A table a shape, and its least time."""
+    """Print a table for each shape, and its least time."""
     for shape, group in itertools.groupby(found, lambda row: row.shape):
         of_shape = list(group)
         first = of_shape[0]
@@ -95,8 +95,7 @@ def show(found: Sequence[Row], console: Console) -> None:
             )
             shown.add_row(row.part, warned, *figures)
         console.print(shown)
-    said = [text for row in found for text in row.warnings]
-    texts = {match[1]: text for text in said if (match := _CODE.search(text))}
+    texts = {match[1]: text for row in found for text in row.warnings if (match := _CODE.search(text))}
     for name, text in texts.items():
         console.print(f"{name}, such as: {text.split(') ', 1)[-1]}", style="dim", highlight=False)
     console.print(NOTE, style="dim", highlight=False)

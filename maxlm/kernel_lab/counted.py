@@ -1,4 +1,4 @@
-"""Rows of the kernel lab for a TPU that is not there: what the machine code of each kernel issues, and the library's."""
+"""Rows of the kernel lab for a TPU, without the hardware: counts of the machine code of our kernels and of the library's."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ SLOTS = {"vector": "VALU", "lanes": "XLU", "exp": "EUP", "load": "VLOAD", "store
 class Row:
     """One kernel at one shape; of attention one sequence, two groups of heads. Shares are of 1; `cycles` have no waits in them.
 
-    `problem`: why there is nothing to be counted; what follows is then 0, empty or None.
+    `problem`: why nothing was counted; the fields after it are then 0, empty or None.
     """
 
     operation: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
-    """Ours and the library's, every part of them."""
+    """Every part of our kernels and of the library's."""
     *ours, compared = OPERATIONS[operation]
     theirs = count(operation, compared, shape, chip)
     others = {row.part: row.total for row in theirs}
@@ -73,13 +73,13 @@ def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
 
 
 def count(operation: str, implementation: str, shape: str, chip: str, *, sweep: bool = False) -> list[Row]:
-    """A row a kernel, as the lab's other process counts them; `tried`: at every choice of blocks that is compared, the chosen first."""
+    """A row for each kernel, counted in a process of its own; `sweep`: at every choice of blocks, the default first."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "maxlm.kernel_lab", operation, implementation, shape, TOPOLOGIES[chip], folder]
         done = subprocess.run([*command, *["sweep"] * sweep], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it says nothing"]
-        raise UserError(f"{operation} {implementation} at {shape} does not compile for {chip}: {said[-1]}")
+        errors = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError(f"{operation} {implementation} at {shape} does not compile for {chip}: {errors[-1]}")
     counted = {}
     for line in done.stdout.splitlines():
         kernel = json.loads(line)
@@ -100,7 +100,7 @@ def _row(kernel: Mapping[str, Any], row: Row) -> Row:
 
 
 def show(found: Sequence[Row], console: Console) -> None:
-    """Two tables a shape: time, and what the core's slots and memories are filled with."""
+    """Print two tables for each shape: time, and use of the core's slots and memories."""
     for (shape, chip), group in itertools.groupby(found, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
         of_shape = list(group)
@@ -119,7 +119,7 @@ def show(found: Sequence[Row], console: Console) -> None:
 
 
 def table(*names: str) -> Table:
-    """Two columns of names, others of figures."""
+    """An empty table: two columns of names, the others of figures."""
     made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for name in names[:2]:
         made.add_column(name, no_wrap=True, min_width=9)

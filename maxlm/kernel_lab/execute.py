@@ -1,5 +1,5 @@
-"""Runs the scalar core of a kernel: addresses, conditions, branches. So every bundle is counted as often as a TPU would issue it, and every
-copy between HBM and VMEM takes its time: what waits for one is known, too.
+"""Simulate the scalar core of a kernel: addresses, conditions, branches. Every bundle is counted as often as a TPU issues it, and waits for
+copies between HBM and VMEM are timed.
 """
 
 import itertools
@@ -54,7 +54,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one core issued. `cycles`: a bundle each, or the busiest matrix unit where that takes longer; nobody waits for memory.
+    """Counts of one core. `cycles`: one a bundle, or those of the busiest matrix unit if more, without waits for memory.
 
     `moved`: bytes between HBM and VMEM. `waited`: cycles in which nothing is issued until they are there.
     """
@@ -66,20 +66,20 @@ class Run:
 
     @property
     def cycles(self) -> int:
-        """At least so many."""
+        """Lower bound of the cycles."""
         return max(self.bundles, self.matrix)
 
     @property
     def matrix(self) -> int:
-        """Cycles for which the busiest matrix unit works."""
+        """Busy cycles of the busiest matrix unit."""
         return max((count for unit, count in self.units.items() if unit.startswith("mxu")), default=0)
 
 
 def execute(code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float = math.inf) -> Run:
-    """Runs `code` with these first operands, the scalars it branches on. What comes from vectors is taken to be 0. Copies go one after the
-    other, at `bytes_a_cycle`, with no time of their own before the first byte.
+    """Run `code` with these first operands, the scalars it branches on. Values from vectors are taken to be 0. Copies run one after
+    another at `bytes_a_cycle`, without latency.
 
-    Raises UserError for an instruction it does not know and for a kernel that does not end.
+    Raises UserError for an unknown instruction and for a kernel that does not end.
     """
     core = _Core(code, operands, bytes_a_cycle)
     while core.at < len(code.bundles):
@@ -93,7 +93,7 @@ def execute(code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float = m
 
 
 class _Memory:
-    """Copies between HBM and VMEM under way: when those of each flag have arrived, and how long was waited for them."""
+    """Copies in flight between HBM and VMEM: the arrival time of each flag, and the cycles waited."""
 
     def __init__(self, bytes_a_cycle: float) -> None:
         self.bytes_a_cycle, self.moved, self.waited, self.free = bytes_a_cycle, 0, 0.0, 0.0
@@ -109,7 +109,7 @@ class _Memory:
 
 
 class _Core:
-    """Registers, SMEM and the branch under way of one core."""
+    """Registers, SMEM and the pending branch of one core."""
 
     def __init__(self, code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float) -> None:
         self.code = code
@@ -187,7 +187,7 @@ class _Core:
                 return self.numbers.get(index, 0)
             case "spop":
                 return self.registers.get(operands[0], 0)
-        raise UserError(f"The kernel lab does not know the scalar instruction {instruction.opcode}.")
+        raise UserError(f"The kernel lab lacks the scalar instruction {instruction.opcode}.")
 
     def read(self, operand: str) -> float:
         if _NAMED.match(operand):
@@ -198,7 +198,7 @@ class _Core:
         return _signed(int(number)) if number.is_integer() else number
 
     def address(self, operand: str) -> int:
-        """Of [smem:[#allocation6 + s4]] and the like: names of memory lie far apart, registers hold addresses or offsets."""
+        """The address of an operand such as [smem:[#allocation6 + s4]]: allocations lie far apart, registers hold addresses or offsets."""
         place = operand.split("[", 1)[-1].removeprefix("smem:").strip("[]")
         return sum(self.part(part) for part in place.split("]")[0].split(" + "))
 
@@ -216,14 +216,14 @@ class _Core:
         rows, packed = array.reshape(-1, array.shape[-1]), 4 // array.dtype.itemsize
         padded = np.zeros((-(-len(rows) // packed) * packed, -(-rows.shape[1] // LANES) * LANES), array.dtype)
         padded[: len(rows), : rows.shape[1]] = rows
-        words = np.ascontiguousarray(padded.reshape(-1, packed, padded.shape[1]).swapaxes(1, 2)).view(np.int32)
+        values = np.ascontiguousarray(padded.reshape(-1, packed, padded.shape[1]).swapaxes(1, 2)).view(np.int32)
         target = int(self.read(instruction.operands[2]))
-        for offset, word in enumerate(words.ravel().tolist()):
-            self.smem[target + offset] = word
+        for offset, value in enumerate(values.ravel().tolist()):
+            self.smem[target + offset] = value
 
 
 def _acts(instruction: Instruction) -> bool:
-    """Whether the scalar core must run it to know where to go."""
+    """True if the scalar core must run it to find the control flow."""
     if instruction.opcode.startswith(("shalt", "sfence", "vsync", "sphi")):
         return False  # a phi shares the register of what flows into it
     if instruction.opcode in ("sbr.rel", "sst", "dma.done.wait", *_COPIES) or instruction.opcode.endswith("to_smem"):

@@ -1,7 +1,7 @@
-"""`python -m maxlm.kernel_lab.hopper OPERATION IMPLEMENTATION SHAPE [HEADS]`: compiles for an H200 that is not there.
+"""`python -m maxlm.kernel_lab.hopper OPERATION IMPLEMENTATION SHAPE [HEADS]`: compile for an H200, without the hardware.
 
-Prints a JSON line of the program's memory, then one a kernel. Mosaic GPU turns a kernel into machine code with no GPU at hand: ptxas says
-what registers it takes, nvdisasm shows the code. A process of its own, since the environment is read when libraries are loaded, and since
+Prints a JSON line of the program's memory, then one a kernel. Mosaic GPU turns a kernel into machine code without a GPU: ptxas prints
+its registers, nvdisasm its code. A process of its own, since the environment is read when libraries are loaded, and since
 they print from C++.
 """
 
@@ -24,7 +24,7 @@ from maxlm.hardware.topologies import parse
 if TYPE_CHECKING:
     import jax
 
-_SAY_ALL = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+_DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
 _KERNEL = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -65,7 +65,7 @@ def kernels_of(operation: str, implementation: str, shape: str, heads: int = 8) 
 
 
 def memory_of(operation: str, implementation: str, shape: str, heads: int = 8) -> Memory:
-    """The same."""
+    """Memory of the same program. Raises UserError when it does not compile."""
     return Memory(**_printed(operation, implementation, shape, heads)[0])
 
 
@@ -81,26 +81,26 @@ def _printed(operation: str, implementation: str, shape: str, heads: int) -> lis
 
 def compile_for_h200(function: Callable[..., Any], arguments: Sequence["jax.ShapeDtypeStruct"]) -> tuple[Memory, list[Kernel]]:
     """Memory and Mosaic GPU kernels of `jit(function)`. Only in a process whose jax was not loaded yet: see `main`."""
-    there = devices(parse("h200:1x1x1"))
+    targets = devices(parse("h200:1x1x1"))
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(there, ("x",))
+    mesh = Mesh(targets, ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     placed = [jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=whole) for argument in arguments]
-    with tempfile.TemporaryFile() as said, jax.set_mesh(mesh):
+    with tempfile.TemporaryFile() as output, jax.set_mesh(mesh):
         sys.stdout.flush()
         stdout = os.dup(1)
-        os.dup2(said.fileno(), 1)  # the compiler prints from C++
+        os.dup2(output.fileno(), 1)  # the compiler prints from C++
         try:
             lowered = jax.jit(function).lower(*placed)
             show_tools()
-            memory: Any = lowered.compile().memory_analysis()  # which for a GPU there is
+            memory: Any = lowered.compile().memory_analysis()  # never None on a GPU
         finally:
             os.dup2(stdout, 1)
-        said.seek(0)
+        output.seek(0)
         shared = shared_memory(lowered)
-        kernels = [replace(kernel, shared=shared.get(kernel.name, 0)) for kernel in read(said.read().decode())]
+        kernels = [replace(kernel, shared=shared.get(kernel.name, 0)) for kernel in read(output.read().decode())]
         return Memory(memory.output_size_in_bytes, memory.temp_size_in_bytes), kernels
 
 
@@ -126,7 +126,7 @@ def shared_memory(lowered: "jax.stages.Lowered") -> dict[str, int]:
 
 
 def _operations(inside: Any) -> Iterator[Any]:
-    """All that a module or an operation holds."""
+    """All operations nested in a module or an operation."""
     for region in inside.operation.regions:
         for block in region.blocks:
             for operation in block.operations:
@@ -137,13 +137,13 @@ def _operations(inside: Any) -> Iterator[Any]:
 def read(text: str) -> list[Kernel]:
     """Kernels of what ptxas and nvdisasm printed."""
     starts = [found.start() for found in _KERNEL.finditer(text)]
-    warnings = [(found[1], found[0]) for found in _NOTE.finditer(text)]  # said before the kernel is
+    warnings = [(found[1], found[0]) for found in _NOTE.finditer(text)]  # printed before the kernel's own lines
     return [_kernel(text[start:end], warnings) for start, end in pairwise([*starts, len(text)])]
 
 
 def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
     named, spills, registers = _KERNEL.search(text), _SPILLS.search(text), _REGISTERS.search(text)
-    assert named and spills and registers, "ptxas says all three of every kernel"
+    assert named and spills and registers, "ptxas prints all three for every kernel"
     stack, stores, loads = (int(number) for number in spills.groups())
     mine = tuple(warning for name, warning in warnings if name == named[1])
     return Kernel(named[1], named[2], int(registers[1]), stack, stores, loads, mine, dict(Counter(_OPCODE.findall(text))))
@@ -151,7 +151,7 @@ def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
 
 def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
     """Compile the gradients of one case and print."""
-    os.environ.update(_SAY_ALL)  # before jax is loaded
+    os.environ.update(_DUMP)  # before jax is loaded
     make_ready()
     from maxlm.kernel_lab.gpu_cases import gpu_case
 

@@ -28,7 +28,7 @@ SIZES = (2048, 1024, 512, 256)  # rows and columns of a block
 FILLING = 350  # cycles of a grid step beside its matmul; another 0.8 for each 1,024 numbers that are added to a sum in VMEM
 MOST_CYCLES = 32768  # of the matmul of a grid step: all of it is straight code
 HBM_BYTES = 900  # of a cycle, about
-_FORMS = {"": ((1,), (0,)), "right": ((1,), (1,)), "left": ((0,), (0,))}  # which operand is turned: dims that are contracted
+_FORMS = {"": ((1,), (0,)), "right": ((1,), (1,)), "left": ((0,), (0,))}  # the transposed operand: contracted dims
 
 Ref = Any  # what Pallas hands a kernel
 
@@ -78,10 +78,10 @@ def block_of(results: tuple[int, int], contracted: int, kind: str) -> Block:
 
 
 def matmul(
-    left: Float[Array, "P C"], right: Float[Array, "C Q"], added: Float[Array, "P Q"] | None = None, *, turned: str = "", kind: str
+    left: Float[Array, "P C"], right: Float[Array, "C Q"], added: Float[Array, "P Q"] | None = None, *, transposed: str = "", kind: str
 ) -> Float[Array, "P Q"]:
-    """left right, and `added` to it (one row of it: to every row); `turned`: the operand, "left" or "right", that comes transposed."""
-    (over_left,), (over_right,) = _FORMS[turned]
+    """left right, and `added` to it (one row of it: to every row); `transposed`: the operand, "left" or "right", that is transposed."""
+    (over_left,), (over_right,) = _FORMS[transposed]
     results, contracted = (left.shape[1 - over_left], right.shape[1 - over_right]), left.shape[over_left]
     block = block_of(results, contracted, kind)
 
@@ -93,7 +93,7 @@ def matmul(
     beside = [] if added is None else [whole if added.shape[0] > 1 else pl.BlockSpec((1, block.columns), lambda p, q, c: (0, q))]
     steps = contracted // block.deep
     return pl.pallas_call(
-        functools.partial(_kernel, _FORMS[turned], steps, added is not None),
+        functools.partial(_kernel, _FORMS[transposed], steps, added is not None),
         name=NAME,
         out_shape=jax.ShapeDtypeStruct(results, left.dtype),
         grid=(results[0] // block.rows, results[1] // block.columns, steps),
@@ -129,7 +129,7 @@ def _kernel(dims: tuple[tuple[int], tuple[int]], steps: int, adds: bool, left_re
 
 
 def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
-    """x W, the same with a residual and with a bias added, dy W^T, and x^T dy. There is one choice of blocks, however many are `tried`."""
+    """x W, the same with a residual and with a bias added, dy W^T, and x^T dy. There is one choice of blocks, also in a sweep."""
     rows, deep, wide = (shape.rows, shape.d_in, shape.d_out)
     entering, weights, leaving = (rows, deep), (deep, wide), (rows, wide)
     parts: dict[str, tuple[str, list[tuple[int, int]]]] = {
@@ -143,17 +143,17 @@ def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, s
     name = NAME if implementation == "pallas" else "fusion"
     return [
         Case(
-            from_hbm(_run(implementation, turned, device_kind)),
+            from_hbm(_run(implementation, transposed, device_kind)),
             [(size, "bfloat16") for size in sizes],
             [Kernel(part, name, [], 2.0 * rows * deep * wide)],
             options,
         )
-        for part, (turned, sizes) in parts.items()
+        for part, (transposed, sizes) in parts.items()
     ]
 
 
-def _run(implementation: str, turned: str, kind: str) -> Callable[..., jax.Array]:
+def _run(implementation: str, transposed: str, kind: str) -> Callable[..., jax.Array]:
     def xla(left: jax.Array, right: jax.Array, *added: jax.Array) -> jax.Array:
-        return sum(added, jax.lax.dot_general(left, right, (_FORMS[turned], ((), ()))))
+        return sum(added, jax.lax.dot_general(left, right, (_FORMS[transposed], ((), ()))))
 
-    return functools.partial(matmul, turned=turned, kind=kind) if implementation == "pallas" else xla
+    return functools.partial(matmul, transposed=transposed, kind=kind) if implementation == "pallas" else xla

@@ -1,4 +1,4 @@
-"""Rows of the kernel lab for a chip that is there: its kernels, timed.
+"""Rows of the kernel lab for this machine's chip: its kernels, timed.
 
 `python -m maxlm.kernel_lab.measured` prints the kind of the device that jax finds. A process of its own, since it claims the chip.
 """
@@ -23,7 +23,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation at one shape, forward and backward. `problem`: why it cannot run; what follows is then 0 or None."""
+    """One implementation at one shape, forward and backward. `problem`: why it cannot run; the fields after it are then 0 or None."""
 
     operation: str
     shape: str
@@ -46,7 +46,7 @@ def present() -> str:
 
 
 def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterator[Row]:
-    """What is chosen here and what could be used in its place; `tiny`: shapes that a CPU can do."""
+    """The implementation that is chosen here, and its alternatives; `tiny`: shapes that a CPU can compute."""
     import jax
 
     from maxlm.kernel_lab.benchmark import BENCHMARKS, run

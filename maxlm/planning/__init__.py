@@ -1,1 +1,1 @@
-"""Finds a layout: enumerate, predict in microseconds, compile the most promising, learn from what was compiled."""
+"""Search for a layout: enumerate, predict in microseconds, compile the most promising, correct the predictions."""

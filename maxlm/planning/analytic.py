@@ -1,7 +1,8 @@
-"""How long a step of a layout takes and what it holds, without compiling it: a fraction of a millisecond a layout.
+"""Analytic model of a step: time and memory of a layout without compiling it, in a fraction of a millisecond.
 
-The constants say what XLA made of Llama-3.1-8B for v5p (libtpu 0.0.42; seconds of `cost.estimate`). They only rank layouts: what decides is
-compiled, and what was compiled corrects them (`calibrate`). The two `least_*` figures are true lower bounds, by which layouts are dropped.
+Its constants were read off Llama 3.1 8B as XLA compiled it for v5p (libtpu 0.0.42; seconds of `cost.step_cost`). They only rank layouts:
+the best are compiled, and what was compiled corrects the others (`calibrate`). The two `least_*` figures are true lower bounds, by which
+layouts are dropped.
 """
 
 import math
@@ -48,8 +49,8 @@ ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
 LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step
-# Shares of a collective's seconds that the chip waits for, where there is enough to compute meanwhile. A SparseCore, on chips that have
-# one, drives those over fsdp and data.
+# Exposed share of a collective's seconds, where there is enough to compute meanwhile. A SparseCore, on chips that have one, runs those over
+# fsdp and data.
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gathered over
@@ -70,9 +71,9 @@ class Estimate:
     exposed_s: float
     host_s: float
     state: int  # bytes of parameters, optimizer and batch, exact but for norms and biases
-    temporaries: int  # bytes of everything else at the fullest moment
-    least_bytes: int  # no program of this layout can do with less
-    least_s: float  # nor be faster
+    temporaries: int  # bytes of everything else at the peak
+    least_bytes: int  # lower bound for any program of this layout
+    least_s: float  # the same of its time
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -81,12 +82,12 @@ class Estimate:
 
 
 class Analytic:
-    """The fast model of one config on one machine. `links` says how the axes of a mesh lie on the machine."""
+    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh."""
 
     def __init__(self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
         self.config, self.topology = config, topology
         self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
-        self._speech = lru_cache(maxsize=None)(self._comm_seconds)
+        self._comm = lru_cache(maxsize=None)(self._comm_seconds)
         self._shares = lru_cache(maxsize=None)(self._shares_of)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
@@ -97,7 +98,7 @@ class Analytic:
         self.share = PREDICTED_MATMUL_SHARES.get(chip.name, PREDICTED_MATMUL_SHARE)
         self.hbm = HBM_SHARE * chip.hbm_bytes_per_s_per_device
         self.layers = layers(config.model)
-        self.heads = 1 + config.model.mtp_depth  # how often a token meets the unembedding
+        self.heads = 1 + config.model.mtp_depth  # unembeddings of a token
         looped = [attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
         self.attention_flops = attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
@@ -106,11 +107,11 @@ class Analytic:
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
-        """Parameters, and what the optimizer adds to them."""
+        """Arrays of parameters, with the state that the optimizer adds."""
         return parameter_leaves(self.config)
 
     def estimate(self, layout: Layout) -> Estimate:
-        """What `layout` takes and holds."""
+        """Time and memory of `layout`."""
         sizes = layout.sizes
         tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
         compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
@@ -127,7 +128,7 @@ class Analytic:
         )
 
     def fits_host(self, layout: Layout) -> bool:
-        """Whether the hosts have room for what `layout` offloads."""
+        """True if what `layout` offloads fits in the hosts' memory."""
         chip = self.topology.chip
         room = (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
         return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
@@ -136,36 +137,36 @@ class Analytic:
 
     @cached_property
     def attention_shares(self) -> tuple[float, float]:
-        """Of the peak, forward and backward: our kernel's where it runs, splash's where not."""
+        """Shares of peak, forward and backward: those of our kernel where it runs, else of splash."""
         chip, model = self.topology.chip, self.config.model
         ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
         shares = OUR_ATTENTION_SHARES if ours else ATTENTION_SHARES
         return shares.get(chip.name, shares["v5p"])
 
-    def again(self, layout: Layout, matmul: Matmul) -> bool:
-        """Whether a matmul of a layer runs a second time, since what it makes was not kept."""
+    def recomputes(self, layout: Layout, matmul: Matmul) -> bool:
+        """True if a matmul of a layer is recomputed, since its result was not kept."""
         model = self.config.model
         if layout.remat == "none" or matmul.name == JOIN:
             return False
         if layout.remat == "dots":
             return bool(matmul.experts) and matmul.name != "mlp_out"  # a kernel, which that policy does not know
-        needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else nobody asks for it
+        needed = matmul.name != "mlp_out" or model.norm_position == "sandwich"  # else it is not used again
         normed = model.qk_norm and matmul.name in ("query", "key")  # kept behind the norm, asked for before it
         return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
 
-    def attention_again(self, layout: Layout) -> bool:
-        """Whether attention's forward pass runs twice."""
+    def recomputes_attention(self, layout: Layout) -> bool:
+        """True if attention's forward pass is recomputed."""
         return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
 
     def _matmul_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
         rows, parts = tokens // layout.microbatches, layout.microbatches
-        blocks = sum((3 + self.again(layout, matmul)) * seconds for matmul, seconds in self._layers_s(layout.mesh, rows))
+        blocks = sum((3 + self.recomputes(layout, matmul)) * seconds for matmul, seconds in self._layers_s(layout.mesh, rows))
         vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
         return parts * (blocks + self.heads * vocab)
 
     def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float], ...]:
-        """Every matmul of a layer, and its seconds in all layers that are alike."""
+        """Every matmul of a layer, with its seconds in all layers of its kind."""
         sizes = dict(mesh)
         kinds = ((kind, matmul) for kind in self.layers for matmul in kind.matmuls)
         return tuple((matmul, len(kind.depths) * self._in_layer_s(rows, matmul, sizes)) for kind, matmul in kinds)
@@ -178,7 +179,7 @@ class Analytic:
         return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor))
 
     def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int]) -> float:
-        """Of the experts of a device, all of their `rows` together."""
+        """Seconds of the experts of a device, for all of their `rows`."""
         wide_in, wide_out = matmul.local(sizes["tensor"])
         moved = self.number * (rows * (wide_in + wide_out) + matmul.gathered(sizes))
         padded = math.ceil(wide_in / LANES) * math.ceil(wide_out / LANES) * LANES**2
@@ -193,7 +194,7 @@ class Analytic:
     def _attention_s(self, layout: Layout, tokens: int) -> float:
         forward, backward = self.attention_shares
         work_forward, work_backward = self.kernel_attention_flops
-        work = (1 + self.attention_again(layout)) * work_forward / forward + work_backward / backward
+        work = (1 + self.recomputes_attention(layout)) * work_forward / forward + work_backward / backward
         return work * tokens / layout.sizes["tensor"] / self.peak
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
@@ -213,7 +214,7 @@ class Analytic:
         return moved / self.hbm
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        gathers, sums, crossing = self._speech(layout.mesh, layout.across_slices)
+        gathers, sums, crossing = self._comm(layout.mesh, layout.across_slices)
         gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
         shared = crossing * tokens  # between tensor-parallel regions, and between tokens and experts
         driven = set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
@@ -226,7 +227,7 @@ class Analytic:
         return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
 
     def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
-        """Seconds of gathering weights and of summing gradients, a microbatch; and of what is said about activations, a token."""
+        """Seconds of gathering weights and of summing gradients, a microbatch; and of collectives of activations, a token."""
         model, sizes = self.config.model, dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
         gathers = sums = 0.0
@@ -245,18 +246,20 @@ class Analytic:
         return gathers, sums, self._crossing_s(network, sizes)
 
     def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
-        """A token's: entering and leaving two tensor-parallel regions, there, back and again; to experts, again and back, and from them."""
+        """Seconds a token of entering and leaving two tensor-parallel regions and of exchanges with experts, recomputation included."""
         one = self.number * MESSAGE * self.config.model.d_model
         regions = 10 * sum(len(kind.depths) for kind in self.layers) * network.seconds("all-gather", one, ("tensor",), sizes["tensor"])
         exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
         devices, sent = sizes["expert"], self._sends(sizes["expert"])
-        there, back = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
+        to_experts, from_experts = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
         size = int(one * (self.rows[devices] if sent else devices))
-        met = exchanges * sum(times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in ((3, there), (2, back)))
-        return (regions + met) / MESSAGE
+        exchanged = exchanges * sum(
+            times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in ((3, to_experts), (2, from_experts))
+        )
+        return (regions + exchanged) / MESSAGE
 
     def _sends(self, devices: int) -> bool:
-        """Whether choices go to experts, rather than tokens to all."""
+        """True if each token is sent to its experts only, rather than gathered by all."""
         return sends(devices, choices_of(self.config.model), "tpu" if self.topology.is_tpu else "gpu")
 
     # Memory
@@ -265,20 +268,20 @@ class Analytic:
         return self._held_bytes(layout.offload, layout, tokens)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
-        """Of one device: bytes of parameters and optimizer, parameters, and those of them in matrices."""
+        """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
         shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
         state = 4 * sum((1 + leaf.moments) * numbers for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
-        """Of the tensors with these names, in layers of these kinds, by default all of them."""
+        """Bytes of the tensors with these names, in layers of these kinds, by default all layers."""
         routed = 0 if layout.remat == "dots" else self.rows[layout.sizes["expert"]]
         kinds = self.layers if kinds is None else kinds
         wide = sum(len(kind.depths) * kind.width(name, routed) for kind in kinds for name in names)
         return self.number * tokens * wide // layout.sizes["tensor"]
 
     def _stack_bytes(self, layout: Layout, tokens: int) -> int:
-        """What is kept on the device for the backward pass of one microbatch of `tokens` tokens."""
+        """Bytes kept on the device for the backward pass of one microbatch of `tokens` tokens."""
         if layout.remat != "none":
             return self._held_bytes({*layout.kept, "layer_input"} - set(layout.offload), layout, tokens)
         sizes, stack = layout.sizes, ALL_KEPT * self._held_bytes(get_args(RematName), layout, tokens)
@@ -299,7 +302,7 @@ class Analytic:
         return int(stack + max(loss, backward) + gradients + number * numbers)
 
     def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
-        """What a layer needs while its backward pass runs: weights are there for two layers, those of experts one matrix at a time."""
+        """Bytes that the backward pass of a layer needs: gathered weights of two layers, those of experts one matrix at a time."""
         sizes, number, model = dict(mesh), self.number, self.config.model
         routed, most = int(rows * self.rows[sizes["expert"]]), 0
         for kind in self.layers:
@@ -319,7 +322,7 @@ class Analytic:
 
         XLA may keep as much of them in VMEM as there is: all of a tiny model's. What predicts further ahead is in no loop, and not counted.
         """
-        names = {*layout.kept, "layer_input"} - set(layout.offload) - {"mlp_out"}  # nobody asks for that one again
+        names = {*layout.kept, "layer_input"} - set(layout.offload) - {"mlp_out"}  # which is not used again
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
@@ -329,12 +332,12 @@ class Analytic:
         return state + max(0, beside - MOST_VMEM_BYTES)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
-        """Every FLOP that must run, at the peak, and nobody waits for anything. A turn that XLA takes out of a loop may not run again."""
+        """Seconds of the necessary FLOPs at peak, without waits. A loop iteration that XLA peels off may not be recomputed."""
         model, blocks = self.config.model, 0
         for kind in self.layers:
             for matmul in kind.matmuls:
-                blocks += (3 * len(kind.depths) + len(kind.looped) * self.again(layout, matmul)) * matmul.multiply_adds
+                blocks += (3 * len(kind.depths) + len(kind.looped) * self.recomputes(layout, matmul)) * matmul.multiply_adds
         matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size)
         attention, looped = self.attention_flops
-        flops = matmul_flops + 3 * attention + self.attention_again(layout) * looped
+        flops = matmul_flops + 3 * attention + self.recomputes_attention(layout) * looped
         return tokens * flops / layout.sizes["tensor"] / self.topology.chip.peak_bf16_flops_per_device

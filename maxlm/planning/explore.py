@@ -1,4 +1,4 @@
-"""The search: drop what cannot be, predict the rest, compile the most promising, learn, and again.
+"""The search: drop impossible layouts, predict the rest, compile the most promising, correct the predictions, repeat.
 
 A layout is dropped uncompiled only by a true lower bound: of its memory, above what the chip has, or of its time, above the best that was
 compiled. All others stay, and are compiled in the order of what the corrected model expects, as long as it expects anything better.
@@ -15,25 +15,25 @@ from maxlm.planning.calibrate import Predictions, Trial, predict
 from maxlm.planning.layouts import Layout
 from maxlm.planning.verify import Verdict
 
-FEWEST_COMPILES, MOST_COMPILES = 3, 10
+MIN_COMPILES, MOST_COMPILES = 3, 10
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
-EARLY = 4  # times that, while little is known at all
+EARLY = 4  # times that margin after the first trial, fewer after each
 
 
 @dataclass
 class Search:
-    """What is known so far. `open`: layouts that may still be the best; `found`: those that were compiled, in that order."""
+    """State of a search. `open`: layouts that may still be the best; `trials`: those that were compiled, in order."""
 
     available: int  # bytes of HBM of a device
     open: dict[Layout, Estimate] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
-    other_trials: list[Trial] = field(default_factory=list)  # compiled for other machines of this chip: they correct the model as well
+    other_trials: list[Trial] = field(default_factory=list)  # on other machines of this chip: they correct the model as well
     counted: int = 0  # layouts that the rules allow
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
-    leanest: int = 0  # no layout can do with fewer bytes
+    leanest: int = 0  # least bytes that any layout needs
     end: str = ""  # why the search ended
 
     @property
@@ -43,7 +43,7 @@ class Search:
         return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
 
     def predictions(self) -> tuple[list[Layout], Predictions]:
-        """Of all that is open."""
+        """The open layouts, with their predictions."""
         layouts = list(self.open)
         return layouts, predict(layouts, list(self.open.values()), [*self.trials, *self.other_trials])
 
@@ -52,13 +52,13 @@ def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
     """A search over `layouts`, those that cannot fit dropped."""
     search = Search(available)
     for layout in dict.fromkeys(layouts):
-        said = model.estimate(layout)
+        estimate = model.estimate(layout)
         search.counted += 1
-        search.leanest = min(search.leanest or said.least_bytes, said.least_bytes)
-        if said.least_bytes > available:
+        search.leanest = min(search.leanest or estimate.least_bytes, estimate.least_bytes)
+        if estimate.least_bytes > available:
             search.too_large.append(layout)
         else:
-            search.open[layout] = said
+            search.open[layout] = estimate
     return search
 
 
@@ -72,7 +72,7 @@ def explore(
 ) -> None:
     """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
 
-    `tell` hears which is next. Ctrl-C ends the search, and keeps what was found.
+    `tell` shows the next one. Ctrl-C ends the search and keeps its trials.
     """
     layout = own if own is not None and own in search.open else None
     try:
@@ -97,24 +97,27 @@ def _end(search: Search, layout: Layout | None, most: int) -> str:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    if len(spent) >= FEWEST_COMPILES and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
+    if len(spent) >= MIN_COMPILES and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
         return "the time for compiling is spent"
     return ""
 
 
 def _next(search: Search, *, last: bool) -> Layout | None:
-    """The layout that is most worth compiling; None when none is."""
+    """The next layout to compile; None if none is worth it."""
     if not search.open:
         return None
-    layouts, said = search.predictions()
+    layouts, predicted = search.predictions()
     best = search.best
-    fits_N = said.needed_N <= search.available
-    if best is None and (last or not fits_N.any()):  # better a slow one than none
-        return layouts[int(np.argmin(said.needed_N))]
+    fits_N = predicted.needed_N <= search.available
+    if best is None and (last or not fits_N.any()):  # a slow one is better than none
+        return layouts[int(np.argmin(predicted.needed_N))]
     hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.trials)))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
-    for doubt_N in (1 - said.trust_N, np.ones_like(said.trust_N)):  # in the end also of what is like the compiled: here and there it errs
-        hoped_N = np.where(fits_N, said.step_s_N * (1 - hope * doubt_N), np.inf)
+    for doubt_N in (
+        1 - predicted.trust_N,
+        np.ones_like(predicted.trust_N),
+    ):  # at last also for layouts like the compiled: predictions err there, too
+        hoped_N = np.where(fits_N, predicted.step_s_N * (1 - hope * doubt_N), np.inf)
         place = int(np.argmin(hoped_N))
         if hoped_N[place] < limit:
             return layouts[place]
@@ -122,11 +125,11 @@ def _next(search: Search, *, last: bool) -> Layout | None:
 
 
 def _drop(search: Search) -> None:
-    """Forget the layouts that cannot be faster than the best."""
+    """Drop the layouts that cannot be faster than the best."""
     best = search.best
     if best is None:
         return
-    slow = [layout for layout, said in search.open.items() if said.least_s > best.verdict.step_s]
+    slow = [layout for layout, estimate in search.open.items() if estimate.least_s > best.verdict.step_s]
     search.too_slow += slow
     for layout in slow:
         del search.open[layout]

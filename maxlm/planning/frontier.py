@@ -7,7 +7,7 @@ from maxlm.planning.explore import Search
 from maxlm.planning.layouts import Layout
 
 PREDICTED = 6  # rows of layouts that were only predicted
-SAME_S, SAME_BYTES = 0.01, 0.03  # a predicted layout must differ by so much from what is shown already to be worth a row
+SAME_S, SAME_BYTES = 0.01, 0.03  # least difference of a predicted layout from the rows above it
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Point:
 
 
 def points(search: Search) -> tuple[Point, ...]:
-    """All that was compiled, and all that is predicted to fit. What was compiled is only beaten by what was compiled."""
+    """Points of all compiled layouts and of those predicted to fit. A compiled one can be dominated by compiled ones only."""
     compiled = [Point(one.layout, one.verdict.step_s, one.verdict.needed, True, one.verdict.fits) for one in search.trials]
     fitting = _marked(point for point in compiled if point.fits)
     ideas = [replace(p, frontier=False) if any(_as_good(c, p) for c in fitting) else p for p in _marked(_predicted(search))]
@@ -33,19 +33,19 @@ def points(search: Search) -> tuple[Point, ...]:
 def _predicted(search: Search) -> Iterator[Point]:
     if not search.open:
         return
-    layouts, said = search.predictions()
-    for layout, step_s, needed in zip(layouts, said.step_s_N.tolist(), said.needed_N.tolist(), strict=True):
+    layouts, predicted = search.predictions()
+    for layout, step_s, needed in zip(layouts, predicted.step_s_N.tolist(), predicted.needed_N.tolist(), strict=True):
         if needed <= search.available:
             yield Point(layout, step_s, round(needed), compiled=False)
 
 
-def rows(found: Sequence[Point]) -> tuple[Point, ...]:
-    """What a table shows of `points`, the frontier first: all that was compiled, and predictions that differ enough to matter."""
-    shown = [point for point in found if point.compiled]
-    for point in (point for point in found if point.frontier and not point.compiled):
-        if sum(not row.compiled for row in shown) < PREDICTED and not any(_alike(point, row) for row in shown if row.fits):
-            shown.append(point)
-    return tuple(sorted(shown, key=lambda p: (not p.frontier, not p.fits, p.step_s, p.needed)))
+def rows(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The rows of a table of `points`, the frontier first: all compiled ones, and predictions that differ enough from them."""
+    chosen = [point for point in points if point.compiled]
+    for point in (point for point in points if point.frontier and not point.compiled):
+        if sum(not row.compiled for row in chosen) < PREDICTED and not any(_alike(point, row) for row in chosen if row.fits):
+            chosen.append(point)
+    return tuple(sorted(chosen, key=lambda p: (not p.frontier, not p.fits, p.step_s, p.needed)))
 
 
 def _marked(some: Iterable[Point]) -> list[Point]:

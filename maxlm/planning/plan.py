@@ -141,6 +141,6 @@ def describe(layout: Layout) -> str:
 
 
 def machine_name(topology: Topology) -> str:
-    """As in `2 slices of v5p:4x4x4 (128 chips)`."""
+    """`2 slices of v5p:4x4x4 (128 chips)`."""
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
     return f"{slices}{topology.name} ({topology.chips:,} chip{'s' if topology.chips > 1 else ''})"

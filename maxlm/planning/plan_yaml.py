@@ -1,4 +1,4 @@
-"""The chosen layout as a config that extends the user's: what was said on the command line, and what was chosen, nothing else."""
+"""The chosen layout as a config that extends the user's: the overrides of the command line and the layout, nothing else."""
 
 import os
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from maxlm.telemetry.atomic import write_text
 def as_yaml(name: str, loaded: LoadedConfig, layout: Layout, out: Path, remark: str) -> str:
     """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, and `layout`; headed by `remark`."""
     values = dict(flatten(loaded.config.model_dump(mode="json")))
-    said = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
+    overrides = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
     sections: dict[str, Any] = {"extends": [_parent(name, out)]}
-    for key, value in {**said, **layout.settings(loaded.config)}.items():
-        if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in said:
+    for key, value in {**overrides, **layout.settings(loaded.config)}.items():
+        if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in overrides:
             continue
         *path, last = key.split(".")
         section = sections
@@ -36,13 +36,13 @@ def as_yaml(name: str, loaded: LoadedConfig, layout: Layout, out: Path, remark: 
 
 
 def write(path: Path, text: str, *, may_replace: bool) -> str:
-    """Write `text`, and say what was done. What is there and differs is replaced only when the user named the file; else UserError."""
+    """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else None
         if before == text:
-            return f"{path} says so already"
+            return f"{path} is up to date"
         if before is not None and not may_replace:
-            raise UserError(f"{path} is there and says something else: give --out {path} to replace it, or another name.")
+            raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")
         write_text(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
@@ -50,7 +50,7 @@ def write(path: Path, text: str, *, may_replace: bool) -> str:
 
 
 def _parent(name: str, out: Path) -> str:
-    """How the file at `out` names the config called `name`: shipped ones as the user did, others by where they lie from there."""
+    """Name of the config `name` in a file at `out`: shipped ones as the user gave it, others as a relative path."""
     path = find(name).resolve()
     for root in (Path("configs").resolve(), SHIPPED):
         if path.is_relative_to(root):
@@ -61,5 +61,5 @@ def _parent(name: str, out: Path) -> str:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the settings in `after`, those that `before` does not say so."""
+    """The settings in `after` that differ from `before`."""
     return {key: value for key, value in after.items() if before.get(key) != value}

@@ -1,4 +1,4 @@
-"""Asks the compiler what a config really takes, in a process of its own: the compiler does not hear Ctrl-C, a process can be ended."""
+"""Compile a config to find its real cost, in a process of its own: the compiler ignores Ctrl-C, but a process can be killed."""
 
 import multiprocessing
 import signal
@@ -12,12 +12,12 @@ from maxlm.config.schema import Config
 from maxlm.data.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology
 
-LISTEN_S = 0.2  # how long Ctrl-C may go unnoticed
+POLL_S = 0.2  # longest delay of Ctrl-C
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the compiler made of a step: bytes of HBM of one device, and seconds as `Estimate.parts`. Without them it does not fit."""
+    """Cost of a compiled step: bytes of HBM of one device, and seconds as `Estimate.parts`, None if it does not fit."""
 
     needed: int
     available: int
@@ -27,7 +27,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepted it."""
+        """True if the compiler accepted it."""
         return self.parts is not None
 
     @property
@@ -48,8 +48,8 @@ def verify(config: Config, topology: Topology) -> Verdict:
     if step.fits:
         cost = program_cost(program, read(step.text), topology)
         host_s = sum(traffic.exposed_s for traffic in cost.traffic if traffic.link == "host")
-        work_s = cost.matmul_s + cost.kernel_s  # a kernel that is not of attention multiplies matrices
-        parts = (work_s, cost.attention_s, cost.memory_s, cost.exposed_s - host_s, host_s)
+        matmul_s = cost.matmul_s + cost.kernel_s  # kernels other than attention are matmuls
+        parts = (matmul_s, cost.attention_s, cost.memory_s, cost.exposed_s - host_s, host_s)
     return Verdict(step.needed, step.available, parts, step.seconds, step.cached)
 
 
@@ -66,7 +66,7 @@ class Compiler:
         return self
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if not self._stopped:  # a second Ctrl-C would lose what the first one keeps
+        if not self._stopped:  # a second Ctrl-C would lose what the first one kept
             self._stopped = True
             raise KeyboardInterrupt
 
@@ -77,7 +77,7 @@ class Compiler:
             self._process.join()
 
     def __call__(self, config: Config, topology: Topology) -> Verdict:
-        """As `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does."""
+        """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does."""
         if self._process is None:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
@@ -86,7 +86,7 @@ class Compiler:
                 self._process.start()
             far.close()
         self._line.send((config, topology))
-        while not self._line.poll(LISTEN_S):
+        while not self._line.poll(POLL_S):
             if self._stopped:
                 raise KeyboardInterrupt
         try:
@@ -95,7 +95,7 @@ class Compiler:
             self._process.join()
             code = self._process.exitcode
             raise UserError(
-                f"The compiler's process ended with code {code}: its message is above; it may have run out of memory."
+                f"The compiler's process ended with code {code}: see its message above; it may have run out of memory."
             ) from None
         if isinstance(answer, UserError):
             raise answer
@@ -104,7 +104,7 @@ class Compiler:
 
 
 def _serve(line: Connection) -> None:
-    """Answer until the other side is gone."""
+    """Answer requests until the other end of the pipe closes."""
     end_with_parent()
     from maxlm.compiler.aot import leave_chips_alone
 

@@ -15,7 +15,7 @@ from maxlm.hlo.hbm_traffic import moved_bytes
 from maxlm.hlo.op_flops import attention_flops, matmul_flops
 from maxlm.kernels.attention import tpu
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).resolve().parents[1] / "hlo" / "programs"
 CHIP = {chip.name: chip for chip in CHIPS}
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 CASES = {

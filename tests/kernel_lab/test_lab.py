@@ -126,18 +126,18 @@ def test_copies_into_buffers_that_take_turns_are_told_apart():
 
 
 @pytest.mark.parametrize("most", [MOST_CYCLES, 256])
-@pytest.mark.parametrize("turned", ["", "left", "right"])
-def test_the_matmul_that_xla_is_compared_with_is_one(turned, most, monkeypatch, capfd):
+@pytest.mark.parametrize("transposed", ["", "left", "right"])
+def test_the_matmul_that_xla_is_compared_with_is_one(transposed, most, monkeypatch, capfd):
     """Whole contractions, and sums over parts of them; alone, with an array added, and with a row."""
     monkeypatch.setattr("maxlm.kernel_lab.matmul.MOST_CYCLES", most)
     left, right, added = (
         jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((512, 3072), (3072, 256), (512, 256)))
     )
-    operands = (left.T if turned == "left" else left, right.T if turned == "right" else right)
+    operands = (left.T if transposed == "left" else left, right.T if transposed == "right" else right)
     exact = left.astype(jnp.float32) @ right.astype(jnp.float32)
     for beside in ((), (added,), (added[:1],)):
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
-            found = jax.block_until_ready(matmul(*operands, *beside, turned=turned, kind="TPU v6 lite"))
+            found = jax.block_until_ready(matmul(*operands, *beside, transposed=transposed, kind="TPU v6 lite"))
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(found.astype(jnp.float32), sum(beside, exact), atol=1.0, rtol=2**-7)
     assert "RACE DETECTED" not in capfd.readouterr().out
@@ -242,7 +242,7 @@ def test_the_best_blocks_are_best_over_all_shapes_and_have_room_at_each():
     rows = [row("1024", 100), row("512", 130), row("1024", 200, shape="llama-4k"), row("512", 160, shape="llama-4k")]
     assert best_of(rows) == "1024", "a loss of a quarter against a gain of 0.3"
     assert best_of([*rows, row("256", 1), row("256", 0, shape="llama-4k", problem="no room")]) == "1024"
-    with pytest.raises(UserError, match="No blocks have room at every shape"):
+    with pytest.raises(UserError, match="No blocks fit at every shape"):
         best_of([row("256", 0, problem="no room")])
 
 

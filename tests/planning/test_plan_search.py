@@ -62,7 +62,7 @@ def test_the_best_is_found_though_the_model_is_wrong(seed):
     assert found.best.verdict.step_s <= 1.01 * fastest
     assert all(everything[one].step_s >= found.best.verdict.step_s for one in found.too_slow)
     assert not any(everything[one].fits for one in found.too_large)
-    assert found.counted == len(everything) == len(found.open) + len(found.found) + len(found.too_slow) + len(found.too_large)
+    assert found.counted == len(everything) == len(found.open) + len(found.trials) + len(found.too_slow) + len(found.too_large)
 
 
 def test_the_choice_is_never_slower_than_the_users_own():
@@ -91,7 +91,7 @@ def test_ctrl_c_keeps_what_was_found(stopped_at):
 
     found = begin(SPACE, MODEL, AVAILABLE)
     explore(found, CONFIG, layout_of(CONFIG, 64), interrupted, lambda *_: None, MOST_COMPILES)
-    assert (found.end, len(found.found)) == ("stopped", stopped_at)
+    assert (found.end, len(found.trials)) == ("stopped", stopped_at)
     assert (found.best is None) == (stopped_at == 0)
 
 
@@ -119,7 +119,7 @@ def test_when_the_model_thinks_too_little_of_memory_something_that_fits_is_found
     compiler.memory = 2.0
     found = search(compiler)
     assert found.best is not None
-    assert any(not one.verdict.fits for one in found.found)
+    assert any(not one.verdict.fits for one in found.trials)
 
 
 def test_the_model_believes_the_compiler():
@@ -146,6 +146,6 @@ def test_the_frontier_holds_what_no_other_beats():
     for point in (point for point in drawn if point.frontier and not point.compiled):
         assert not any(other.step_s < point.step_s and other.needed < point.needed for other in drawn if other.fits)
     shown = rows(drawn)
-    assert {point.layout for point in shown if point.compiled} == {one.layout for one in found.found}
-    assert len(shown) <= len(found.found) + 6
+    assert {point.layout for point in shown if point.compiled} == {one.layout for one in found.trials}
+    assert len(shown) <= len(found.trials) + 6
     assert [point.frontier for point in shown] == sorted((point.frontier for point in shown), reverse=True)
