@@ -180,10 +180,10 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
 
 def _needed_and_available(message: str) -> tuple[int, int] | None:
     """(needed, available) bytes of HBM out of XLA's out-of-memory message; None for another message."""
-    found = _TOO_BIG.search(message)
-    if found is None:
+    match = _TOO_BIG.search(message)
+    if match is None:
         return None
-    numbers = [group for group in found.groups() if group is not None]
+    numbers = [group for group in match.groups() if group is not None]
     sizes = [round(float(size) * _UNITS[unit.upper()]) for size, unit in zip(numbers[::2], numbers[1::2], strict=True)]
     return sizes[0], sizes[1]
 

@@ -52,28 +52,28 @@ def changed(config: Config, settings: Settings) -> Config | None:
     return result
 
 
-def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], tell: Callable[[str], None]) -> list[Suggestion]:
-    """Up to three settings that make the step fit, the least costly first. `tell` shows progress.
+def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], show_progress: Callable[[str], None]) -> list[Suggestion]:
+    """Up to three settings that make the step fit, the least costly first. `show_progress` shows progress.
 
     A program that only just fits may take the compiler minutes: Ctrl-C, or the time limit, keeps those found so far.
     """
-    found: list[Suggestion] = []
+    suggestions: list[Suggestion] = []
     tried, started = 0, time.monotonic()
     try:
         for settings in _candidates(config, sizes):
-            if len(found) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
+            if len(suggestions) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
                 break
             candidate = changed(config, settings)
-            if candidate is None or any(_is_more(settings, other.settings) for other in found):
+            if candidate is None or any(_is_more(settings, other.settings) for other in suggestions):
                 continue
-            tell(f"trying {as_arguments(settings)} ({len(found)} found so far; Ctrl-C to leave it at that)")
+            show_progress(f"trying {as_arguments(settings)} ({len(suggestions)} found so far; Ctrl-C keeps them)")
             step = compile_step(candidate, topology)
             tried += 1
             if step.fits:
-                found.append(Suggestion(settings, step.needed, step.available))
+                suggestions.append(Suggestion(settings, step.needed, step.available))
     except KeyboardInterrupt:
-        tell("stopped")
-    return found
+        show_progress("stopped")
+    return suggestions
 
 
 def _is_more(settings: Settings, enough: Settings) -> bool:

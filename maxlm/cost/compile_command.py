@@ -33,8 +33,8 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     leave_chips_alone()
     from maxlm.cost.compile_report import examine, show
 
-    with progress() as tell:
-        report = examine(config, machine, tell)
+    with progress() as show_progress:
+        report = examine(config, machine, show_progress)
     if hlo_out is not None and report.step.fits:
         try:
             hlo_out.write_text(report.step.text, encoding="utf-8")
@@ -53,13 +53,13 @@ def progress() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     with console.status("") as status:
 
-        def tell(text: str) -> None:
+        def show_progress(text: str) -> None:
             if console.is_terminal:
                 status.update(f"{text} ...")
             else:
                 console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
 
-        yield tell
+        yield show_progress
 
 
 def output_console() -> Console:

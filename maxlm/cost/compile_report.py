@@ -27,7 +27,7 @@ MOST_ROWS = 12  # of a table; --json has them all
 
 @dataclass(frozen=True)
 class Report:
-    """A compiled step in figures. `cost` is None when it does not fit, and then `suggestions` say what would; bytes are of one device."""
+    """Figures of a compiled step. `cost` is None if it does not fit, and `suggestions` are settings that would; bytes are of one device."""
 
     config: Config
     topology: Topology
@@ -87,9 +87,9 @@ class Report:
         return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, "mfu": self.mfu, "tokens_per_s": tokens, **cost}
 
 
-def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> Report:
-    """Compile the step of `config` for `topology` and gather its figures; `tell` shows progress. Raises UserError."""
-    tell(f"compiling the training step of {config.run.name} for {topology.name}")
+def examine(config: Config, topology: Topology, show_progress: Callable[[str], None]) -> Report:
+    """Compile the step of `config` for `topology` and gather its figures; `show_progress` shows progress. Raises UserError."""
+    show_progress(f"compiling the training step of {config.run.name} for {topology.name}")
     program = build(config, topology)
     step = compile_program(program, topology)
     sizes = dict(program.mesh.shape)
@@ -104,7 +104,7 @@ def examine(config: Config, topology: Topology, tell: Callable[[str], None]) -> 
         shards = topology.devices // sizes["data"]
         hopeless = too_small(topology, state * shards, step.available)
         remarks = [hopeless] if hopeless else []
-        suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, tell)
+        suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, show_progress)
     return Report(
         config=config,
         topology=topology,
@@ -274,5 +274,5 @@ def _counted(number: int, thing: str) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes as GiB, or as MiB where that says more."""
+    """Format bytes as GiB, or as MiB if small."""
     return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.1f} MiB"

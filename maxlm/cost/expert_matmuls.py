@@ -54,17 +54,17 @@ class GroupedMatmul:
 
 def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     """The grouped matmul that a kernel of a program computes, by its name and arrays; None for any other operation."""
-    found = NAMES.search(op.name)
-    if found is None:
+    match = NAMES.search(op.name)
+    if match is None:
         return None
     (rows, left), right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
     if even := EVEN.search(op.where):
         rows = min(rows, int(even[1]))
     result = op.shapes[0].dims
-    if found[1] == "transposed_dw":
-        return GroupedMatmul(rows, left, right[1], result[1] // right[1], found[1])
-    deep, wide = (left, result[1]) if found[1] == "forward" else (result[1], left)
-    return GroupedMatmul(rows, deep, wide, right[-1] // wide, found[1])
+    if match[1] == "transposed_dw":
+        return GroupedMatmul(rows, left, right[1], result[1] // right[1], match[1])
+    deep, wide = (left, result[1]) if match[1] == "forward" else (result[1], left)
+    return GroupedMatmul(rows, deep, wide, right[-1] // wide, match[1])
 
 
 def _up(number: int, multiple: int) -> int:

@@ -156,10 +156,10 @@ def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dic
     for kind in layers(config.model):
         names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
         for name in dict.fromkeys(names):
-            found = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
+            tensor_sizes = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`
             if name in ("gate", "up") and remat != "dots":
-                found += [rows * inside for inside in _padded(kind.expert_width // tensor)]
-            for size in found:
+                tensor_sizes += [rows * inside for inside in _padded(kind.expert_width // tensor)]
+            for size in tensor_sizes:
                 if size and name not in sizes.get(size, ()):
                     sizes[size] = (*sizes.get(size, ()), name)
     return sizes
@@ -169,8 +169,8 @@ def _hidden(model: ModelConfig, tensor: int) -> set[int]:
     """Widths inside feed-forward layers and experts, on one device."""
     from maxlm.cost.model_shapes import layers
 
-    found = {kind.widths["up"] // tensor for kind in layers(model)}
-    return (found | {size for kind in layers(model) for size in _padded(kind.expert_width // tensor)}) - {0}
+    dense_widths = {kind.widths["up"] // tensor for kind in layers(model)}
+    return (dense_widths | {size for kind in layers(model) for size in _padded(kind.expert_width // tensor)}) - {0}
 
 
 def _padded(inside: int) -> tuple[int, int]:

@@ -188,12 +188,12 @@ class _Turn:
     def _handed_on(self) -> list[tuple[int, str]]:
         """Collectives in flight that a loop carries into its next iteration: (place in the loop's tuple, operation that started it)."""
         root = self.computation.by_name.get(self.computation.root)
-        found = []
+        in_flight = []
         for index, operand in enumerate(root.operands if root and root.opcode == "tuple" else ()):
             source = self.computation.source(operand)
             if source and source.name in self.flying:
-                found.append((index, source.name))
-        return found
+                in_flight.append((index, source.name))
+        return in_flight
 
     def _begun(self, op: Op) -> str:
         """The fusion that began the collective which the fusion `op` carries or waits for; "" when it has none under way."""

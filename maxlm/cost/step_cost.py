@@ -151,11 +151,11 @@ def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
         one = item.collective
         figures = (times, times * one.bytes, times * one.seconds, times * item.exposed_s)
         rows[(one.axes, one.opcode, one.where, one.how, one.link)].append(figures)
-    found = [
+    traffic = [
         Traffic(*key, sum(f[0] for f in figures), sum(f[1] for f in figures), sum(f[2] for f in figures), sum(f[3] for f in figures))
         for key, figures in rows.items()
     ]
-    return tuple(sorted(found, key=lambda row: -row.seconds))
+    return tuple(sorted(traffic, key=lambda row: -row.seconds))
 
 
 def program_cost(program: "Program", module: Module, topology: Topology) -> StepCost:

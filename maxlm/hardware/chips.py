@@ -18,7 +18,7 @@ _CLOUD = "docs.cloud.google.com/tpu/docs"
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip. A jax device is a chip, except where `devices_per_chip` says otherwise: use the `*_per_device` figures.
+    """Peaks of one chip. A jax device is a chip, unless `devices_per_chip` is above 1: use the `*_per_device` figures.
 
     `hbm_bytes` is as the vendor states it (TPU: GiB; GPU: 10^9 bytes); the runtime reserves some of it. Links are stated one way:
     `ici` is the network inside a slice or node (TPU: inter-chip interconnect; GPU: NVLink), `dcn` the one between them (GPU: of DGX).

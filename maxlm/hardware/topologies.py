@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Virtual machines, all slices, at 4 chips each (a GPU node: as its name says)."""
+        """Virtual machines, all slices, at 4 chips each (GPU nodes: as in the topology's name)."""
         return math.prod(self.sides[:-1]) * self.slices if not self.is_tpu else max(1, self.chips // CHIPS_PER_HOST)
 
     @property

@@ -96,5 +96,5 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def compiler_options(chip: str) -> dict[str, str | bool]:
-    """The options of every program compiled for `chip`: its name in `chips`, or "cpu". Empty where there is nothing to say."""
+    """The options of every program compiled for `chip`: its name in `chips`, or "cpu". Empty if none are needed."""
     return {flag.name: flag.value for flag in FLAGS.get(chip, ())}

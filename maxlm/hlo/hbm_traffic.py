@@ -22,15 +22,15 @@ def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
 
 def _read(body: Computation, value: Op) -> int:
     """Bytes of `value` that the fused computation reads."""
-    found = 0
+    total = 0
     for user, place in _users(body, value):
         if user.opcode == "bitcast":
-            found += _read(body, user)
+            total += _read(body, user)
         elif user.opcode == "dynamic-slice" and place == 0:
-            found += user.bytes
+            total += user.bytes
         elif user.opcode != "dynamic-update-slice" or place != 0:
             return value.bytes
-    return min(found, value.bytes)
+    return min(total, value.bytes)
 
 
 def _users(body: Computation, value: Op) -> Iterator[tuple[Op, int]]:
@@ -41,8 +41,8 @@ def _written(body: Computation, op: Op) -> int:
     """Bytes that `op`, which runs the fused computation, writes; of an array updated in place, only the update."""
     root = body.by_name.get(body.root)
     names = root.operands if root is not None and root.opcode == "tuple" else (body.root,)
-    found = 0
+    total = 0
     for name, shape in zip(names, op.shapes, strict=False):
         made = body.source(name)
-        found += body.operand(made, 1).bytes if made is not None and made.opcode == "dynamic-update-slice" else shape.bytes
-    return found
+        total += body.operand(made, 1).bytes if made is not None and made.opcode == "dynamic-update-slice" else shape.bytes
+    return total

@@ -86,17 +86,17 @@ def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[
     """For each spatial dim: size, stride, padding before, and dilation of the two sides."""
     written = _WINDOW.search(attributes)
     fields = dict(part.split("=") for part in written.group(1).split()) if written else {}
-    found = {}
+    windows = {}
     for i, dim in enumerate(sorted(label for label in right_labels if label.isdigit())):
         given = {key: value.split("x")[i] for key, value in fields.items()}
-        found[dim] = {
+        windows[dim] = {
             "size": right.dims[right_labels.index(dim)],
             "stride": int(given.get("stride", 1)),
             "before": int(given.get("pad", "0_0").split("_")[0]),
             "dilated": int(given.get("lhs_dilate", 1)),
             "spread": int(given.get("rhs_dilate", 1)),
         }
-    return found
+    return windows
 
 
 @lru_cache(maxsize=4096)
@@ -104,13 +104,13 @@ def _pairs(width: int, results: int, size: int, stride: int, before: int, dilate
     """Number of (place of the result, place in the window) that fall on one of `width` numbers, not on padding or in a gap."""
     if stride == dilated == spread == 1 and before == 0 and results + size - 1 <= width:
         return results * size
-    found = 0
+    count = 0
     for place in range(size):
         offset = place * spread - before
         first = max(0, -(offset // stride))  # the first result whose window reaches the numbers here
         last = min(results - 1, ((width - 1) * dilated - offset) // stride)
-        found += len(_on_numbers(first, last, stride, offset, dilated))
-    return found
+        count += len(_on_numbers(first, last, stride, offset, dilated))
+    return count
 
 
 def _on_numbers(first: int, last: int, stride: int, offset: int, dilated: int) -> range:

@@ -218,7 +218,7 @@ def read(text: str) -> Module:
 
 
 def _computations(text: str) -> tuple[dict[str, Computation], str]:
-    found: dict[str, Computation] = {}
+    computations: dict[str, Computation] = {}
     entry = name = ""
     statements: list[str] = []
     for line in text.splitlines():
@@ -231,7 +231,7 @@ def _computations(text: str) -> tuple[dict[str, Computation], str]:
             if line.startswith("}, ") and not line.startswith("}, execution_thread="):
                 statements[-1] += line  # the end of an attribute that spans lines
                 continue
-            found[name] = _computation(name, statements)
+            computations[name] = _computation(name, statements)
             name = ""
         elif _OP.match(line):
             statements.append(line)
@@ -239,7 +239,7 @@ def _computations(text: str) -> tuple[dict[str, Computation], str]:
             statements[-1] += line  # frontend attributes may hold line breaks
     if name:
         raise UserError(f"This compiled program is cut short: its computation {name} does not end; write it again in full.")
-    return found, entry
+    return computations, entry
 
 
 def _computation(name: str, statements: list[str]) -> Computation:
@@ -302,12 +302,12 @@ def _closing(line: str, start: int) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _shapes(text: str) -> tuple[Shape, ...]:
-    found = []
+    shapes = []
     for dtype, dims, layout in _SHAPE.findall(text):
         space = _SPACE.search(layout)
         sizes = tuple(int(size.lstrip("<= ")) for size in dims.split(",") if size)
-        found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
-    return tuple(found)
+        shapes.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
+    return tuple(shapes)
 
 
 def _calls(attributes: str) -> tuple[str, ...]:

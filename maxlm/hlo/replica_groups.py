@@ -121,12 +121,12 @@ def _along(axes: Iterable[int], sizes: list[int]) -> tuple[frozenset[int], ...]:
 
 def _varied(devices: Iterable[int], sizes: list[int]) -> tuple[int, ...]:
     """The axes along which the coordinates of `devices` differ."""
-    found = []
+    varying = []
     for axis, size in enumerate(sizes):
         below = math.prod(sizes[axis + 1 :])
         if len({device // below % size for device in devices}) > 1:
-            found.append(axis)
-    return tuple(found)
+            varying.append(axis)
+    return tuple(varying)
 
 
 def _rows(order: tuple[int, ...], width: int) -> Groups:

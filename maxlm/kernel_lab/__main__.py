@@ -32,10 +32,10 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     from maxlm.kernel_lab.matmul import matmul_cases
     from maxlm.kernels.platform import CORES
 
-    found = parse(topology)
-    device, clock_hz = devices(found)[0], found.chip.clock_hz
+    target = parse(topology)
+    device, clock_hz = devices(target)[0], target.chip.clock_hz
     assert clock_hz is not None, "every TPU has a clock"
-    bandwidth = found.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
+    bandwidth = target.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
     cases: Mapping[str, Callable[..., Sequence[Case]]] = {
         "attention": attention_cases,
         "grouped_matmul": grouped_matmul_cases,
@@ -69,8 +69,8 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
         return {}
     written: dict[str, dict[str, Path]] = defaultdict(dict)
     for path in sorted(set(folder.iterdir()) - before):
-        if found := DUMPED.fullmatch(path.name):
-            written[found["operation"]][found["dump"]] = path
+        if match := DUMPED.fullmatch(path.name):
+            written[match["operation"]][match["dump"]] = path
     return written
 
 

@@ -51,8 +51,8 @@ def normal(*shapes: tuple[int, ...]) -> Iterator[jax.Array]:
 
 def _selected(shapes: Sequence[S], names: Sequence[str], *, tiny: bool) -> Iterator[S]:
     """The shapes of these names, all if there are none; the first two if `tiny`."""
-    found = [shape for shape in shapes if not names or getattr(shape, "name", "") in names]
-    yield from found[: 2 if tiny else None]
+    selected = [shape for shape in shapes if not names or getattr(shape, "name", "") in names]
+    yield from selected[: 2 if tiny else None]
 
 
 def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchmark]:

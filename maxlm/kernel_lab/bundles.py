@@ -82,18 +82,18 @@ def read(text: str, utilization: str, allocations: str) -> Code:
 
 
 def _instruction(text: str) -> Instruction:
-    found = _INSTRUCTION.match(text)
-    if found is None:
+    match = _INSTRUCTION.match(text)
+    if match is None:
         raise ValueError(f"no instruction: {text!r}")
-    operands = found["operands"]
+    operands = match["operands"]
     guard = _GUARD.search(operands)
-    if guard is not None and found["opcode"] != "scalar_select":
+    if guard is not None and match["opcode"] != "scalar_select":
         operands = operands[: guard.start()] + operands[guard.end() :]
     named = f"{guard[1]}{_register(guard[2])}" if guard else ""
-    queued = found["opcode"].startswith("srem")  # its result is popped by its name
-    result = _register(found["result"]) if found["result"] and ("_" in found["result"] or queued) else ""
+    queued = match["opcode"].startswith("srem")  # its result is popped by its name
+    result = _register(match["result"]) if match["result"] and ("_" in match["result"] or queued) else ""
     parts = (part.strip().replace("%", "") for part in operands.split(",") if part.strip())
-    return Instruction(found["opcode"], result, named, tuple(_VALUE.sub(r"\1", part) for part in parts))
+    return Instruction(match["opcode"], result, named, tuple(_VALUE.sub(r"\1", part) for part in parts))
 
 
 def _register(name: str) -> str:

@@ -38,14 +38,14 @@ def report(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_js
     console, progress = Console(), Console(stderr=True, quiet=as_json)
     for chip in chips:
         lab: Any = measured if chip == here else compiled if chip == compiled.CHIP else counted
-        found: list[Any] = []
+        chip_rows: list[Any] = []
         with progress.status("") as status:
             for shape in shapes:
                 status.update(f"{'timing' if chip == here else 'compiling'} {operation} {shape} for {chip} ...")
-                found += lab.rows(operation, shape, chip)
-        rows += found
+                chip_rows += lab.rows(operation, shape, chip)
+        rows += chip_rows
         if not as_json:
-            lab.show(found, console)
+            lab.show(chip_rows, console)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
     return 0
@@ -98,8 +98,8 @@ def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Write the best blocks of each chip and head dim, with a window and without, into the table; other rows of it stay."""
     kinds = {chip.name: chip.device_kinds[0] for chip in hardware.CHIPS}
-    found = json.loads(path.read_text(encoding="utf-8"))["blocks"]
-    table = {(row["device_kind"], row["windowed"], row["head_dim"]): row for row in found}
+    old_rows = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+    table = {(row["device_kind"], row["windowed"], row["head_dim"]): row for row in old_rows}
     keys = defaultdict(list)
     for row in rows:
         shape = shape_of("attention", row.shape)

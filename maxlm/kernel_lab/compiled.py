@@ -53,10 +53,10 @@ def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
     chip = chip_named(chip_name)
     flops, moved = useful(operation, shape)
     least = 1e3 * flops / chip.peak_bf16_flops, 1e3 * moved / chip.hbm_bytes_per_s
-    found = hopper.kernels_of(operation, "hopper", shape, HEADS)
-    if not found:
+    kernels = hopper.kernels_of(operation, "hopper", shape, HEADS)
+    if not kernels:
         yield Row(operation, shape, CHIP, "all", *least, problem="XLA's own matmuls are chosen on an H200, no kernel of ours")
-    for kernel in found:
+    for kernel in kernels:
         yield Row(
             operation,
             shape,
@@ -72,9 +72,9 @@ def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
         )
 
 
-def show(found: Sequence[Row], console: Console) -> None:
+def show(results: Sequence[Row], console: Console) -> None:
     """Print a table for each shape, and its least time."""
-    for shape, group in itertools.groupby(found, lambda row: row.shape):
+    for shape, group in itertools.groupby(results, lambda row: row.shape):
         of_shape = list(group)
         first = of_shape[0]
         least = f"at least {first.tensor_ms:.3f} ms of the tensor cores, {first.hbm_ms:.3f} ms of HBM"
@@ -95,7 +95,7 @@ def show(found: Sequence[Row], console: Console) -> None:
             )
             shown.add_row(row.part, warned, *figures)
         console.print(shown)
-    texts = {match[1]: text for row in found for text in row.warnings if (match := _CODE.search(text))}
+    texts = {match[1]: text for row in results for text in row.warnings if (match := _CODE.search(text))}
     for name, text in texts.items():
         console.print(f"{name}, such as: {text.split(') ', 1)[-1]}", style="dim", highlight=False)
     console.print(NOTE, style="dim", highlight=False)

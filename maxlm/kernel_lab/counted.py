@@ -99,9 +99,9 @@ def _row(kernel: Mapping[str, Any], row: Row) -> Row:
     return Row(**{**at, **same, **shares, "peak": kernel["flops"] / (cycles + kernel["waited"]) / peak})
 
 
-def show(found: Sequence[Row], console: Console) -> None:
+def show(results: Sequence[Row], console: Console) -> None:
     """Print two tables for each shape: time, and use of the core's slots and memories."""
-    for (shape, chip), group in itertools.groupby(found, lambda row: (row.shape, row.chip)):
+    for (shape, chip), group in itertools.groupby(results, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
         of_shape = list(group)
         times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio")

@@ -26,8 +26,8 @@ def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: 
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     if implementation != "tpu":
-        found = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
-        return [_case(shape, (shape.experts, deep, wide), found, device_kind)]
+        megablox = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
+        return [_case(shape, (shape.experts, deep, wide), megablox, device_kind)]
     choices = (
         tpu.product_tiles(rows, deep, wide, 2, device_kind),
         tpu.product_tiles(rows, wide, deep, 2, device_kind),
@@ -75,15 +75,15 @@ def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[tpu.Tiles], k
 def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
     height = 256 if shape.skew is not None and rows // shape.experts <= 512 else 512
-    found = (
+    choices = (
         _product_tiling(deep, wide, height, kind),
         _product_tiling(wide, deep, height, kind),
         (1024 if shape.skew is None and rows // shape.experts > 1024 else height, min(deep, 2048), min(_share(wide, kind), 2048)),
     )
-    tilings = dict(zip(PARTS, found, strict=True))
+    tilings = dict(zip(PARTS, choices, strict=True))
 
     def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> list[jax.Array]:
-        # Not jitted by itself, a kernel bears the name of the scope.
+        # Not jitted by itself, a kernel has the name of the scope.
         gmm, tgmm = (getattr(_MEGABLOX, name).__wrapped__ for name in ("gmm", "tgmm"))
         calls = {
             "forward": lambda tiling: gmm(x_MK, w_EKN, group_sizes_E, jnp.bfloat16, tiling),

@@ -35,7 +35,7 @@ _OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", re.MULT
 @dataclass(frozen=True)
 class Kernel:
     """One kernel's machine code: registers a thread at launch, bytes that spill, what ptxas warns of, instructions by opcode; bytes of
-    shared memory that a block is launched with, 0 where the program does not say.
+    shared memory that a block is launched with, 0 if the program does not state it.
 
     Among the warnings is the one that costs most: wgmma that are serialized wait for each other's results.
     """
@@ -109,7 +109,7 @@ def shared_memory(lowered: "jax.stages.Lowered") -> dict[str, int]:
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
 
-    found = {}
+    bytes_by_kernel = {}
     for call in _operations(lowered.compiler_ir()):
         if call.name != "stablehlo.custom_call" or "mosaic_gpu" not in str(call.attributes["call_target_name"]):
             continue
@@ -121,8 +121,8 @@ def shared_memory(lowered: "jax.stages.Lowered") -> dict[str, int]:
             launch = next(
                 operation for operation in _operations(module) if operation.name.endswith("gpu.launch")
             )  # a version of the dialect goes before
-            found[f"{name}_mosaic_gpu_kernel"] = ir.IntegerAttr(launch.operands[-1].owner.attributes["value"]).value
-    return found
+            bytes_by_kernel[f"{name}_mosaic_gpu_kernel"] = ir.IntegerAttr(launch.operands[-1].owner.attributes["value"]).value
+    return bytes_by_kernel
 
 
 def _operations(inside: Any) -> Iterator[Any]:
@@ -136,8 +136,8 @@ def _operations(inside: Any) -> Iterator[Any]:
 
 def read(text: str) -> list[Kernel]:
     """Kernels of what ptxas and nvdisasm printed."""
-    starts = [found.start() for found in _KERNEL.finditer(text)]
-    warnings = [(found[1], found[0]) for found in _NOTE.finditer(text)]  # printed before the kernel's own lines
+    starts = [match.start() for match in _KERNEL.finditer(text)]
+    warnings = [(match[1], match[0]) for match in _NOTE.finditer(text)]  # printed before the kernel's own lines
     return [_kernel(text[start:end], warnings) for start, end in pairwise([*starts, len(text)])]
 
 

@@ -41,8 +41,8 @@ def present() -> str:
     """The name of the chip that jax finds here, in lower case; empty without one that is known."""
     done = subprocess.run([sys.executable, "-m", "maxlm.kernel_lab.measured"], capture_output=True, text=True, check=False)
     kind = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
-    found = chip_of(kind[0]) if kind else None
-    return found.name.lower() if found else ""
+    chip = chip_of(kind[0]) if kind else None
+    return chip.name.lower() if chip else ""
 
 
 def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterator[Row]:
@@ -53,18 +53,18 @@ def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterat
 
     with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
         for benchmark in BENCHMARKS[operation]([shape], tiny=tiny):
-            for found in run(benchmark, ROUNDS, chip_named(chip)):
-                at = (operation, benchmark.shape, chip, found["kernel"])
-                if "failed" in found:
-                    yield Row(*at, problem=found["failed"])
+            for result in run(benchmark, ROUNDS, chip_named(chip)):
+                at = (operation, benchmark.shape, chip, result["kernel"])
+                if "failed" in result:
+                    yield Row(*at, problem=result["failed"])
                 else:
-                    yield Row(*at, milliseconds=found["ms"], tflops=found["tflops"], peak=found["of_peak"], ratio=found["ratio"])
+                    yield Row(*at, milliseconds=result["ms"], tflops=result["tflops"], peak=result["of_peak"], ratio=result["ratio"])
 
 
-def show(found: Sequence[Row], console: Console) -> None:
+def show(results: Sequence[Row], console: Console) -> None:
     """One table of all shapes."""
     shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
-    for row in found:
+    for row in results:
         figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")
         shown.add_row(row.shape, row.implementation, *((row.problem[:40],) if row.problem else figures))
     console.print(shown)

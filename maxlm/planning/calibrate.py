@@ -75,14 +75,14 @@ def _nearness(features_NF: np.ndarray, trials: Sequence[Trial]) -> np.ndarray:
 
 
 def features(layout: Layout) -> list[float]:
-    """A layout as numbers: the sum of their differences says how unlike two layouts are."""
+    """A layout as numbers: the sum of their differences is the distance of two layouts."""
     names = get_args(RematName)
-    found = [0.3 * math.log2(size) for _, size in layout.mesh]
-    found += [0.3 * math.log2(layout.microbatches), 0.1 * math.log2(layout.loss_chunks)]
-    found += [0.15 * (axis == layout.across_slices) for axis in ("data", "fsdp", "stage")]
-    found += [0.25 * (layout.remat == policy) for policy in ("none", "dots")] + [0.25 * (layout.remat not in ("none", "dots"))]
-    found += [0.15 * (name in layout.kept) for name in names]
-    return found + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]
+    numbers = [0.3 * math.log2(size) for _, size in layout.mesh]
+    numbers += [0.3 * math.log2(layout.microbatches), 0.1 * math.log2(layout.loss_chunks)]
+    numbers += [0.15 * (axis == layout.across_slices) for axis in ("data", "fsdp", "stage")]
+    numbers += [0.25 * (layout.remat == policy) for policy in ("none", "dots")] + [0.25 * (layout.remat not in ("none", "dots"))]
+    numbers += [0.15 * (name in layout.kept) for name in names]
+    return numbers + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]
 
 
 def _log_ratios(trial: Trial) -> list[float]:

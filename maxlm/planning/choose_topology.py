@@ -64,16 +64,16 @@ def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
 
     leave_chips_alone()
     machines: list[Machine] = []
-    with progress() as tell:
+    with progress() as show_progress:
         try:
             for topology in asked:
-                tell(f"predicting {config.run.name} on {topology.name}")
+                show_progress(f"predicting {config.run.name} on {topology.name}")
                 smallest = parse(near(topology.chip, 1, most=1)[0])
                 machines.append(_machine(request, config, topology, available_hbm(smallest)))
                 machines[-1].point = _best(machines[-1].search)
-            _check(machines, tell)
+            _check(machines, show_progress)
         except KeyboardInterrupt:
-            tell("stopped")
+            show_progress("stopped")
     fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.run_s)
     if as_json:
         sys.stdout.write(json.dumps(_to_json(config, fitting, machines)) + "\n")
@@ -108,7 +108,7 @@ def _machine(request: "Request", config: Config, topology: Topology, available: 
     )
 
 
-def _check(machines: Sequence[Machine], tell: Callable[[str], None]) -> None:
+def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
     """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
     from maxlm.planning.explore import explore
     from maxlm.planning.plan import describe
@@ -123,7 +123,7 @@ def _check(machines: Sequence[Machine], tell: Callable[[str], None]) -> None:
             here = machine.topology
 
             def compiling(search: "Search", layout: "Layout", name: str = here.name) -> None:
-                tell(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
+                show_progress(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
             for tries in range(1, TRIES + 1):
                 explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), compiling, most=tries)

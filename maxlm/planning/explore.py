@@ -67,12 +67,12 @@ def explore(
     config: Config,
     own: Layout | None,
     verify: Callable[[Config], Verdict],
-    tell: Callable[[Search, Layout], None],
+    show_progress: Callable[[Search, Layout], None],
     most: int,
 ) -> None:
     """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
 
-    `tell` shows the next one. Ctrl-C ends the search and keeps its trials.
+    `show_progress` shows the next one. Ctrl-C ends the search and keeps its trials.
     """
     layout = own if own is not None and own in search.open else None
     try:
@@ -81,7 +81,7 @@ def explore(
             search.end = _end(search, layout, most)
             if layout is None or search.end:
                 return
-            tell(search, layout)
+            show_progress(search, layout)
             verdict = verify(layout.apply(config))
             search.trials.append(Trial(layout, search.open.pop(layout), verdict))
             layout = None

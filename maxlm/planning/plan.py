@@ -73,8 +73,8 @@ class Plan:
 def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None) -> Plan:
     """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's. Raises UserError if none can fit."""
     config, started = loaded.config, time.monotonic()
-    with progress() as tell, Compiler() as compiler:
-        tell(f"enumerating layouts of {config.run.name} for {topology.name}")
+    with progress() as show_progress, Compiler() as compiler:
+        show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
         model = analytic_model(config, topology)
         own = _own_layout(config, topology)
         candidates = itertools.chain([own] if own is not None else [], filter(model.fits_host, layouts(config, topology.devices)))
@@ -86,7 +86,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None) ->
             best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
             number = f"{len(search.trials) + 1} of at most {explore.MOST_COMPILES}"
             spent = duration(time.monotonic() - started)
-            tell(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
+            show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
         explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
         return Plan(loaded, topology, search, own, scale_of(config, topology, tokens), points(search))
