@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from maxlm.hardware.chips import chip_of
-from maxlm.kernel_lab.benchmark import BENCHMARKS, run
+from maxlm.kernel_lab.benchmark import BENCHMARKS, measure
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -40,7 +40,7 @@ def main() -> None:
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {args.rounds}; ratio: the other's time over ours")
     with jax.set_mesh(jax.sharding.Mesh([device], ("device",))):  # kernels are chosen for the current mesh
         for benchmark in itertools.chain.from_iterable(BENCHMARKS[name]((), tiny=args.tiny) for name in args.operations or BENCHMARKS):
-            for row in run(benchmark, args.rounds, chip_of(device.device_kind)):
+            for row in measure(benchmark, args.rounds, chip_of(device.device_kind)):
                 rows.append(row)
                 print(shown(row), flush=True)
     for row in rows:

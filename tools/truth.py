@@ -19,7 +19,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from maxlm.cost import step_cost
-from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.network import AxisLinks
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology
 from maxlm.hlo import parser

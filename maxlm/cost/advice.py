@@ -10,7 +10,7 @@ from maxlm.compiler.aot import CompiledStep, compile_step
 from maxlm.config import rules
 from maxlm.config.errors import ConfigError, show
 from maxlm.config.schema import Config
-from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.hardware.topologies import Topology
 

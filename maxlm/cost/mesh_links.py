@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from maxlm.cost.collectives import AxisLinks, Network
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.hardware.chips import Chip, chip_of
 from maxlm.hardware.topologies import Topology, is_tpu
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from maxlm.cost.collectives import Collective, Network, is_collective
+from maxlm.cost.network import Collective, Network, is_collective
 from maxlm.hlo.parser import PLUMBING, Computation, Module, Op
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")

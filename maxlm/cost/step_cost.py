@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from maxlm.cost.collectives import AxisLinks, Network
 from maxlm.cost.mesh_links import within_slice
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip

@@ -130,7 +130,7 @@ BENCHMARKS = {
 }
 
 
-def run(benchmark: Benchmark, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
+def measure(benchmark: Benchmark, rounds: int, chip: Chip | None) -> Iterator[dict[str, Any]]:
     """Rows of the table: each candidate forward and backward, one after the other in every round, so that all see the same machine.
 
     `chip`: of whose peak shares are taken, none where it is None. A ratio is of medians, the other seconds over ours.

@@ -49,11 +49,11 @@ def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterat
     """The implementation that is chosen here, and its alternatives; `tiny`: shapes that a CPU can compute."""
     import jax
 
-    from maxlm.kernel_lab.benchmark import BENCHMARKS, run
+    from maxlm.kernel_lab.benchmark import BENCHMARKS, measure
 
     with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
         for benchmark in BENCHMARKS[operation]([shape], tiny=tiny):
-            for result in run(benchmark, ROUNDS, chip_named(chip)):
+            for result in measure(benchmark, ROUNDS, chip_named(chip)):
                 at = (operation, benchmark.shape, chip, result["kernel"])
                 if "failed" in result:
                     yield Row(*at, problem=result["failed"])

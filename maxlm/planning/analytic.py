@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import get_args
 
 from maxlm.config.schema import Config, RematName
-from maxlm.cost.collectives import AxisLinks, Network
 from maxlm.cost.efficiency import (
     ATTENTION_SHARES,
     GROUPED_SHARE,
@@ -31,6 +30,7 @@ from maxlm.cost.model_shapes import (
     parameter_leaves,
     rows_of,
 )
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE

@@ -147,7 +147,7 @@ def _best(search: "Search") -> "Point | None":
 
 def _show(request: "Request", config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
     from maxlm.planning.plan import describe
-    from maxlm.planning.render import layout_table
+    from maxlm.planning.plan_output import layout_table
 
     console = output_console()
     tokens = machines[0].scale.tokens if machines else 0
@@ -181,7 +181,7 @@ def _name(topology: Topology) -> str:
 
 
 def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> dict[str, Any]:
-    from maxlm.planning.render import point_json
+    from maxlm.planning.plan_output import point_json
 
     rows = []
     for machine in machines:

@@ -9,11 +9,11 @@ from maxlm.compiler.aot import available_hbm, devices
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
-from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
+from maxlm.cost.network import AxisLinks
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import Topology
 from maxlm.models import step_flops

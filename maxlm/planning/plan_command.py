@@ -50,7 +50,7 @@ def run(request: Request, *, as_json: bool) -> int:
 
     leave_chips_alone()
     from maxlm.planning.plan import make_plan
-    from maxlm.planning.render import show, to_json
+    from maxlm.planning.plan_output import show, to_json
 
     plan = make_plan(loaded, topology, request.tokens)
     written, error = _write(request, plan)
@@ -66,8 +66,8 @@ def run(request: Request, *, as_json: bool) -> int:
 def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, UserError | None]:
     """Write config and chart of the chosen layout: (their paths, None), or (None, the error)."""
     from maxlm.planning.plan import machine_name
+    from maxlm.planning.plan_output import draw
     from maxlm.planning.plan_yaml import as_yaml, write
-    from maxlm.planning.render import draw
 
     chosen, config = plan.chosen, request.file
     if chosen is None:

@@ -13,9 +13,9 @@ import pytest
 import maxlm
 from maxlm.compiler import aot, gpu_compiler
 from maxlm.config.errors import UserError
-from maxlm.cost.collectives import AxisLinks, Network
 from maxlm.cost.efficiency import GPU_ATTENTION_SHARES, GPU_HBM_SHARE, GPU_LAUNCH_S, GPU_MATMUL_SHARE, NVLINK_SHARE
 from maxlm.cost.mesh_links import axis_links, within_slice
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.chips import CHIPS, DCN_S, GPU_MEMORY_SHARE, SWITCH_S, chip_named
 from maxlm.hardware.topologies import parse

@@ -5,7 +5,7 @@ from tiny import tiny_config
 
 from maxlm.compiler.aot import CompiledStep, Memory
 from maxlm.cost import advice
-from maxlm.cost.collectives import AxisLinks
+from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.hardware.topologies import parse
 

@@ -161,7 +161,7 @@ def test_buffers_of_experts_have_names(mesh):
     forward, backward = "step/jvp()/while/body/put", "step/transpose(jvp())/while/body/add"
 
     def name(dims, where, dtype="bf16"):
-        return names.of(SimpleNamespace(shape=Shape(dtype, dims), where=where, writers=[SimpleNamespace(where=where)]))
+        return names.name_of(SimpleNamespace(shape=Shape(dtype, dims), where=where, writers=[SimpleNamespace(where=where)]))
 
     assert name((3, rows, inside), forward) == "kept for backward: gate, up"
     for side_by_side in (experts * inside, experts * 128):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.mesh_links import links_of
+from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, with_slices
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.topologies import parse

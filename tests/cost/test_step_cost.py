@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.cost.collectives import AxisLinks, Network
 from maxlm.cost.efficiency import ATTENTION_SHARES, HBM_SHARE, OUR_ATTENTION_SHARES
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import StepCost, estimate
 from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, Chip, chip_named
 from maxlm.hlo import parser

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from maxlm.hardware.chips import CHIPS, chip_of
+from maxlm.hardware.chips import CHIPS, LANES, MOST_VMEM_BYTES, chip_of
+from maxlm.hardware.topologies import is_tpu
+from maxlm.kernels import platform
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,20 @@ def test_memory_is_slower_than_arithmetic_and_links_slower_than_memory(chip):
 def test_the_table_needs_no_jax():
     code = "import sys, maxlm.hardware.chips; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kernels_state_the_same_facts():
+    """Kernels know nothing of maxlm, so they have facts of their own."""
+    assert platform.LANES == LANES
+    assert max(platform.VMEM_BYTES.values()) <= MOST_VMEM_BYTES
+    wide = {kind for chip in CHIPS for kind in chip.device_kinds if chip.matrix_unit == 256}
+    assert set(platform.WIDE) <= wide
+    assert not wide & set(platform.VMEM_BYTES) - set(platform.WIDE)
+
+
+def test_every_tpu_has_a_clock_and_a_host_link():
+    """Seconds of a compiled program need both. The clock times FLOPs a cycle of whole matrix units is the peak."""
+    for chip in filter(is_tpu, CHIPS):
+        assert chip.clock_hz is not None and chip.host_bytes_per_s is not None
+        units = chip.peak_bf16_flops / (2 * chip.matrix_unit**2 * chip.clock_hz)
+        assert abs(units - round(units)) < 0.02 * units, chip.name

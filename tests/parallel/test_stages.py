@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import GLOBAL_BATCH, SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
-from maxlm.cost.collectives import is_collective
+from maxlm.cost.network import is_collective
 from maxlm.hlo.parser import read
 from maxlm.models import Given, abstract_parameters, bind, init_parameters
 from maxlm.models.forward import Forward

@@ -12,10 +12,10 @@ from tiny import tiny_config
 from maxlm.config import rules
 from maxlm.config.loader import load
 from maxlm.config.schema import AXES
-from maxlm.cost.collectives import AxisLinks
 from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import attention_flops, layers, parameter_leaves
+from maxlm.cost.network import AxisLinks
 from maxlm.hardware.topologies import parse
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.flops import token_flops
