@@ -1,4 +1,4 @@
-"""How long an asynchronous save keeps the training loop waiting, against how long the write takes.
+"""Time that an asynchronous save blocks the training loop, against the time of the write.
 
     python tools/bench_checkpoint.py [--megabytes 500] [--saves 5] [--directory DIR]
 

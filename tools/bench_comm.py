@@ -81,7 +81,7 @@ def program(mesh: Mesh, run: Callable[[jax.Array, str], jax.Array]) -> Callable[
 
 
 def by_hand(mesh: Mesh, ring: Operation, size: int, in_one: int = 1) -> Turns:
-    """What somebody writes who wants to know, and has no benchmark: `in_one` operations a call."""
+    """A minimal benchmark, as written by hand: `in_one` operations a call."""
 
     def several(x: jax.Array, axis: str) -> jax.Array:
         return lax.fori_loop(0, in_one, lambda _, y: ring.run(y, axis), x) if in_one > 1 else ring.run(x, axis)

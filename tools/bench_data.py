@@ -1,4 +1,4 @@
-"""How many tokens a second the batch pipeline makes on one core, from a token store.
+"""Tokens a second of the batch pipeline on one core, from a token store.
 
     taskset -c 0 python tools/bench_data.py [--tokens 20000000] [--batch-tokens 65536] [--seconds 5]
 

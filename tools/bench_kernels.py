@@ -1,4 +1,4 @@
-"""Times our kernels on the machine at hand against what could be used in their place, in one run and in turns, and prints the ratios.
+"""Time our kernels on this machine against the alternatives, alternating in one run, and print the ratios.
 
 usage: python tools/bench_kernels.py [OPERATION ...] [--rounds 7] [--tiny]    (default: all operations at real shapes, forward + backward)
 
@@ -17,7 +17,7 @@ from maxlm.hardware.chips import chip_of
 from maxlm.kernel_lab.benchmark import BENCHMARKS, measure
 
 
-def shown(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     start = f"{row['operation']:<15} {row['shape']:<22} {row['kernel']:<11}"
     if "failed" in row:
         return f"{start} failed: {row['failed']}"
@@ -42,7 +42,7 @@ def main() -> None:
         for benchmark in itertools.chain.from_iterable(BENCHMARKS[name]((), tiny=args.tiny) for name in args.operations or BENCHMARKS):
             for row in measure(benchmark, args.rounds, chip_of(device.device_kind)):
                 rows.append(row)
-                print(shown(row), flush=True)
+                print(format_row(row), flush=True)
     for row in rows:
         print(json.dumps(row))
 

@@ -1,4 +1,4 @@
-"""How much of a step's time is ours: the product's step and loop against the same mathematics as one bare jitted function, or in torch.
+"""Overhead of a step: the product's step and loop against the same mathematics as one bare jitted function, or in torch.
 
 usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch] [CONFIG [key=value ...]]     (default: runs/quickstart)
 
@@ -121,7 +121,7 @@ def loop_overhead(program: Program, batch: Batch, steps: int = 300) -> float:
 
 
 def against_bare(config: Config, rounds: int, steps: int) -> dict[str, Any]:
-    """The step and the loop of `config` beside the bare function; says so on stderr."""
+    """The step and the loop of `config` beside the bare function; prints a line on stderr."""
     program = build_program(config, build_mesh(config, jax.devices()[:1]))
     ids = np.random.default_rng(0).integers(1, config.model.vocab_size, (config.train.global_batch, config.data.seq_len + 1))
     host = batch_of_windows(ids, np.full(len(ids), ids.shape[1]), 0, mask_documents=True)
@@ -137,7 +137,7 @@ def against_bare(config: Config, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def against_torch(config: Config, args: argparse.Namespace) -> dict[str, Any]:
-    """The step of `config` beside torch's; says so on stderr. Raises UserError without torch, or for what its model cannot be."""
+    """The step of `config` beside torch's; prints a line on stderr. Raises UserError without torch, or for a model that it lacks."""
     torch = race.Torch(args.torch_python, args.torch_mode, args.torch_attention, args.torch_chunks, args.torch_remat)
     race.check(config, torch)
     found = race.race(config, torch, args.rounds, args.steps)

@@ -3,8 +3,8 @@
     python tools/memory_study.py [--devices 4 8]
 
 The question is DeepSpeed's third-party characterisation's: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
-device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB that are not
-there. Each row takes about three compiles of a minute or two: memory grows by the same bytes a layer, so two of them say where to look.
+device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
+hardware. Each row takes about three compiles of a minute or two: memory is linear in layers, so two compiles predict the third.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import jax  # noqa: E402 - it reads the environment when it is imported
 
 from maxlm.compiler.aot import CompiledStep, compile_step  # noqa: E402
 from maxlm.config.schema import Config  # noqa: E402
+from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import parse  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
-GIB = 2**30
 MOST = 1000  # layers
 PUBLISHED_BYTES = 40e9
 STATE_BYTES = 16  # a parameter
@@ -92,7 +92,7 @@ def largest(way: Way, devices: int) -> tuple[int, CompiledStep]:
 def _guess(compiled: Mapping[int, CompiledStep]) -> int:
     """The layers that just fit, on the line through the two compiled that come nearest to it."""
     nearest = sorted(compiled, key=lambda n: abs(compiled[n].needed - compiled[n].available))[:2]
-    if len(nearest) == 1:  # before the first layer there is something, too
+    if len(nearest) == 1:  # 1.5 GiB are not of layers
         return int(nearest[0] * (compiled[nearest[0]].available / GIB - 1.5) / (compiled[nearest[0]].needed / GIB - 1.5))
     one, two = (compiled[n] for n in nearest)
     a_layer = (one.needed - two.needed) / (nearest[0] - nearest[1])
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def write(found: Mapping[tuple[str, int], int], available: int) -> None:
-    """docs/memory.md and its picture, of the layers `found` by way and devices, where a chip has `available` bytes."""
+    """Write docs/memory.md and its chart: the layers `found` by way and devices, where a chip has `available` bytes."""
     ways = {way.name: way for way in WAYS}
     sizes = {(name, n): count_parameters(config_of(ways[name], n, layers).model) for (name, n), layers in found.items()}
     more = PUBLISHED_BYTES / available
@@ -148,7 +148,7 @@ def write(found: Mapping[tuple[str, int], int], available: int) -> None:
 
 
 def draw(found: Mapping[tuple[str, int], int]) -> None:
-    """Bars: ours beside what was published."""
+    """Write a bar chart of our figures beside the published ones."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What every recipe under configs/runs takes, as compiled for its machine: writes docs/recipes.md.
+"""Compile every recipe under configs/runs for its machine, and write step time and memory to docs/recipes.md.
 
     python tools/recipes.py
 
@@ -15,6 +15,7 @@ from maxlm.compiler.aot import leave_chips_alone
 leave_chips_alone()
 
 from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
+from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
 from maxlm.planning.verify import verify  # noqa: E402
 from maxlm.telemetry.formatting import count, duration  # noqa: E402
@@ -22,13 +23,12 @@ from maxlm.telemetry.formatting import count, duration  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")
 FAMILIES = ("v5e", "v5p", "v6e", "tpu7x")
-GIB = 2**30
 HEAD = """# Recipes
 
 `maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the training step of each, compiled for its machine
 without it. Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints; nothing was measured on a
-chip, and on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what the compiler says a device
-needs.{missing}
+chip, and on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what a device needs by the
+compiler's count.{missing}
 
 | run | chips | tokens an update | step | MFU | HBM a device | the whole run |
 |---|---|---|---|---|---|---|
@@ -47,9 +47,9 @@ def main() -> None:
 
 def _missing(runs: Sequence[str]) -> Iterator[str]:
     """Shipped models without a recipe for one of the families that all should have."""
-    there = {(match[1], match[3].split("-")[0]) for match in map(RECIPE.fullmatch, runs) if match}
+    shipped = {(match[1], match[3].split("-")[0]) for match in map(RECIPE.fullmatch, runs) if match}
     models = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yml"))
-    return (f"{model} on {family}" for model in models for family in FAMILIES if (model, family) not in there)
+    return (f"{model} on {family}" for model in models for family in FAMILIES if (model, family) not in shipped)
 
 
 def _row(name: str) -> str:
@@ -57,9 +57,9 @@ def _row(name: str) -> str:
     topology = rules.topology_of(config)
     verdict, scale = verify(config, topology), scale_of(config, topology, None)
     size = f"{verdict.needed / GIB:.1f} of {verdict.available / GIB:.1f} GiB"
-    said = "does not fit | - " if not verdict.fits else f"{verdict.step_s:.2f} s | {scale.mfu(verdict.step_s):.1%}"
+    time = "does not fit | - " if not verdict.fits else f"{verdict.step_s:.2f} s | {scale.mfu(verdict.step_s):.1%}"
     whole = f"{duration(scale.seconds(verdict.step_s))} for {count(scale.tokens)} tokens" if verdict.fits else "-"
-    return f"| `{name}` | {topology.chips:,} {topology.chip.name} | {config.tokens_per_step:,} | {said} | {size} | {whole} |"
+    return f"| `{name}` | {topology.chips:,} {topology.chip.name} | {config.tokens_per_step:,} | {time} | {size} | {whole} |"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ AIM = 0.15  # of the published step time
 
 @dataclass(frozen=True)
 class Row:
-    """A public run: the keys of its entry in truth_rows.yml, which says what they mean."""
+    """A public run: the keys of its entry in truth_rows.yml, which explains them."""
 
     name: str
     topology: str
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """The published step, or what its TFLOP/s come to."""
+        """Seconds of the published step, stated or from its TFLOP/s."""
         if self.step_s is not None:
             return self.step_s
         assert self.tflops, f"{self.name} has neither step_s nor tflops"
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A row and what is predicted of its program."""
+    """A row and the predicted cost of its program."""
 
     row: Row
     step: step_cost.StepCost
@@ -85,7 +85,9 @@ def main() -> None:
     given = parser.parse_args()
     rows = read_rows()
     if given.arguments:
-        row = next(row for row in rows if row.name == given.arguments)
+        row = next((row for row in rows if row.name == given.arguments), None)
+        if row is None:
+            parser.error(f"--arguments {given.arguments}: no such row; there are {', '.join(row.name for row in rows)}")
         flags = f'compile_xla_flags="{" ".join(row.flags)}"'
         sys.stdout.write("\n".join((f"compile_topology={row.compile_topology}", *row.settings, flags)) + "\n")
     elif given.folder:
@@ -97,9 +99,9 @@ def main() -> None:
 
 
 def read_rows() -> list[Row]:
-    """The rows of truth_rows.yml, groups written out, and flags that are refused today swapped for what takes their place."""
-    told = YAML(typ="safe", pure=True).load(ROWS)
-    return [_row(entry, told) for entry in told["rows"]]
+    """The rows of truth_rows.yml, with groups expanded, and flags that are refused today replaced."""
+    document = YAML(typ="safe", pure=True).load(ROWS)
+    return [_row(entry, document) for entry in document["rows"]]
 
 
 def predict(row: Row, program: Path) -> step_cost.StepCost:
@@ -108,9 +110,9 @@ def predict(row: Row, program: Path) -> step_cost.StepCost:
     return step_cost.estimate(parser.read(program.read_text()), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
 
 
-def _row(entry: dict, told: dict) -> Row:
-    texts = {key: tuple(word for name in entry[key] for word in told[key].get(name, name).split()) for key in ("settings", "flags")}
-    swaps = {flag: new for flag, new in told["refused"].items() if flag in texts["flags"] and not entry["topology"].startswith("v5e")}
+def _row(entry: dict, document: dict) -> Row:
+    texts = {key: tuple(word for name in entry[key] for word in document[key].get(name, name).split()) for key in ("settings", "flags")}
+    swaps = {flag: new for flag, new in document["refused"].items() if flag in texts["flags"] and not entry["topology"].startswith("v5e")}
     kept = [flag for flag in texts["flags"] if flag not in swaps]
     new = [flag for flag in " ".join(swaps.values()).split() if flag not in kept]
     forced = ["--xla_tpu_no_crash_on_oom=true"] if "does_not_fit" in entry else []
@@ -119,7 +121,7 @@ def _row(entry: dict, told: dict) -> Row:
 
 
 def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
-    """As jax's mesh_utils does: the innermost axis chooses first, and takes as many whole dims of the torus as make up its size."""
+    """Links of each axis as jax's mesh_utils assigns them: the innermost axis first, over the whole torus dims that make up its size."""
     left = list(range(len(topology.sides)))
     for axis, size in reversed(tuple(mesh.items())):
         if size == topology.devices:
