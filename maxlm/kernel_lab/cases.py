@@ -2,18 +2,30 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.config.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
+from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
+from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
+from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
+from maxlm.kernels.matmul.shapes import MATMULS
+from maxlm.kernels.matmul.shapes import SHAPES as MLP
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "attention": ("flash", "splash"),
     "grouped_matmul": ("tpu", "megablox"),
     "gated_mlp": ("fused", "xla"),
     "matmul": ("pallas", "xla"),
+}
+SHAPES: Mapping[str, Sequence[Any]] = {
+    "attention": ATTENTION,
+    "grouped_matmul": GROUPED,
+    "gated_mlp": MLP,
+    "matmul": MATMULS,
+    "linear_cross_entropy": LOSS,
 }
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
 
@@ -27,7 +39,7 @@ class Kernel:
 
     part: str
     name: str
-    scalars: Sequence["np.ndarray"]
+    scalars: Sequence[np.ndarray]
     flops: float
     blocks: str = ""
 
@@ -42,21 +54,24 @@ class Case:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-def from_hbm(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` on arrays that lie in HBM, as in a training step; alone in a program, some would be given VMEM."""
-    from jax.experimental.pallas import tpu as pltpu
+def from_hbm(run: Callable[..., Any], scalars: int = 0) -> Callable[..., Any]:
+    """`run` on arrays in HBM, as in a training step (alone, some would be placed in VMEM), but for the last `scalars` arguments."""
 
-    return lambda *arrays: run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays))
+    def constrained(*arrays: Any) -> Any:
+        in_hbm = len(arrays) - scalars
+        return run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays[:in_hbm]), *arrays[in_hbm:])
+
+    return constrained
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
     """The shapes of `operation` in the lab."""
-    return tuple(shape.name for shape in _shapes(operation))
+    return tuple(shape.name for shape in SHAPES[operation])
 
 
 def shape_of(operation: str, name: str) -> Any:
     """The shape called `name`. Raises UserError for an unknown one."""
-    shape = next((shape for shape in _shapes(operation) if shape.name == name), None)
+    shape = next((shape for shape in SHAPES[operation] if shape.name == name), None)
     if shape is None:
         raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
     return shape
@@ -76,14 +91,3 @@ def useful(operation: str, name: str) -> tuple[float, float]:
             flops = 9 * 2 * shape.rows * shape.d_model * shape.d_ff
             numbers = 5 * shape.rows * shape.d_model + 9 * shape.d_model * shape.d_ff + 4 * shape.rows * shape.d_ff
     return float(flops), 2.0 * numbers
-
-
-def _shapes(operation: str) -> Sequence[Any]:
-    from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
-    from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
-    from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
-    from maxlm.kernels.matmul.shapes import MATMULS
-    from maxlm.kernels.matmul.shapes import SHAPES as MLP
-
-    shapes = {"attention": ATTENTION, "grouped_matmul": GROUPED, "gated_mlp": MLP, "matmul": MATMULS, "linear_cross_entropy": LOSS}
-    return shapes[operation]

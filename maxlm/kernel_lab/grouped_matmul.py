@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
-from maxlm.kernel_lab.cases import SWEPT, Case, Kernel
+from maxlm.kernel_lab.cases import SWEPT, Case, Kernel, from_hbm
 from maxlm.kernels.grouped_matmul import tpu, visits
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
@@ -48,11 +47,7 @@ def _case(shape: GroupedShape, weights: tuple[int, ...], implementation: tuple[C
     operands = [((rows, deep), "bfloat16"), (weights, "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
     # Megablox asks for no VMEM of its own: it takes what the compiler gives a kernel, by default too little for wide tiles.
     options = {"xla_tpu_scoped_vmem_limit_kib": str(VMEM_BYTES[device_kind] >> 10)}
-
-    def from_hbm(*arrays: jax.Array) -> Any:
-        return run(*(pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays[:3]), arrays[3])  # VMEM has room for some
-
-    return Case(from_hbm, operands, kernels, options)
+    return Case(from_hbm(run, scalars=1), operands, kernels, options)
 
 
 def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[tpu.Tiles], kind: str) -> tuple[Callable[..., Any], Parts]:
