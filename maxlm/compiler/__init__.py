@@ -1,1 +1,1 @@
-"""Compiles steps ahead of time, for TPU pods and GPUs that this machine does not have."""
+"""Ahead-of-time compilation of the training step, without the hardware."""

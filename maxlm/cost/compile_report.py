@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.padding import Padding
@@ -250,14 +250,15 @@ def _bar(shares: list[tuple[str, float]], width: int) -> str:
 
 
 def _table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print an indented table; `>` before a name aligns its column to the right, and only the last column is wrapped."""
+    """Print an indented table; `>` before a name aligns its column to the right, the last of the others is cut where the console ends."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(name.lstrip(">") for name in header))
+    cut = max(number for number, name in enumerate(header) if not name.startswith(">"))
     for number, name in enumerate(header):
-        last = number == len(header) - 1
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=not last, overflow="fold")
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">"), justify=justify, no_wrap=number != cut)
     for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(Padding(table, (0, 0, 0, 2)))
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def _title(console: Console, text: str) -> None:

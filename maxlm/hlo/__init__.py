@@ -1,1 +1,1 @@
-"""Reads programs that XLA has compiled: operations, FLOPs, bytes, live buffers, replica groups. Standard library only."""
+"""Compiled XLA programs as data: operations, FLOPs, bytes, live buffers, replica groups."""
