@@ -165,7 +165,7 @@ def test_a_model_no_mesh_holds_is_told_by_how_much(capfd):
     code, page, _ = run(capfd, "tiny", "--topology", "v5e:2x2", *arguments)
     assert code == 2
     assert "No mesh fits" in page
-    assert "GiB more than there is; at least" in page
+    assert "GiB more than they have; at least" in page
     assert "would fit with" not in page
 
 
