@@ -1,6 +1,6 @@
 """Rules of mixtures of experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from maxlm.config.problem import Problem, divisors
 from maxlm.config.schema import Config, MoeConfig
@@ -50,17 +50,3 @@ def untrained(config: Config) -> Iterator[Problem]:
     if moe is not None and moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
         rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
         yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
-
-
-def divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """What the mesh splits of experts."""
-    moe, expert, tensor = config.model.moe, sizes["expert"], sizes["tensor"]
-    if moe is None:
-        if expert > 1:
-            yield "mesh.expert", expert, "the model has no experts to split", "use 1, or set model.moe"
-        return
-    if moe.n_experts % expert:
-        rule = f"does not divide model.moe.n_experts = {moe.n_experts} (each device of the axis holds whole experts)"
-        yield "mesh.expert", expert, rule, f"use {divisors(moe.n_experts)}"
-    if moe.d_ff % tensor:
-        yield "mesh.tensor", tensor, f"does not divide model.moe.d_ff = {moe.d_ff}", f"use {divisors(moe.d_ff)}"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from maxlm.config import expert_rules, inert, paths
+from maxlm.config import axes, expert_rules, inert, paths
 from maxlm.config.errors import ConfigError
 from maxlm.config.problem import Problem, divisors
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
@@ -100,44 +100,34 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
 
 
 def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    model, train = config.model, config.train
-    outer = config.optimizer.outer
-    if outer is not None and outer.workers % sizes["data"]:
-        rule = f"does not divide optimizer.outer.workers = {outer.workers}, which are split along it"
-        yield "mesh.data", sizes["data"], rule, f"use {divisors(outer.workers)}, and mesh.fsdp for the rest"
+    """Sizes of mesh axes that do not divide what they split, by the table of axes."""
+    if config.model.moe is None and sizes["expert"] > 1:
+        yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
+    yield from _batch(config, sizes)
+    yield from _context(config, sizes["context"], sizes["tensor"])
+    for field, size, logical in axes.dims(config):
+        before: list[str] = []
+        for axis in logical.mesh:
+            if size % math.prod(sizes[name] for name in (*before, axis)):
+                others = " x ".join(f"mesh.{name} = {sizes[name]}" for name in before if sizes[name] > 1)
+                reason = f" ({logical.reason})" if logical.reason else ""
+                rule = f"{f'times {others} ' if others else ''}does not divide {field} = {size}{reason}"
+                yield f"mesh.{axis}", sizes[axis], rule, f"use {divisors(axes.largest(config, axis, sizes))}"
+                break
+            before.append(axis)
+    yield from _stages(config, sizes)
+
+
+def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Rows of a microbatch, which workers that train apart share first."""
+    train, outer = config.train, config.optimizer.outer
     apart, by = (sizes["data"], "mesh data") if outer is None else (outer.workers, "optimizer.outer.workers")
     shards = apart * sizes["fsdp"] * sizes["expert"]
-    part = train.global_batch // train.microbatches
-    if part % shards:
-        good = math.ceil(part / shards) * shards * train.microbatches
+    if train.global_batch // train.microbatches % shards:
+        good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
         parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"
         rule = f"{parts} must split over the {shards} shards of {by} x fsdp x expert"
         yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
-    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
-    yield from _context(config, sizes["context"], tensor)
-    split = {
-        "model.n_kv_heads": (model.n_kv_heads, " (each tensor shard needs whole key/value heads)"),
-        "model.n_heads": (model.n_heads, ""),
-        "model.d_ff": (model.d_ff, ""),
-        "model.vocab_size": (model.vocab_size, ""),
-        "data.seq_len": (config.data.seq_len, " (split between tensor-parallel regions)"),
-    }
-    for field, (size, why) in split.items():
-        if size % tensor:
-            good_sizes = divisors(math.gcd(*(size for size, _ in split.values())))
-            yield "mesh.tensor", tensor, f"does not divide {field} = {size}{why}", f"use {good_sizes}"
-    if model.d_model % fsdp:
-        yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {divisors(model.d_model)}"
-    elif model.d_model % (fsdp * sizes["expert"]):
-        rule = f"times mesh.fsdp = {fsdp} does not divide model.d_model = {model.d_model} (what is no expert is split along it over both)"
-        yield "mesh.expert", sizes["expert"], rule, f"use a fsdp x expert of {divisors(model.d_model)}"
-    for field, rank in _ranks(model).items():
-        if rank % (fsdp * sizes["expert"]):
-            by = "" if sizes["expert"] == 1 else f" times mesh.expert = {sizes['expert']}"
-            rule = f"{by} does not divide {field} = {rank} (matrices that widen are split along it)".strip()
-            yield "mesh.fsdp", fsdp, rule, f"use {divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
-    yield from expert_rules.divides(config, sizes)
-    yield from _stages(config, sizes)
 
 
 def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -165,19 +155,6 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     if train.stage_chunks > 1 and train.microbatches % stage:
         rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
-    divided = {
-        "model.d_model": (model.d_model // sizes["expert"], "fsdp", "matrices at rest are split along it over both"),
-        **{
-            field: (rank // sizes["expert"], "fsdp", "matrices at rest that widen are split along it over both")
-            for field, rank in _ranks(model).items()
-        },
-        "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
-        "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),
-    }
-    for field, (size, axis, why) in divided.items():
-        if size % (stage * sizes[axis]):
-            rule = f"times mesh.{axis} = {sizes[axis]} does not divide {field} = {size} ({why})"
-            yield "mesh.stage", stage, rule, f"use a stage x {axis} of {divisors(size)}"
     if config.memory.offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
         yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
@@ -238,12 +215,6 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
     for name, (value, rule) in wanted.items():
         if getattr(model, name) != value:
             yield f"model.{name}", getattr(model, name), rule, f"remove it, or use {value}"
-
-
-def _ranks(model: ModelConfig) -> dict[str, int]:
-    """The narrow widths of latent attention, by their setting."""
-    ranks = {} if model.latent is None else {"q_rank": model.latent.q_rank, "kv_rank": model.latent.kv_rank}
-    return {f"model.latent.{name}": rank for name, rank in ranks.items() if rank is not None}
 
 
 def _windows(model: ModelConfig) -> Iterator[Problem]:

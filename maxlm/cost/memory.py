@@ -180,7 +180,7 @@ def _padded(inside: int) -> tuple[int, int]:
 
 def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]:
     """Of parameters with these logical axes: as they are, and of experts side by side, too, where what is inside them may be padded."""
-    if tuple(names[-3:]) != ("expert_embed", "expert", "mlp"):
+    if tuple(names[-3:]) != ("embed", "expert", "mlp"):
         return {_core(shape)}
     *before, experts, inside = shape
     sizes = _padded(inside)

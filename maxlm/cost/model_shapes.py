@@ -1,10 +1,12 @@
 """What a model is made of, as the fast model needs it: matmuls of a layer, what a token keeps, parameters and what the optimizer adds."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from maxlm.config.axes import mesh_axes_of
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import Chip
 from maxlm.kernels.attention.blocks import padded
@@ -12,7 +14,6 @@ from maxlm.kernels.attention.tpu import LANES, computed_pairs
 from maxlm.models import parameter_axes
 from maxlm.models.flops import attended_pairs
 from maxlm.models.parameters import abstract_parameters, is_matrix
-from maxlm.parallel import RULES
 from maxlm.parallel.experts import rows_of_round
 
 ROUTER, JOIN = "router", "join"  # matmuls whose result no remat policy knows: of routers, and of what predicts further ahead
@@ -212,7 +213,7 @@ def held(config: Config) -> tuple[Held, ...]:
     moments = Counter(_parameter(jax.tree_util.keystr(path), named) for path, _ in optimizer)
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
-        leaves.append(Held(leaf.size, moments[name], tuple(axis for one in logical for axis in RULES[one]), is_matrix(logical)))
+        leaves.append(Held(leaf.size, moments[name], tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
     return tuple(leaves)
 
 

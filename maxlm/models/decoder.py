@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         dense = config.n_dense
         pattern = config.repeated_pattern
         periods, rest = divmod(config.n_layers - dense, len(pattern))
-        self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
+        self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
         learned = config.positions == "learned"
         position_shape = (config.max_seq_len or 0, config.d_model)
         self.position_PD = weight(position_shape, ("position", "embed_act"), config.init_std) if learned else None
@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         self.tail = _runs(config, pattern[:rest], experts=experts)
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
-        self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
+        self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
         kinds = [config.layer_pattern[(config.n_layers + i) % len(pattern)] for i in range(config.mtp_depth)]
         self.ahead = nnx.List([FutureTokenModule(config, Block(config, local=kind == "local", experts=experts)) for kind in kinds])
 

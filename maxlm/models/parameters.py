@@ -152,7 +152,7 @@ def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) ->
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes; routers are read in float32 and are none."""
-    return not {"embed", "expert_embed", "table", "position"}.isdisjoint(axes)
+    return ("embed" in axes or "position" in axes) and "choices" not in axes
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:

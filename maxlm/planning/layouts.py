@@ -2,22 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from maxlm.config import rules
+from maxlm.config import axes, rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import AXES, Config, RematName
 from maxlm.cost.advice import changed
 
-# What the size of a mesh axis must divide; an axis that is not here is left at 1, as the rules of the config ask.
-SPLITS: Mapping[str, Callable[[Config], int]] = {
-    "data": lambda config: config.train.global_batch,
-    "fsdp": lambda config: math.gcd(config.model.d_model, config.train.global_batch),
-    "tensor": lambda config: math.gcd(config.model.n_kv_heads, config.model.d_ff, config.model.vocab_size, config.data.seq_len),
-    "expert": lambda config: math.gcd(config.model.moe.n_experts, config.train.global_batch) if config.model.moe is not None else 1,
-}
+SEARCHED = ("data", "fsdp", "tensor", "expert")  # mesh axes whose sizes are searched; others stay 1
 SAID = ("data", "fsdp", "tensor")  # axes that a plan names whatever their size
 LOSS_CHUNKS = (2, 4, 8, 16)
 # Tensors that are kept or recomputed together: one without the other leaves the same matmul or the same input to be made again.
@@ -111,8 +105,9 @@ def layouts(config: Config, devices: int) -> Iterator[Layout]:
 def meshes(config: Config, devices: int) -> Iterator[tuple[dict[str, int], str]]:
     """(axis -> size, axis across slices) of every mesh of `devices` that the rules allow."""
     slices = config.mesh.slices
-    for counts in _products(devices, [splits(config) for splits in SPLITS.values()]):
-        sizes = dict.fromkeys(AXES, 1) | dict(zip(SPLITS, counts, strict=True))
+    searched = [axis for axis in SEARCHED if axis != "expert" or config.model.moe is not None]
+    for counts in _products(devices, [axes.largest(config, axis) for axis in searched]):
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(searched, counts, strict=True))
         crossing = [axis for axis in ("data", "fsdp") if sizes[axis] % slices == 0] if slices > 1 else [config.mesh.across_slices]
         for across in crossing:
             settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {"train.microbatches": 1, "mesh.across_slices": across}

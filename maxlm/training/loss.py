@@ -13,7 +13,7 @@ from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.parallel import mesh_axes
+from maxlm.parallel import split_axes
 from maxlm.parallel.context import in_sequence
 
 
@@ -121,4 +121,6 @@ def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Bat
 def _layout() -> Layout:
     """Which axes of the current mesh split the operands of the loss."""
     mesh = jax.sharding.get_abstract_mesh()
-    return Layout(**{name: mesh_axes(name, mesh) for name in ("batch", "seq", "vocab")}, embed=mesh_axes("table", mesh))
+    batch, seq = split_axes(("batch", "seq"), mesh)
+    vocab, embed = split_axes(("vocab", "embed"), mesh)
+    return Layout(batch=batch, seq=seq, vocab=vocab, embed=embed)

@@ -20,7 +20,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     """
     axes = parameter_axes(config.model)
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
-    decayed = _map_axes(lambda names: (is_matrix(names) or "router" in names) and "position" not in names, axes)
+    decayed = _map_axes(lambda names: "embed" in names, axes)
     chain = optax.chain(
         direction,
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
@@ -49,9 +49,9 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dims of a weight are its input and its output; None for what is no hidden matrix."""
-    embed = next((i for i, name in enumerate(names) if name in ("embed", "expert_embed")), None)
-    if embed is None or "vocab" in names:
+    if "embed" not in names or "vocab" in names or not is_matrix(names):
         return None
+    embed = names.index("embed")
     others = tuple(i for i, name in enumerate(names) if i != embed and name not in ("expert", *STACKED))
     reads_embed = embed < others[0]
     return optax.contrib.MuonDimensionNumbers(*((embed,), others) if reads_embed else (others, (embed,)))
