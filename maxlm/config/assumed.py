@@ -34,8 +34,8 @@ def said(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
 
 
 def _seq_len(model: Any) -> int:
-    learned = _number(model.get("max_seq_len") if isinstance(model, dict) else None, SEQ_LEN)
-    return min(learned, SEQ_LEN)
+    learned = model.get("learned_positions") if isinstance(model, dict) else None
+    return min(_number(learned.get("max_seq_len"), SEQ_LEN), SEQ_LEN) if isinstance(learned, dict) else SEQ_LEN
 
 
 def _devices(merged: Mapping[str, Any]) -> int:

@@ -3,10 +3,9 @@
 Read by the rules of the config, by the partition specs (`maxlm.parallel.sharding`) and by the search for a layout. No jax here.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlm.config.schema import Config
 
@@ -73,7 +72,9 @@ def dims(config: Config) -> Iterator[Dim]:
     """Every size that a mesh may split, in the order of the table."""
     for axis in LOGICAL_AXES.values():
         for field in axis.sizes:
-            size = functools.reduce(lambda section, name: getattr(section, name, None), field.split("."), config)
+            size: Any = config
+            for name in field.split("."):
+                size = getattr(size, name, None)
             if isinstance(size, int):
                 yield Dim(field, size, axis)
 

@@ -15,6 +15,20 @@ from maxlm.config.schema import Config
 
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
 NAMED = 12  # settings that an error names at most
+MOVED = {  # settings of earlier versions -> where they are now
+    "model.attention_softcap": "model.softcap.attention",
+    "model.logits_softcap": "model.softcap.logits",
+    "model.max_seq_len": "model.learned_positions.max_seq_len",
+    "model.mtp_depth": "model.mtp.depth",
+    "model.positions": "model.learned_positions",
+    "optimizer.muon_momentum": "optimizer.muon.momentum",
+    "optimizer.outer": "diloco",
+    "run.sample_prompts": "samples.prompts",
+    "run.sample_tokens": "samples.tokens",
+    "train.mtp_loss": "model.mtp.loss_weight",
+    "train.pipeline": "pipeline.schedule",
+    "train.stage_chunks": "pipeline.chunks",
+}
 
 
 def fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) -> str:

@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -71,10 +71,22 @@ def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved config as YAML that `load` reads back to the same config."""
+    """The resolved config as YAML that `load` reads back to the same config; what is absent is left out."""
     text = StringIO()
-    _yaml().dump(config.model_dump(mode="json"), text)
+    _yaml().dump(_present(config), text)
     return text.getvalue()
+
+
+def _present(section: BaseModel) -> dict[str, Any]:
+    """Settings of a section, without those that are None unless somebody sets them."""
+    values = section.model_dump(mode="json")
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if value is None and info.default is None:
+            del values[name]
+        elif isinstance(value, BaseModel):
+            values[name] = _present(value)
+    return values
 
 
 def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from maxlm.config import axes, expert_rules, inert, paths
-from maxlm.config.errors import ConfigError
-from maxlm.config.problem import Problem, divisors
-from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config import axes, inert, paths
+from maxlm.config.errors import ConfigError, Problem, divisors
+from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError
 
@@ -24,14 +23,14 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     where it stands is refused, too, and so is a router or a machine that cannot be what is meant.
     """
     said = sources or {}
-    _refuse((_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run), config, said)
+    _refuse((_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples), config, said)
     check_run_name(config.run.name, said.get("run.name", ""))
     if config.cluster is not None:
         devices = cluster_devices(config, said.get("cluster.topology", ""))
         if not any_mesh:
             check_devices(config, devices, said)
     if sources is not None:  # else a program has made the config, and may set what will be read by another one
-        _refuse((inert.problems, _accelerator, expert_rules.untrained), config, said)
+        _refuse((inert.problems, _accelerator, _untrained_router), config, said)
 
 
 def _refuse(rooms: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
@@ -120,8 +119,8 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 
 def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Rows of a microbatch, which workers that train apart share first."""
-    train, outer = config.train, config.optimizer.outer
-    apart, by = (sizes["data"], "mesh data") if outer is None else (outer.workers, "optimizer.outer.workers")
+    train, diloco = config.train, config.diloco
+    apart, by = (sizes["data"], "mesh data") if diloco is None else (diloco.workers, "diloco.workers")
     shards = apart * sizes["fsdp"] * sizes["expert"]
     if train.global_batch // train.microbatches % shards:
         good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
@@ -131,13 +130,13 @@ def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 
 
 def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """A pipeline, or settings of one where there is none."""
+    """A pipeline, or its section where there is none."""
     model, train, stage = config.model, config.train, sizes["stage"]
     if stage == 1:
-        for field, value, default in (("pipeline", train.pipeline, "1f1b"), ("stage_chunks", train.stage_chunks, 1)):
-            if value != default:
-                yield f"train.{field}", value, "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
+        if config.pipeline is not None:
+            yield "pipeline", "set", "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
         return
+    chunks = (config.pipeline or PipelineConfig()).chunks
     period = len(model.layer_pattern)
     periods = math.ceil((model.n_layers - model.n_dense) / period)
     held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
@@ -149,11 +148,11 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
             f"is more than the {held} of the model, and a stage without any would only wait",
             f"use {periods} at most",
         )
-    elif stage * train.stage_chunks > periods:
-        rule = f"makes {stage * train.stage_chunks} parts with mesh.stage = {stage}, of {held}"
-        yield "train.stage_chunks", train.stage_chunks, rule, f"use {periods // stage} at most"
-    if train.stage_chunks > 1 and train.microbatches % stage:
-        rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
+    elif stage * chunks > periods:
+        rule = f"makes {stage * chunks} parts with mesh.stage = {stage}, of {held}"
+        yield "pipeline.chunks", chunks, rule, f"use {periods // stage} at most"
+    if chunks > 1 and train.microbatches % stage:
+        rule = f"is not a multiple of mesh.stage = {stage}, and pipeline.chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
     if config.memory.offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
@@ -185,12 +184,8 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
         yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {divisors(model.n_heads)}"
-    if model.latent is None and model.positions == "rope" and model.head_dim % 2:
+    if model.latent is None and model.learned_positions is None and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
-    if model.positions == "learned" and model.max_seq_len is None:
-        yield "model.max_seq_len", None, "learned positions need a table of this many rows", "set it, at least data.seq_len"
-    if model.positions == "rope" and model.max_seq_len is not None:
-        yield "model.max_seq_len", model.max_seq_len, "is the table of learned positions, and positions are rope", "remove it"
     yield from _latent(model)
     yield from _windows(model)
     if len(model.layer_pattern) > model.n_layers:
@@ -208,13 +203,60 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
     wanted = {
         "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
         "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
-        "positions": ("rope", "model.latent turns a part of its queries and keys"),
+        "learned_positions": (None, "model.latent rotates a part of its queries and keys"),
         "qk_norm": (False, "model.latent has norms of its own, before its keys and values are widened"),
         "bias": ("none", "model.latent has no biases"),
     }
     for name, (value, rule) in wanted.items():
         if getattr(model, name) != value:
-            yield f"model.{name}", getattr(model, name), rule, f"remove it, or use {value}"
+            fix = "remove it" if value is None else f"remove it, or use {value}"
+            yield f"model.{name}", "set" if value is None else getattr(model, name), rule, fix
+
+
+def _moe(config: Config) -> Iterator[Problem]:
+    """Settings of `model.moe` among themselves and with the model."""
+    model, moe = config.model, config.model.moe
+    if moe is None:
+        return
+    if moe.top_k > moe.n_experts:
+        yield "model.moe.top_k", moe.top_k, f"is above model.moe.n_experts = {moe.n_experts}", f"use {moe.n_experts} at most"
+    if moe.n_dense >= model.n_layers:
+        rule = f"leaves none of model.n_layers = {model.n_layers} with experts"
+        yield "model.moe.n_dense", moe.n_dense, rule, "lower it, or remove model.moe"
+    if model.activation == "gelu":
+        yield "model.activation", "gelu", "experts are gated (model.moe)", "use swiglu, geglu or swiglu_clamped"
+    yield from _router(moe)
+
+
+def _router(moe: MoeConfig) -> Iterator[Problem]:
+    router, name = moe.router, "model.moe.router"
+    if router.capacity is not None and router.capacity < 1:
+        rule = "is below 1: experts would not have room for their even share"
+        yield f"{name}.capacity", router.capacity, rule, "use null (dropless: no token is ever dropped), or 1 to 2"
+    if moe.n_experts % router.groups:
+        rule = f"does not divide model.moe.n_experts = {moe.n_experts}"
+        yield f"{name}.groups", router.groups, rule, f"use {divisors(moe.n_experts)}"
+    elif router.top_groups > router.groups:
+        yield f"{name}.top_groups", router.top_groups, f"is above {name}.groups = {router.groups}", f"use {router.groups} at most"
+    elif moe.top_k > (within := router.top_groups * moe.n_experts // router.groups):
+        rule = f"is above the {within} experts in {name}.top_groups = {router.top_groups} of {router.groups} groups"
+        yield "model.moe.top_k", moe.top_k, rule, f"use {within} at most, or raise top_groups"
+    if router.choice == "expert":
+        others = {"balance_loss": router.balance_loss, "bias_rate": router.bias_rate, "groups": router.groups - 1}
+        for field, value in others.items():
+            if value:
+                rule = f"has no meaning with {name}.choice = expert, where every expert takes as many tokens"
+                yield f"{name}.{field}", getattr(router, field), rule, "remove it"
+    if router.balance_over == "sequence" and not router.balance_loss:
+        yield f"{name}.balance_over", "sequence", f"{name}.balance_loss = 0 computes no shares", "remove it, or raise balance_loss"
+
+
+def _untrained_router(config: Config) -> Iterator[Problem]:
+    """A router that only its auxiliary losses would train."""
+    moe = config.model.moe
+    if moe is not None and moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
+        rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
+        yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
 
 
 def _windows(model: ModelConfig) -> Iterator[Problem]:
@@ -243,8 +285,8 @@ def _rope(config: Config) -> Iterator[Problem]:
         rope: RopeConfig | None = getattr(model, name)
         if rope is None or rope == RopeConfig():
             continue
-        if model.positions == "learned":
-            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or use positions: rope"
+        if model.learned_positions is not None:
+            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
         scaling = rope.scaling
         if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
             rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"
@@ -279,7 +321,7 @@ def _data(config: Config) -> Iterator[Problem]:
             )
     limit = config.model.max_seq_len
     if limit is not None and data.seq_len > limit:
-        yield "data.seq_len", data.seq_len, f"is above model.max_seq_len = {limit}", "shorten it or lengthen the table"
+        yield "data.seq_len", data.seq_len, f"is above model.learned_positions.max_seq_len = {limit}", "shorten it or lengthen the table"
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -316,15 +358,12 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 f"the {optimizer.schedule} schedule has no decay of its own",
                 "use schedule: wsd or remove it",
             )
-    for field in ("beta1", "beta2", "muon_momentum"):
-        if getattr(optimizer, field) >= BELOW_ONE:
-            yield (
-                f"optimizer.{field}",
-                getattr(optimizer, field),
-                "must be below 1 in float32, or the average never moves",
-                "use 0.9 to 0.999",
-            )
-    yield from _outer(config)
+    averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
+    if optimizer.muon is not None:
+        averages["muon.momentum"] = optimizer.muon.momentum
+    for field, value in averages.items():
+        if value >= BELOW_ONE:
+            yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1)) if optimizer.schedule == "wsd" else 0
@@ -340,16 +379,15 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
-def _outer(config: Config) -> Iterator[Problem]:
-    """Workers that train apart."""
-    outer, train = config.optimizer.outer, config.train
-    if outer is None:
+def _diloco(config: Config) -> Iterator[Problem]:
+    diloco, train = config.diloco, config.train
+    if diloco is None:
         return
-    if train.global_batch % (outer.workers * train.microbatches):
-        parts = f"optimizer.outer.workers = {outer.workers} times train.microbatches = {train.microbatches}"
+    if train.global_batch % (diloco.workers * train.microbatches):
+        parts = f"diloco.workers = {diloco.workers} times train.microbatches = {train.microbatches}"
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
-    if outer.momentum >= BELOW_ONE:
-        yield "optimizer.outer.momentum", outer.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
+    if diloco.momentum >= BELOW_ONE:
+        yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:
@@ -397,12 +435,12 @@ def most_generated(config: Config) -> int:
     return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
 
 
-def _run(config: Config) -> Iterator[Problem]:
+def _samples(config: Config) -> Iterator[Problem]:
     limit = most_generated(config)
-    if config.run.sample_prompts and config.run.sample_tokens >= limit:
-        of = "model.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
-        rule = f"leaves no room for a prompt in the {limit} tokens there may be ({of})"
-        yield "run.sample_tokens", config.run.sample_tokens, rule, f"use for example {limit // 2}"
+    if config.samples is not None and config.samples.tokens >= limit:
+        of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        rule = f"leaves no room for a prompt in the {limit} tokens that are allowed ({of})"
+        yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:

@@ -100,7 +100,8 @@ def head_sums(
         return nll.total, sums
     hidden, through = model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read_by(model, part), forward)
     ahead = [_cross_entropy(config, model, h_BSD, further) for h_BSD, further in zip(hidden, part.further, strict=True)]
-    weight = config.train.mtp_loss / len(ahead)
+    assert config.model.mtp is not None
+    weight = config.model.mtp.loss_weight / len(ahead)
     total = nll.total + weight * sum(one.total for one in ahead) + through.penalty
     return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.schema import Config, OptimizerConfig
+from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import STACKED, Parameters, is_matrix
 from maxlm.training.diloco import with_workers
@@ -26,7 +26,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    return chain if config.optimizer.outer is None else with_workers(chain, config.optimizer.outer)
+    return chain if config.diloco is None else with_workers(chain, config.diloco)
 
 
 def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:
@@ -37,7 +37,7 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
     """Orthogonalised momentum, scaled to the size of Adam's updates (arXiv 2502.16982, eq. 4), so both share one rate."""
     direction = optax.contrib.muon(
         learning_rate=1.0,
-        beta=settings.muon_momentum,
+        beta=(settings.muon or MuonConfig()).momentum,
         adam_b1=settings.beta1,
         adam_b2=settings.beta2,
         eps=settings.eps,

@@ -30,7 +30,7 @@ SIZES = [f"models/{path.stem}" for path in sorted((CONFIGS / "models").glob("*.y
 MESHES = [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 EXPERTS = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_shared": 1, "n_dense": 1}
 LATENT = {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-MIXTURE = {"n_layers": 4, "n_kv_heads": 8, "moe": EXPERTS, "latent": LATENT, "mtp_depth": 1}  # all that DeepSeek-V3 has
+MIXTURE = {"n_layers": 4, "n_kv_heads": 8, "moe": EXPERTS, "latent": LATENT, "mtp": {"depth": 1}}  # all that DeepSeek-V3 has
 LARGE = ("train.steps=10", "train.global_batch=256", "data.store=unused", "data.seq_len=8192", "model.rope.scaling=null")
 
 
