@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-from maxlm.hardware.topologies import either
-
 Problem = tuple[str, Any, str, str]  # what a rule says of a config that breaks it: field, value, rule, fix
 
 SHOWN = 80  # characters of a value that fit in a line
@@ -56,12 +54,6 @@ def show(value: Any) -> str:
     """`value` as it would be typed in YAML, shortened to fit in a line."""
     text = _flow(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
-
-
-def divisors(number: int, most: int = 8) -> str:
-    """The largest divisors of `number`, as a choice in words."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return either([str(d) for d in found[-most:]])
 
 
 def shorten(name: str) -> str:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from maxlm.config import axes, inert, paths
-from maxlm.config.errors import ConfigError, Problem, divisors
+from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
-from maxlm.hardware.topologies import Topology, TopologyError
+from maxlm.hardware.topologies import Topology, TopologyError, either
 
 MOST_STEPS = 2**31 - 1
 BELOW_ONE = 1 - 2**-25  # from here on, float32 reads 1
@@ -450,3 +450,9 @@ def _accelerator(config: Config) -> Iterator[Problem]:
     if config.cluster.accelerator != expected:
         rule = f"is not what Cloud TPU calls cluster.topology = {config.cluster.topology}"
         yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
+
+
+def divisors(number: int, most: int = 8) -> str:
+    """The largest divisors of `number`, as a choice in words."""
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return either([str(d) for d in found[-most:]])

@@ -167,7 +167,7 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "precision.compute=bfloat16 ; precision.matmul=highest": ["precision.matmul = highest", "does nothing", "float32"],
     "samples.tokens=5": ["samples.prompts is missing"],
     "train.mtp_loss=1": ["train.mtp_loss = 1", "this setting is now model.mtp.loss_weight", "remove what was not in use"],
-    "optimizer.outer={workers: 2, every: 2} ; train.pipeline=gpipe": ["now diloco", "train.pipeline as pipeline.schedule"],
+    "optimizer.outer={workers: 2, every: 2} ; train.pipeline=gpipe": ["now pipeline.schedule", "optimizer.outer as diloco"],
     "mesh.across_slices=fsdp": ["mesh.across_slices = fsdp", "does nothing", "mesh.slices"],
     "mesh.context_attention=gather": ["mesh.context_attention = gather", "does nothing", "mesh.context"],
     "mesh.data=-1 ; mesh.fsdp=1 ; mesh.zero=1": ["mesh.zero = 1", "does nothing", "mesh.fsdp"],
