@@ -30,7 +30,7 @@ BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than"
 
 
 class Place(NamedTuple):
-    """Where a problem is: dotted key, value there, the section class it stands in and the field of it."""
+    """Location of a problem: dotted key, its value, the section class and the field in it."""
 
     key: str
     value: Any
@@ -58,7 +58,7 @@ def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Ma
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:
-    """Where `key` was set, or the first thing in it, or the list that it is in."""
+    """Source of `key`, of the first setting in it, or of the list that holds it."""
     if key in sources or not key:
         return sources.get(key, "")
     return next((s for k, s in sources.items() if k.startswith(f"{key}.")), None) or _source(key.rpartition(".")[0], sources)

@@ -1,4 +1,4 @@
-"""Settings that do nothing where they stand: refused when somebody set one, since a run would not do what its config says."""
+"""Settings without effect in a config. One that somebody set is refused, since the run would not do what its config says."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ STDLIB = "python-stdlib"  # the one source of data.prepare that is no file
 
 
 class Inert(NamedTuple):
-    """A setting that does nothing here: why, and what would use it."""
+    """A setting without effect in a config: the reason, and a change that would use it."""
 
     field: str
     why: str
@@ -80,7 +80,7 @@ def _data(config: Config) -> Iterator[Inert]:
 
 
 def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:
-    """The value of a dotted key that is there, and the value it has when nobody sets it."""
+    """Value and default of a dotted key."""
     section: BaseModel = config
     *path, name = field.split(".")
     for part in path:

@@ -10,31 +10,31 @@ from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError, either
 
 MOST_STEPS = 2**31 - 1
-BELOW_ONE = 1 - 2**-25  # from here on, float32 reads 1
-GENERATED = 8  # times the length of the sequences trained on; what is further away than that, a model has never seen
-NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name needs the rest
+BELOW_ONE = 1 - 2**-25  # larger numbers round to 1 in float32
+GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE
+NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
 
 def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh: bool = False) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be.
 
-    `any_mesh`: whether the mesh splits that cluster is not asked. With `sources`, somebody has written the settings: one that does nothing
-    where it stands is refused, too, and so is a router or a machine that cannot be what is meant.
+    `any_mesh`: do not check the mesh against that cluster. `sources`: a person has written the settings, so that one without effect, a
+    router that nothing trains and an accelerator of another name are refused, too.
     """
-    said = sources or {}
-    _refuse((_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples), config, said)
-    check_run_name(config.run.name, said.get("run.name", ""))
+    origins = sources or {}
+    _refuse((_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples), config, origins)
+    check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
-        devices = cluster_devices(config, said.get("cluster.topology", ""))
+        devices = cluster_devices(config, origins.get("cluster.topology", ""))
         if not any_mesh:
-            check_devices(config, devices, said)
-    if sources is not None:  # else a program has made the config, and may set what will be read by another one
-        _refuse((inert.problems, _accelerator, _untrained_router), config, said)
+            check_devices(config, devices, origins)
+    if sources is not None:  # a program may set what only a later change of the config will read
+        _refuse((inert.problems, _accelerator, _untrained_router), config, origins)
 
 
-def _refuse(rooms: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
-    for problems in rooms:
+def _refuse(checks: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
+    for problems in checks:
         for field, value, rule, fix in problems(config):
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
 
@@ -55,7 +55,7 @@ def check_run_name(name: str, source: str = "") -> None:
 
 
 def cluster_devices(config: Config, source: str = "") -> int:
-    """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology that does not exist."""
+    """Number of jax devices of the `cluster` section, all slices together. Raises ConfigError for a topology that does not exist."""
     return topology_of(config, source).devices
 
 
@@ -76,9 +76,9 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     if free and n_devices % fixed == 0:
         sizes[free[0]] = n_devices // fixed
     if math.prod(sizes.values()) != n_devices:
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
         rule = f"the product of the axes must be the number of devices, {n_devices}"
-        raise ConfigError("mesh", shown, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
+        raise ConfigError("mesh", product, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
     crossing = sizes[mesh.across_slices]
     if crossing % mesh.slices:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
                 others = " x ".join(f"mesh.{name} = {sizes[name]}" for name in before if sizes[name] > 1)
                 reason = f" ({logical.reason})" if logical.reason else ""
                 rule = f"{f'times {others} ' if others else ''}does not divide {field} = {size}{reason}"
-                yield f"mesh.{axis}", sizes[axis], rule, f"use {divisors(axes.largest(config, axis, sizes))}"
+                yield f"mesh.{axis}", sizes[axis], rule, f"use {divisors_text(axes.largest(config, axis, sizes))}"
                 break
             before.append(axis)
     yield from _stages(config, sizes)
@@ -142,12 +142,8 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
     held += f" after model.moe.n_dense = {model.n_dense}" if model.n_dense else ""
     if stage > periods:
-        yield (
-            "mesh.stage",
-            stage,
-            f"is more than the {held} of the model, and a stage without any would only wait",
-            f"use {periods} at most",
-        )
+        rule = f"is more than the {held} of the model, and a stage without any would only wait"
+        yield "mesh.stage", stage, rule, f"use {periods} at most"
     elif stage * chunks > periods:
         rule = f"makes {stage * chunks} parts with mesh.stage = {stage}, of {held}"
         yield "pipeline.chunks", chunks, rule, f"use {periods // stage} at most"
@@ -175,7 +171,7 @@ def _context(config: Config, context: int, tensor: int) -> Iterator[Problem]:
         yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
     elif own % config.train.loss_chunks:
         rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
-        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors(own)}"
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors_text(own)}"
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -183,7 +179,12 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
-        yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {divisors(model.n_heads)}"
+        yield (
+            "model.n_kv_heads",
+            model.n_kv_heads,
+            f"does not divide model.n_heads = {model.n_heads}",
+            f"use {divisors_text(model.n_heads)}",
+        )
     if model.latent is None and model.learned_positions is None and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
     yield from _latent(model)
@@ -231,11 +232,11 @@ def _moe(config: Config) -> Iterator[Problem]:
 def _router(moe: MoeConfig) -> Iterator[Problem]:
     router, name = moe.router, "model.moe.router"
     if router.capacity is not None and router.capacity < 1:
-        rule = "is below 1: experts would not have room for their even share"
+        rule = "is below 1: experts could not hold their even share"
         yield f"{name}.capacity", router.capacity, rule, "use null (dropless: no token is ever dropped), or 1 to 2"
     if moe.n_experts % router.groups:
         rule = f"does not divide model.moe.n_experts = {moe.n_experts}"
-        yield f"{name}.groups", router.groups, rule, f"use {divisors(moe.n_experts)}"
+        yield f"{name}.groups", router.groups, rule, f"use {divisors_text(moe.n_experts)}"
     elif router.top_groups > router.groups:
         yield f"{name}.top_groups", router.top_groups, f"is above {name}.groups = {router.groups}", f"use {router.groups} at most"
     elif moe.top_k > (within := router.top_groups * moe.n_experts // router.groups):
@@ -264,19 +265,11 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
     if local and model.window is None:
         yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
     if not local and model.window is not None:
-        yield (
-            "model.window",
-            model.window,
-            "no layer in model.layer_pattern is local, so no layer would use it",
-            "add `local` layers or remove it",
-        )
+        rule = "no layer in model.layer_pattern is local, so no layer would use it"
+        yield "model.window", model.window, rule, "add `local` layers or remove it"
     if not local and model.rope_local is not None:
-        yield (
-            "model.rope_local",
-            "set",
-            "no layer in model.layer_pattern is local, so no layer would use it",
-            "add `local` layers or remove it",
-        )
+        rule = "no layer in model.layer_pattern is local, so no layer would use it"
+        yield "model.rope_local", "set", rule, "add `local` layers or remove it"
 
 
 def _rope(config: Config) -> Iterator[Problem]:
@@ -313,12 +306,8 @@ def _data(config: Config) -> Iterator[Problem]:
             yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
     for store in (data.store, *stores):
         if store and config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
-            yield (
-                "data.store",
-                store,
-                f"is inside checkpoint.dir = {config.checkpoint.dir}, where nothing else is kept",
-                "name another folder",
-            )
+            rule = f"is inside checkpoint.dir = {config.checkpoint.dir}, which holds checkpoints only"
+            yield "data.store", store, rule, "name another folder"
     limit = config.model.max_seq_len
     if limit is not None and data.seq_len > limit:
         yield "data.seq_len", data.seq_len, f"is above model.learned_positions.max_seq_len = {limit}", "shorten it or lengthen the table"
@@ -332,14 +321,10 @@ def _train(config: Config) -> Iterator[Problem]:
         rule = f"train.tokens = {train.tokens} is set, too, and exactly one of them must be"
         yield "train.steps", train.steps, rule, "write train.tokens=null to keep the steps, or train.steps=null to keep the tokens"
     if train.global_batch % train.microbatches:
-        yield (
-            "train.global_batch",
-            train.global_batch,
-            f"is not a multiple of train.microbatches = {train.microbatches}",
-            "change one of them",
-        )
+        rule = f"is not a multiple of train.microbatches = {train.microbatches}"
+        yield "train.global_batch", train.global_batch, rule, "change one of them"
     if seq_len % train.loss_chunks:
-        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors(seq_len)}"
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
@@ -352,12 +337,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             fix = f"write optimizer.{name}_steps=null to keep it, or optimizer.{name}_tokens=null to keep the steps"
             yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
         if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
-            yield (
-                f"optimizer.decay_{'steps' if steps else 'tokens'}",
-                steps or tokens,
-                f"the {optimizer.schedule} schedule has no decay of its own",
-                "use schedule: wsd or remove it",
-            )
+            rule = f"the {optimizer.schedule} schedule has no decay of its own"
+            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use schedule: wsd or remove it"
     averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
     if optimizer.muon is not None:
         averages["muon.momentum"] = optimizer.muon.momentum
@@ -403,12 +384,8 @@ def _mesh(config: Config) -> Iterator[Problem]:
 def _memory(config: Config) -> Iterator[Problem]:
     memory = config.memory
     if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
-        yield (
-            "memory.offload",
-            list(memory.offload),
-            f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device",
-            "use remat: full or a list of names",
-        )
+        rule = f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device"
+        yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"
     named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
     for field, names in named.items():
         if "gate" in names and config.model.activation == "gelu":
@@ -421,12 +398,8 @@ def _memory(config: Config) -> Iterator[Problem]:
 def _checkpoint(config: Config) -> Iterator[Problem]:
     saved = config.checkpoint
     if saved.keep_every is not None and saved.keep_every % saved.every_steps:
-        yield (
-            "checkpoint.keep_every",
-            saved.keep_every,
-            f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing",
-            "use a multiple",
-        )
+        rule = f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing"
+        yield "checkpoint.keep_every", saved.keep_every, rule, "use a multiple"
 
 
 def most_generated(config: Config) -> int:
@@ -439,7 +412,7 @@ def _samples(config: Config) -> Iterator[Problem]:
     limit = most_generated(config)
     if config.samples is not None and config.samples.tokens >= limit:
         of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
-        rule = f"leaves no room for a prompt in the {limit} tokens that are allowed ({of})"
+        rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
         yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
 
 
@@ -452,7 +425,7 @@ def _accelerator(config: Config) -> Iterator[Problem]:
         yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
 
 
-def divisors(number: int, most: int = 8) -> str:
+def divisors_text(number: int, most: int = 8) -> str:
     """The largest divisors of `number`, as a choice in words."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return either([str(d) for d in found[-most:]])
+    all_of_them = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return either([str(d) for d in all_of_them[-most:]])

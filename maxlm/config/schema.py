@@ -33,7 +33,7 @@ def _whole(value: Any) -> Any:
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
 Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
-Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, and larger seeds would meet again
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, so that larger seeds would repeat smaller ones
 Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, batches in memory, pods
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_in_float32)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
@@ -90,10 +90,12 @@ class RopeConfig(Section):
 
 
 class RouterConfig(Section):
-    """How tokens meet experts. Scores, choice and weights are float32."""
+    """Assignment of tokens to experts. Scores, choice and weights are float32."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token over all experts; sigmoid: each by itself (DeepSeek-V3)
-    choice: Literal["token", "expert"] = "token"  # who chooses; experts' choice (arXiv 2202.09368) looks at the whole sequence: not causal
+    choice: Literal["token", "expert"] = (
+        "token"  # the side that chooses; expert choice (arXiv 2202.09368) reads the whole sequence: not causal
+    )
     normalize: Bool = True  # a token's weights over the experts it has chosen sum to 1
     scale: PositiveFloat = 1.0  # multiplies those weights
     groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
@@ -107,12 +109,12 @@ class RouterConfig(Section):
 
 
 class MoeConfig(Section):
-    """Feed-forward layers as experts, of which each token meets `top_k`."""
+    """Mixture of experts: feed-forward layers of which each token uses `top_k`."""
 
     n_experts: Positive
     top_k: Positive
     d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
-    n_shared: Count = 0  # experts, as one feed-forward layer so many times as wide, that every token meets (DeepSeekMoE, arXiv 2401.06066)
+    n_shared: Count = 0  # experts, as one feed-forward layer as wide as all of them, that every token uses (DeepSeekMoE, arXiv 2401.06066)
     n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
     router: RouterConfig = RouterConfig()
 
@@ -230,16 +232,16 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer `data prepare` uses: an existing file, or a byte-level BPE trained on the sources."""
+    """Tokenizer of `data prepare`: an existing file, or a byte-level BPE trained on the sources."""
 
     path: StoredPath | None = None  # a tokenizer.json
-    vocab_size: Positive = 4096  # words of the trained BPE
+    vocab_size: Positive = 4096  # tokens of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
     end_of_document: Text = "<|endoftext|>"
 
 
 class PrepareConfig(Section):
-    """Where the text of `data.store` comes from."""
+    """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[LocalPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
     text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
@@ -276,7 +278,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long to train, on how much a step."""
+    """Length of the training and size of a step."""
 
     steps: Positive | None = None  # or `tokens`
     tokens: Positive | None = None
@@ -347,7 +349,7 @@ class MeshConfig(Section):
     context: Int = 1
     tensor: Int = 1
     expert: Int = 1
-    context_attention: ContextAttention = "ring"  # keys travel as they are needed, or all at once; ulysses: heads are split, not tokens
+    context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
     # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
     # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
     zero: Annotated[Literal[1, 2, 3], BeforeValidator(_whole)] = 3
@@ -363,30 +365,30 @@ RematName = Literal["layer_input", "query", "key", "value", "attention", "attent
 
 
 class MemoryConfig(Section):
-    """What is kept for the backward pass. `remat`: a policy, or the names of the tensors to keep; the rest is recomputed."""
+    """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
-    offload: tuple[RematName, ...] = ()  # kept, but in host memory
+    offload: tuple[RematName, ...] = ()  # saved in host memory
 
 
 class PrecisionConfig(Section):
-    """dtypes. Master weights, optimizer state, norms, softmax and loss are float32 whatever is said here."""
+    """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
 
 
 class CheckpointConfig(Section):
-    """When state is saved and how much of it is kept."""
+    """Schedule of checkpoints, and how many of them stay."""
 
     dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
     every_steps: Positive = 1000
     keep: Positive = 3  # newest ones kept
-    keep_every: Positive | None = None  # steps whose checkpoints are kept for ever
+    keep_every: Positive | None = None  # steps whose checkpoints are never deleted
 
 
 class RunConfig(Section):
-    """Where the run writes: `dir`/`name`/."""
+    """Output of the run, in `dir`/`name`/."""
 
     name: Text = "run"  # derived: the config's file name
     dir: LocalPath = "runs"
@@ -408,7 +410,7 @@ class WandbConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The machine a run is meant for; planning compiles for it, training checks that it is there."""
+    """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
     topology: Text  # as the compiler names it: v5p:4x4x4
     accelerator: Text | None = None  # as Cloud TPU names it: v5p-128

@@ -9,7 +9,7 @@ from maxlm.config.assumed import ASSUMED
 from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.config.schema import Config
 
-COUNTED = "counted"  # the source of what follows from the settings, and the section it is shown in
+COUNTED = "counted"  # source and section of figures that are derived from the settings
 Count = Callable[[Config], Mapping[str, int]]  # names and figures that follow from a config
 
 
@@ -18,11 +18,11 @@ def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = Non
 
     Without `other`, defaults that are off (null, false, an empty list) or that nothing reads in this config are left out.
     """
-    found = _rows(count, loaded, other)
+    entries = _rows(count, loaded, other)
     if other is None:
         unused = {setting.field for setting in inert.settings(loaded.config)}
-        found = [(key, value, source) for key, value, source in found if source != "default" or not (_is_off(value) or key in unused)]
-    rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in found]
+        entries = [(key, value, source) for key, value, source in entries if source != "default" or not (_is_off(value) or key in unused)]
+    rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in entries]
     if not rows:
         return "no difference"
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -41,7 +41,7 @@ def _is_off(value: Any) -> bool:
 def _rows(count: Count, loaded: LoadedConfig, other: LoadedConfig | None) -> list[tuple[Any, ...]]:
     mine = _values(count, loaded)
     if other is None:
-        model_alone = ASSUMED in loaded.sources.values()  # its other sections are shown as far as somebody set them
+        model_alone = ASSUMED in loaded.sources.values()  # of its other sections, only settings that somebody set
         rows = [(key, value, _source(loaded, key)) for key, value in mine.items()]
         return [row for row in rows if not model_alone or row[0].startswith("model.") or row[2] != "default"]
     theirs = _values(count, other)

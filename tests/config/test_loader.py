@@ -10,6 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from maxlm.config import UserError, load
+from maxlm.config.fixes import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
 from maxlm.config.rules import check_devices, cluster_devices
 from maxlm.config.schema import Config, SamplesConfig
@@ -324,3 +325,25 @@ def test_the_quickstart_reads_as_a_person_reads_it():
     said = dict(flatten(YAML(typ="safe", pure=True).load((SHIPPED / "runs" / "quickstart.yml").read_text(encoding="utf-8"))))
     values = dict(flatten(load("runs/quickstart").config.model_dump(mode="json")))
     assert {key: values[key] for key in said} == said
+
+
+def test_what_is_absent_is_written_to_no_file_and_shown_to_nobody():
+    """A capability that a run does not use is not in its config.yml, and a null that somebody set is."""
+    loaded = load("runs/quickstart", ["optimizer.clip_norm=null", "model.rope.scaling=null"])
+    text = dump(loaded.config)
+    assert {key for key, value in flatten(YAML(typ="safe", pure=True).load(text)) if value is None} == {"optimizer.clip_norm"}
+    assert not any(f"{section}:" in text for section in ("moe", "mtp", "diloco", "pipeline", "wandb", "cluster"))
+    lines = config_command("runs/quickstart").splitlines()
+    assert len(lines) < 70
+    assert not any(" null " in line for line in lines)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_setting_that_has_moved_is_named_with_its_new_place(write, old, new):
+    write(base=BASE)
+    with pytest.raises(UserError, match=f"{old} = 1.* is now {new}; write it as {new}"):
+        load("base", [f"{old}=1"])
+    owner, *path = Config, *new.split(".")
+    for name in path:
+        info = owner.model_fields[name]
+        owner = section_of(info, {}) or owner

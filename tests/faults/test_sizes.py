@@ -42,6 +42,7 @@ MOSTLY = {  # up to a limit that a rule or the memory sets, here above the first
     "model.head_dim": 1,  # the compiled step is refused
     "model.d_ff": 1,
     "model.moe.d_ff": 1,
+    "model.learned_positions.max_seq_len": 1,
     "model.latent.q_rank": 1,
     "model.latent.kv_rank": 1,
     "model.latent.nope_dim": 1,
