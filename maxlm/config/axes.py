@@ -23,8 +23,8 @@ class LogicalAxis(NamedTuple):
 LOGICAL_AXES: Mapping[str, LogicalAxis] = {
     "batch": LogicalAxis(BATCH_AXES, ("train.global_batch",)),
     "seq": LogicalAxis(("context",), ("data.seq_len",)),
-    "heads": LogicalAxis(("tensor",), ("model.n_heads",)),
     "kv_heads": LogicalAxis(("tensor",), ("model.n_kv_heads",), "each tensor shard needs whole key/value heads"),
+    "heads": LogicalAxis(("tensor",), ("model.n_heads",)),
     "mlp": LogicalAxis(("tensor",), ("model.d_ff", "model.moe.d_ff")),
     "vocab": LogicalAxis(("tensor", "stage"), ("model.vocab_size",), "tables and the loss are split along it"),
     # Between tensor-parallel regions the sequence is split over `tensor`, too, and beside a split vocabulary over all that splits that.

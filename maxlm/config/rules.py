@@ -91,7 +91,7 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
 
 
 def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
-    """The mesh for `n_devices`, once everything that it splits is known to divide. Raises ConfigError."""
+    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits."""
     sizes = resolve_mesh(config.mesh, n_devices)
     for field, value, rule, fix in _divides(config, sizes):
         raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
@@ -104,6 +104,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
     yield from _batch(config, sizes)
     yield from _context(config, sizes["context"], sizes["tensor"])
+    yield from _stages(config, sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:
@@ -114,7 +115,6 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
                 yield f"mesh.{axis}", sizes[axis], rule, f"use {divisors_text(axes.largest(config, axis, sizes))}"
                 break
             before.append(axis)
-    yield from _stages(config, sizes)
 
 
 def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -130,7 +130,7 @@ def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 
 
 def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """A pipeline, or its section where there is none."""
+    """Stages of a pipeline, or its section without one."""
     model, train, stage = config.model, config.train, sizes["stage"]
     if stage == 1:
         if config.pipeline is not None:
