@@ -81,12 +81,8 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
         raise ConfigError("mesh", product, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
     crossing = sizes[mesh.across_slices]
     if crossing % mesh.slices:
-        raise ConfigError(
-            "mesh.slices",
-            mesh.slices,
-            f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices",
-            "change one of them",
-        )
+        rule = f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices"
+        raise ConfigError("mesh.slices", mesh.slices, rule, "change one of them")
     return sizes
 
 
@@ -179,12 +175,8 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
-        yield (
-            "model.n_kv_heads",
-            model.n_kv_heads,
-            f"does not divide model.n_heads = {model.n_heads}",
-            f"use {divisors_text(model.n_heads)}",
-        )
+        rule = f"does not divide model.n_heads = {model.n_heads}"
+        yield "model.n_kv_heads", model.n_kv_heads, rule, f"use {divisors_text(model.n_heads)}"
     if model.latent is None and model.learned_positions is None and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
     yield from _latent(model)
