@@ -45,7 +45,8 @@ optimizer: {warmup_steps: 4, peak_lr: 1e-2}
 memory: {remat: none}
 precision: {compute: float32}
 checkpoint: {every_steps: 10, keep: 10}
-run: {name: small, dir: runs, tensorboard: false, sample_prompts: [document], sample_tokens: 8}
+run: {name: small, dir: runs, tensorboard: false}
+samples: {prompts: [document], tokens: 8}
 """
 
 

@@ -33,7 +33,7 @@ STATE_BYTES = 16  # a parameter
 EXACT = 0.02  # of the layers found
 MODEL = {"vocab_size": 50304, "d_model": 2048, "n_heads": 16, "d_ff": 8192, "activation": "gelu", "norm": "layernorm", "bias": "all"}
 PARAMETERS_A_LAYER = 50.4e6
-POSITIONS = {"positions": "learned", "max_seq_len": 256, "tie_embeddings": True}
+POSITIONS = {"learned_positions": {"max_seq_len": 256}, "tie_embeddings": True}
 
 
 ALL, HALF = 0, -1

@@ -10,7 +10,7 @@ SEQ_LEN, STEPS, STORE = 4096, 100_000, "tokens"
 
 
 def fill(merged: dict[str, Any], sources: dict[str, str]) -> None:
-    """Put what `data` and `train` lack into `merged`: sequences of 4,096 tokens or as many as positions are learned, one a device."""
+    """Add the required settings of `data` and `train` that `merged` lacks: one sequence a device, of 4,096 tokens or `max_seq_len`."""
     data, train = merged.setdefault("data", {}), merged.setdefault("train", {})
     if not isinstance(data, dict) or not isinstance(train, dict):
         return
@@ -28,14 +28,14 @@ def fill(merged: dict[str, Any], sources: dict[str, str]) -> None:
             merged[section][name], sources[key] = value, ASSUMED
 
 
-def said(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """The assumed settings as `key=value`, comma between; empty if there are none. `values`: all settings, flat."""
+def as_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Assumed settings as `key=value`, separated by commas. `values`: all settings, flat."""
     return ", ".join(f"{key}={values[key]}" for key, source in sources.items() if source == ASSUMED)
 
 
 def _seq_len(model: Any) -> int:
-    learned = _number(model.get("max_seq_len") if isinstance(model, dict) else None, SEQ_LEN)
-    return min(learned, SEQ_LEN)
+    learned = model.get("learned_positions") if isinstance(model, dict) else None
+    return min(_number(learned.get("max_seq_len"), SEQ_LEN), SEQ_LEN) if isinstance(learned, dict) else SEQ_LEN
 
 
 def _devices(merged: Mapping[str, Any]) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
+Problem = tuple[str, Any, str, str]  # a broken rule: field, value, rule, fix
+
 SHOWN = 80  # characters of a value that fit in a line
 LONGEST = 1000  # characters of a message
 BITS = 256  # of a whole number that is written out

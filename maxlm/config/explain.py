@@ -1,6 +1,6 @@
 """Turns pydantic's report on a bad config into one sentence about the first thing wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than"
 
 
 class Place(NamedTuple):
-    """Where a problem is: dotted key, value there, the section class it stands in and the field of it."""
+    """Location of a problem: dotted key, its value, the section class and the field in it."""
 
     key: str
     value: Any
@@ -41,10 +41,13 @@ class Place(NamedTuple):
 def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> UserError:
     """The most telling problem of `error`: a misspelt key first, since it often causes the others."""
     details = error.errors(include_url=False)
-    first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
-    if first["type"] == "extra_forbidden":
-        place = _locate(first, values)
-        return _unknown_key(place, _source(place.key, sources))
+    unknown = [_locate(detail, values) for detail in details if detail["type"] == "extra_forbidden"]
+    moved = [place for place in unknown if place.key in fixes.MOVED]
+    if moved:
+        return _moved(moved, sources)
+    if unknown:
+        return _unknown_key(unknown[0], _source(unknown[0].key, sources))
+    first = details[0]
     same = [(_locate(d, values), d) for d in details if d["loc"][:2] == first["loc"][:2]]
     place, detail = max(same, key=lambda pair: pair[0].key.count("."))  # the branch of a union that got furthest
     if detail["type"] == "missing":
@@ -55,7 +58,7 @@ def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Ma
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:
-    """Where `key` was set, or the first thing in it, or the list that it is in."""
+    """Source of `key`, of the first setting in it, or of the list that holds it."""
     if key in sources or not key:
         return sources.get(key, "")
     return next((s for k, s in sources.items() if k.startswith(f"{key}.")), None) or _source(key.rpartition(".")[0], sources)
@@ -77,6 +80,15 @@ def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> Place:
             continue
         path.append(str(part))
     return Place(".".join(path), here, owner, field)
+
+
+def _moved(places: Sequence[Place], sources: Mapping[str, str]) -> UserError:
+    """Settings of an earlier version: the first in full, the others by name."""
+    first, *others = places
+    new = fixes.MOVED[first.key]
+    rest = ", and likewise " + ", ".join(f"{place.key} as {fixes.MOVED[place.key]}" for place in others) if others else ""
+    fix = f"write it as {new}{rest}; remove what was not in use"
+    return ConfigError(first.key, first.value, f"this setting is now {new}", fix, _source(first.key, sources))
 
 
 def _unknown_key(place: Place, source: str) -> UserError:

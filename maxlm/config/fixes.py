@@ -1,4 +1,4 @@
-"""What to write instead of a value that is wrong, worked out from the schema: a choice, a range, the form of a list."""
+"""Suggested fix for a wrong value, derived from the schema: a choice, a range, the form of a list."""
 
 import math
 import re
@@ -15,10 +15,24 @@ from maxlm.config.schema import Config
 
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
 NAMED = 12  # settings that an error names at most
+MOVED = {  # settings of earlier versions -> where they are now
+    "model.attention_softcap": "model.softcap.attention",
+    "model.logits_softcap": "model.softcap.logits",
+    "model.max_seq_len": "model.learned_positions.max_seq_len",
+    "model.mtp_depth": "model.mtp.depth",
+    "model.positions": "model.learned_positions",
+    "optimizer.muon_momentum": "optimizer.muon.momentum",
+    "optimizer.outer": "diloco",
+    "run.sample_prompts": "samples.prompts",
+    "run.sample_tokens": "samples.tokens",
+    "train.mtp_loss": "model.mtp.loss_weight",
+    "train.pipeline": "pipeline.schedule",
+    "train.stage_chunks": "pipeline.chunks",
+}
 
 
 def fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) -> str:
-    """Words for what the field `name`, described by `info`, should hold; `detail` says what is wrong with `value`."""
+    """Fix for `value` of the field `name`, described by `info`; `detail` is pydantic's report."""
     problem = detail["type"]
     if info is None:
         return f"remove {name}"
@@ -48,7 +62,7 @@ def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
 
 
 def choices_of(detail: ErrorDetails) -> list[str]:
-    """The words and numbers that pydantic would have taken, out of what it says about a choice."""
+    """Allowed values of a choice, read from pydantic's message."""
     context = detail.get("ctx", {})
     expected = context.get("expected") or context.get("expected_tags") or ""
     return re.findall(r"'([^']*)'", expected) or re.findall(r"-?\d+", expected)
@@ -114,8 +128,8 @@ def _range(info: FieldInfo) -> str:
 
 def _constraints(info: FieldInfo) -> list[Any]:
     """Constraints of a field, also those inside `X | None`."""
-    found = [*info.metadata, *(item for arg in get_args(info.annotation) for item in getattr(arg, "__metadata__", ()))]
-    return [inner for item in found for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    items = [*info.metadata, *(item for arg in get_args(info.annotation) for item in getattr(arg, "__metadata__", ()))]
+    return [inner for item in items for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
 def _leaves(annotation: Any) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Settings that do nothing where they stand: refused when somebody set one, since a run would not do what its config says."""
+"""Settings without effect in a config. One that somebody set is refused, since the run would not do what its config says."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from maxlm.config.problem import Problem
+from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
 from maxlm.hardware.topologies import is_tpu, parse
 
@@ -13,7 +13,7 @@ STDLIB = "python-stdlib"  # the one source of data.prepare that is no file
 
 
 class Inert(NamedTuple):
-    """A setting that does nothing here: why, and what would use it."""
+    """A setting without effect in a config: the reason, and a change that would use it."""
 
     field: str
     why: str
@@ -22,18 +22,25 @@ class Inert(NamedTuple):
 
 def problems(config: Config) -> Iterator[Problem]:
     """Problems of settings that are not at their defaults and that nothing reads."""
-    for found in (*_model(config), *_training(config), *_mesh(config), *_data(config)):
-        value, default = _value_and_default(config, found.field)
+    for inert in settings(config):
+        value, default = _value_and_default(config, inert.field)
         if value != default:
-            yield found.field, value, f"does nothing, since {found.why}", f"leave it at {_text(default)}, its default, or {found.use}"
+            text = value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
+            yield inert.field, text, f"does nothing, since {inert.why}", f"leave it at {_text(default)}, its default, or {inert.use}"
+
+
+def settings(config: Config) -> Iterator[Inert]:
+    """Settings that nothing reads in this config."""
+    yield from (*_model(config), *_training(config), *_mesh(config), *_data(config))
 
 
 def _model(config: Config) -> Iterator[Inert]:
     model = config.model
     if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
         yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")
-    if model.positions == "learned":
-        yield Inert("model.rope_local", "positions are learned", "use model.positions=rope")
+    if model.learned_positions is not None:
+        yield Inert("model.rope", "positions are learned", "remove model.learned_positions")
+        yield Inert("model.rope_local", "positions are learned", "remove model.learned_positions")
     if model.moe is not None and model.moe.router.groups > 1 and model.moe.router.top_groups == model.moe.router.groups:
         router = "model.moe.router"
         yield Inert(f"{router}.groups", f"{router}.top_groups = {model.moe.router.top_groups} are all of them", "lower top_groups")
@@ -41,15 +48,11 @@ def _model(config: Config) -> Iterator[Inert]:
 
 def _training(config: Config) -> Iterator[Inert]:
     if config.optimizer.name != "muon":
-        yield Inert("optimizer.muon_momentum", f"optimizer.name = {config.optimizer.name} has no such momentum", "use optimizer.name=muon")
+        yield Inert("optimizer.muon", f"optimizer.name = {config.optimizer.name}", "use optimizer.name=muon")
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
     if config.precision.compute == "bfloat16":
         yield Inert("precision.matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
-    if not config.model.mtp_depth:
-        yield Inert("train.mtp_loss", "model.mtp_depth = 0 predicts nothing further ahead", "raise model.mtp_depth")
-    if not config.run.sample_prompts:
-        yield Inert("run.sample_tokens", "run.sample_prompts has no prompt to continue", "give prompts")
 
 
 def _mesh(config: Config) -> Iterator[Inert]:
@@ -77,7 +80,7 @@ def _data(config: Config) -> Iterator[Inert]:
 
 
 def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:
-    """The value of a dotted key that is there, and the value it has when nobody sets it."""
+    """Value and default of a dotted key."""
     section: BaseModel = config
     *path, name = field.split(".")
     for part in path:

@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -36,15 +36,15 @@ class LoadedConfig:
     sources: Mapping[str, str]
 
     def source(self, key: str) -> str:
-        """Where `key` was set; `default` if nobody did."""
+        """Source of `key`; `default` if nobody set it."""
         return self.sources.get(key, "default")
 
 
 def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
     """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input.
 
-    `any_mesh`: the mesh need not match the devices of the cluster, since another is going to be found. `assume`: where files have neither
-    `data` nor `train`, as those of a model alone, what is missing there is assumed, and its source is `ASSUMED`.
+    `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
+    `train`, required settings of those are assumed, with the source `ASSUMED`.
     """
     path = find(name)
     files = _Files()
@@ -71,10 +71,22 @@ def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved config as YAML that `load` reads back to the same config."""
+    """The resolved config as YAML that `load` reads back to the same config; what is absent is left out."""
     text = StringIO()
-    _yaml().dump(config.model_dump(mode="json"), text)
+    _yaml().dump(_present(config), text)
     return text.getvalue()
+
+
+def _present(section: BaseModel) -> dict[str, Any]:
+    """Settings of a section, without those that are None unless somebody sets them."""
+    values = section.model_dump(mode="json")
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if value is None and info.default is None:
+            del values[name]
+        elif isinstance(value, BaseModel):
+            values[name] = _present(value)
+    return values
 
 
 def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -95,9 +107,9 @@ def find(name: str) -> Path:
     except ValueError as error:
         raise UserError(f"config {show(name)}: {error}.") from None
     candidates = [root / spelling for root in (Path(), Path("configs"), SHIPPED) for spelling in (spelt, f"{spelt}.yml")]
-    found = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
-    if found is not None:
-        return found
+    file = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
+    if file is not None:
+        return file
     known = sorted({str(p.relative_to(SHIPPED).with_suffix("")) for p in SHIPPED.rglob("*.yml")})
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
@@ -107,7 +119,7 @@ def find(name: str) -> Path:
 
 
 def _is(check: Callable[[], bool]) -> bool:
-    """What pathlib says of a path; no where it may not look, or the name is too long."""
+    """Result of a check of pathlib; False without permission or where the name is too long."""
     try:
         return check()
     except (OSError, RuntimeError):  # a RuntimeError: links that go in a circle
@@ -199,7 +211,7 @@ def _parse(text: str, origin: str) -> Any:
 
 
 def _check_plain(values: Any, origin: str, seen: set[int], path: tuple[str, ...] = ()) -> None:
-    """Refuse what would mean something else than it says: a key that is no text, a set, and an alias (files share by `extends`)."""
+    """Refuse a key that is not text, a set, and an alias (files share by `extends`)."""
     key = shorten(".".join(path))
     named = key or "the value"
     if isinstance(values, str) and not _is_unicode(values):

@@ -1,4 +1,4 @@
-"""Paths in settings: `~` expanded, and a kind of storage that nothing here reads refused, before anything is looked for."""
+"""Paths in settings: `~` expanded, and unsupported storage refused before anything is opened."""
 
 import os.path
 import re
@@ -55,8 +55,8 @@ def store_argument(path: str) -> str:
     try:
         return stored(path)
     except PydanticCustomError as error:
-        said = error.context or {}
-        raise UserError(f"{shorten(path)}: must {said['rule']}; {said['fix']}.") from None
+        context = error.context or {}
+        raise UserError(f"{shorten(path)}: must {context['rule']}; {context['fix']}.") from None
 
 
 def same_place(path: str) -> str:

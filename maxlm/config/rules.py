@@ -3,39 +3,38 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from maxlm.config import expert_rules, inert, paths
-from maxlm.config.errors import ConfigError
-from maxlm.config.problem import Problem, divisors
-from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config import axes, inert, paths
+from maxlm.config.errors import ConfigError, Problem
+from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
-from maxlm.hardware.topologies import Topology, TopologyError
+from maxlm.hardware.topologies import Topology, TopologyError, either
 
 MOST_STEPS = 2**31 - 1
-BELOW_ONE = 1 - 2**-25  # from here on, float32 reads 1
-GENERATED = 8  # times the length of the sequences trained on; what is further away than that, a model has never seen
-NAME_BYTES = 200  # a file system takes 255; what is derived from a run's name needs the rest
+BELOW_ONE = 1 - 2**-25  # larger numbers round to 1 in float32
+GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE
+NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
 
 
 def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh: bool = False) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Needs no device: a `cluster` section says how many there will be.
 
-    `any_mesh`: whether the mesh splits that cluster is not asked. With `sources`, somebody has written the settings: one that does nothing
-    where it stands is refused, too, and so is a router or a machine that cannot be what is meant.
+    `any_mesh`: do not check the mesh against that cluster. `sources`: a person has written the settings, so that one without effect, a
+    router that nothing trains and an accelerator of another name are refused, too.
     """
-    said = sources or {}
-    _refuse((_model, expert_rules.problems, _rope, _data, _train, _optimizer, _mesh, _memory, _checkpoint, _run), config, said)
-    check_run_name(config.run.name, said.get("run.name", ""))
+    origins = sources or {}
+    _refuse((_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples), config, origins)
+    check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
-        devices = cluster_devices(config, said.get("cluster.topology", ""))
+        devices = cluster_devices(config, origins.get("cluster.topology", ""))
         if not any_mesh:
-            check_devices(config, devices, said)
-    if sources is not None:  # else a program has made the config, and may set what will be read by another one
-        _refuse((inert.problems, _accelerator, expert_rules.untrained), config, said)
+            check_devices(config, devices, origins)
+    if sources is not None:  # a program may set what only a later change of the config will read
+        _refuse((inert.problems, _accelerator, _untrained_router), config, origins)
 
 
-def _refuse(rooms: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
-    for problems in rooms:
+def _refuse(checks: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
+    for problems in checks:
         for field, value, rule, fix in problems(config):
             raise ConfigError(field, value, rule, fix, sources.get(field, ""))
 
@@ -56,7 +55,7 @@ def check_run_name(name: str, source: str = "") -> None:
 
 
 def cluster_devices(config: Config, source: str = "") -> int:
-    """How many jax devices the `cluster` section promises, all slices together. Raises ConfigError for a topology that does not exist."""
+    """Number of jax devices of the `cluster` section, all slices together. Raises ConfigError for a topology that does not exist."""
     return topology_of(config, source).devices
 
 
@@ -77,22 +76,18 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     if free and n_devices % fixed == 0:
         sizes[free[0]] = n_devices // fixed
     if math.prod(sizes.values()) != n_devices:
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
         rule = f"the product of the axes must be the number of devices, {n_devices}"
-        raise ConfigError("mesh", shown, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
+        raise ConfigError("mesh", product, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
     crossing = sizes[mesh.across_slices]
     if crossing % mesh.slices:
-        raise ConfigError(
-            "mesh.slices",
-            mesh.slices,
-            f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices",
-            "change one of them",
-        )
+        rule = f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices"
+        raise ConfigError("mesh.slices", mesh.slices, rule, "change one of them")
     return sizes
 
 
 def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
-    """The mesh for `n_devices`, once everything that it splits is known to divide. Raises ConfigError."""
+    """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits."""
     sizes = resolve_mesh(config.mesh, n_devices)
     for field, value, rule, fix in _divides(config, sizes):
         raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
@@ -100,84 +95,57 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
 
 
 def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    model, train = config.model, config.train
-    outer = config.optimizer.outer
-    if outer is not None and outer.workers % sizes["data"]:
-        rule = f"does not divide optimizer.outer.workers = {outer.workers}, which are split along it"
-        yield "mesh.data", sizes["data"], rule, f"use {divisors(outer.workers)}, and mesh.fsdp for the rest"
-    apart, by = (sizes["data"], "mesh data") if outer is None else (outer.workers, "optimizer.outer.workers")
+    """Sizes of mesh axes that do not divide what they split, by the table of axes."""
+    if config.model.moe is None and sizes["expert"] > 1:
+        yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
+    yield from _batch(config, sizes)
+    yield from _context(config, sizes["context"], sizes["tensor"])
+    yield from _stages(config, sizes)
+    for field, size, logical in axes.dims(config):
+        before: list[str] = []
+        for axis in logical.mesh:
+            if size % math.prod(sizes[name] for name in (*before, axis)):
+                others = " x ".join(f"mesh.{name} = {sizes[name]}" for name in before if sizes[name] > 1)
+                reason = f" ({logical.reason})" if logical.reason else ""
+                rule = f"{f'times {others} ' if others else ''}does not divide {field} = {size}{reason}"
+                yield f"mesh.{axis}", sizes[axis], rule, f"use {divisors_text(axes.largest(config, axis, sizes))}"
+                break
+            before.append(axis)
+
+
+def _batch(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Rows of a microbatch, which workers that train apart share first."""
+    train, diloco = config.train, config.diloco
+    apart, by = (sizes["data"], "mesh data") if diloco is None else (diloco.workers, "diloco.workers")
     shards = apart * sizes["fsdp"] * sizes["expert"]
-    part = train.global_batch // train.microbatches
-    if part % shards:
-        good = math.ceil(part / shards) * shards * train.microbatches
+    if train.global_batch // train.microbatches % shards:
+        good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
         parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"
         rule = f"{parts} must split over the {shards} shards of {by} x fsdp x expert"
         yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
-    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
-    yield from _context(config, sizes["context"], tensor)
-    split = {
-        "model.n_kv_heads": (model.n_kv_heads, " (each tensor shard needs whole key/value heads)"),
-        "model.n_heads": (model.n_heads, ""),
-        "model.d_ff": (model.d_ff, ""),
-        "model.vocab_size": (model.vocab_size, ""),
-        "data.seq_len": (config.data.seq_len, " (split between tensor-parallel regions)"),
-    }
-    for field, (size, why) in split.items():
-        if size % tensor:
-            good_sizes = divisors(math.gcd(*(size for size, _ in split.values())))
-            yield "mesh.tensor", tensor, f"does not divide {field} = {size}{why}", f"use {good_sizes}"
-    if model.d_model % fsdp:
-        yield "mesh.fsdp", fsdp, f"does not divide model.d_model = {model.d_model}", f"use {divisors(model.d_model)}"
-    elif model.d_model % (fsdp * sizes["expert"]):
-        rule = f"times mesh.fsdp = {fsdp} does not divide model.d_model = {model.d_model} (what is no expert is split along it over both)"
-        yield "mesh.expert", sizes["expert"], rule, f"use a fsdp x expert of {divisors(model.d_model)}"
-    for field, rank in _ranks(model).items():
-        if rank % (fsdp * sizes["expert"]):
-            by = "" if sizes["expert"] == 1 else f" times mesh.expert = {sizes['expert']}"
-            rule = f"{by} does not divide {field} = {rank} (matrices that widen are split along it)".strip()
-            yield "mesh.fsdp", fsdp, rule, f"use {divisors(math.gcd(model.d_model, *_ranks(model).values()))}"
-    yield from expert_rules.divides(config, sizes)
-    yield from _stages(config, sizes)
 
 
 def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """A pipeline, or settings of one where there is none."""
+    """Stages of a pipeline, or its section without one."""
     model, train, stage = config.model, config.train, sizes["stage"]
     if stage == 1:
-        for field, value, default in (("pipeline", train.pipeline, "1f1b"), ("stage_chunks", train.stage_chunks, 1)):
-            if value != default:
-                yield f"train.{field}", value, "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
+        if config.pipeline is not None:
+            yield "pipeline", "set", "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
         return
+    chunks = (config.pipeline or PipelineConfig()).chunks
     period = len(model.layer_pattern)
     periods = math.ceil((model.n_layers - model.n_dense) / period)
     held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
     held += f" after model.moe.n_dense = {model.n_dense}" if model.n_dense else ""
     if stage > periods:
-        yield (
-            "mesh.stage",
-            stage,
-            f"is more than the {held} of the model, and a stage without any would only wait",
-            f"use {periods} at most",
-        )
-    elif stage * train.stage_chunks > periods:
-        rule = f"makes {stage * train.stage_chunks} parts with mesh.stage = {stage}, of {held}"
-        yield "train.stage_chunks", train.stage_chunks, rule, f"use {periods // stage} at most"
-    if train.stage_chunks > 1 and train.microbatches % stage:
-        rule = f"is not a multiple of mesh.stage = {stage}, and train.stage_chunks > 1 takes them in rounds of as many"
+        rule = f"is more than the {held} of the model, and a stage without any would only wait"
+        yield "mesh.stage", stage, rule, f"use {periods} at most"
+    elif stage * chunks > periods:
+        rule = f"makes {stage * chunks} parts with mesh.stage = {stage}, of {held}"
+        yield "pipeline.chunks", chunks, rule, f"use {periods // stage} at most"
+    if chunks > 1 and train.microbatches % stage:
+        rule = f"is not a multiple of mesh.stage = {stage}, and pipeline.chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
-    divided = {
-        "model.d_model": (model.d_model // sizes["expert"], "fsdp", "matrices at rest are split along it over both"),
-        **{
-            field: (rank // sizes["expert"], "fsdp", "matrices at rest that widen are split along it over both")
-            for field, rank in _ranks(model).items()
-        },
-        "model.vocab_size": (model.vocab_size, "tensor", "the loss is split along it over both"),
-        "data.seq_len": (config.data.seq_len, "tensor", "the loss is split along it over both"),
-    }
-    for field, (size, axis, why) in divided.items():
-        if size % (stage * sizes[axis]):
-            rule = f"times mesh.{axis} = {sizes[axis]} does not divide {field} = {size} ({why})"
-            yield "mesh.stage", stage, rule, f"use a stage x {axis} of {divisors(size)}"
     if config.memory.offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
         yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
@@ -199,7 +167,7 @@ def _context(config: Config, context: int, tensor: int) -> Iterator[Problem]:
         yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
     elif own % config.train.loss_chunks:
         rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
-        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors(own)}"
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors_text(own)}"
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -207,13 +175,10 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     if model.n_heads % model.n_kv_heads:
-        yield "model.n_kv_heads", model.n_kv_heads, f"does not divide model.n_heads = {model.n_heads}", f"use {divisors(model.n_heads)}"
-    if model.latent is None and model.positions == "rope" and model.head_dim % 2:
+        rule = f"does not divide model.n_heads = {model.n_heads}"
+        yield "model.n_kv_heads", model.n_kv_heads, rule, f"use {divisors_text(model.n_heads)}"
+    if model.latent is None and model.learned_positions is None and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
-    if model.positions == "learned" and model.max_seq_len is None:
-        yield "model.max_seq_len", None, "learned positions need a table of this many rows", "set it, at least data.seq_len"
-    if model.positions == "rope" and model.max_seq_len is not None:
-        yield "model.max_seq_len", model.max_seq_len, "is the table of learned positions, and positions are rope", "remove it"
     yield from _latent(model)
     yield from _windows(model)
     if len(model.layer_pattern) > model.n_layers:
@@ -231,19 +196,60 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
     wanted = {
         "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
         "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
-        "positions": ("rope", "model.latent turns a part of its queries and keys"),
+        "learned_positions": (None, "model.latent rotates a part of its queries and keys"),
         "qk_norm": (False, "model.latent has norms of its own, before its keys and values are widened"),
         "bias": ("none", "model.latent has no biases"),
     }
     for name, (value, rule) in wanted.items():
         if getattr(model, name) != value:
-            yield f"model.{name}", getattr(model, name), rule, f"remove it, or use {value}"
+            fix = "remove it" if value is None else f"remove it, or use {value}"
+            yield f"model.{name}", "set" if value is None else getattr(model, name), rule, fix
 
 
-def _ranks(model: ModelConfig) -> dict[str, int]:
-    """The narrow widths of latent attention, by their setting."""
-    ranks = {} if model.latent is None else {"q_rank": model.latent.q_rank, "kv_rank": model.latent.kv_rank}
-    return {f"model.latent.{name}": rank for name, rank in ranks.items() if rank is not None}
+def _moe(config: Config) -> Iterator[Problem]:
+    """Settings of `model.moe` among themselves and with the model."""
+    model, moe = config.model, config.model.moe
+    if moe is None:
+        return
+    if moe.top_k > moe.n_experts:
+        yield "model.moe.top_k", moe.top_k, f"is above model.moe.n_experts = {moe.n_experts}", f"use {moe.n_experts} at most"
+    if moe.n_dense >= model.n_layers:
+        rule = f"leaves none of model.n_layers = {model.n_layers} with experts"
+        yield "model.moe.n_dense", moe.n_dense, rule, "lower it, or remove model.moe"
+    if model.activation == "gelu":
+        yield "model.activation", "gelu", "experts are gated (model.moe)", "use swiglu, geglu or swiglu_clamped"
+    yield from _router(moe)
+
+
+def _router(moe: MoeConfig) -> Iterator[Problem]:
+    router, name = moe.router, "model.moe.router"
+    if router.capacity is not None and router.capacity < 1:
+        rule = "is below 1: experts could not hold their even share"
+        yield f"{name}.capacity", router.capacity, rule, "use null (dropless: no token is ever dropped), or 1 to 2"
+    if moe.n_experts % router.groups:
+        rule = f"does not divide model.moe.n_experts = {moe.n_experts}"
+        yield f"{name}.groups", router.groups, rule, f"use {divisors_text(moe.n_experts)}"
+    elif router.top_groups > router.groups:
+        yield f"{name}.top_groups", router.top_groups, f"is above {name}.groups = {router.groups}", f"use {router.groups} at most"
+    elif moe.top_k > (within := router.top_groups * moe.n_experts // router.groups):
+        rule = f"is above the {within} experts in {name}.top_groups = {router.top_groups} of {router.groups} groups"
+        yield "model.moe.top_k", moe.top_k, rule, f"use {within} at most, or raise top_groups"
+    if router.choice == "expert":
+        others = {"balance_loss": router.balance_loss, "bias_rate": router.bias_rate, "groups": router.groups - 1}
+        for field, value in others.items():
+            if value:
+                rule = f"has no meaning with {name}.choice = expert, where every expert takes as many tokens"
+                yield f"{name}.{field}", getattr(router, field), rule, "remove it"
+    if router.balance_over == "sequence" and not router.balance_loss:
+        yield f"{name}.balance_over", "sequence", f"{name}.balance_loss = 0 computes no shares", "remove it, or raise balance_loss"
+
+
+def _untrained_router(config: Config) -> Iterator[Problem]:
+    """A router that only its auxiliary losses would train."""
+    moe = config.model.moe
+    if moe is not None and moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
+        rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
+        yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
 
 
 def _windows(model: ModelConfig) -> Iterator[Problem]:
@@ -251,19 +257,11 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
     if local and model.window is None:
         yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
     if not local and model.window is not None:
-        yield (
-            "model.window",
-            model.window,
-            "no layer in model.layer_pattern is local, so no layer would use it",
-            "add `local` layers or remove it",
-        )
+        rule = "no layer in model.layer_pattern is local, so no layer would use it"
+        yield "model.window", model.window, rule, "add `local` layers or remove it"
     if not local and model.rope_local is not None:
-        yield (
-            "model.rope_local",
-            "set",
-            "no layer in model.layer_pattern is local, so no layer would use it",
-            "add `local` layers or remove it",
-        )
+        rule = "no layer in model.layer_pattern is local, so no layer would use it"
+        yield "model.rope_local", "set", rule, "add `local` layers or remove it"
 
 
 def _rope(config: Config) -> Iterator[Problem]:
@@ -272,8 +270,8 @@ def _rope(config: Config) -> Iterator[Problem]:
         rope: RopeConfig | None = getattr(model, name)
         if rope is None or rope == RopeConfig():
             continue
-        if model.positions == "learned":
-            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or use positions: rope"
+        if model.learned_positions is not None:
+            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
         scaling = rope.scaling
         if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
             rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"
@@ -300,15 +298,11 @@ def _data(config: Config) -> Iterator[Problem]:
             yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
     for store in (data.store, *stores):
         if store and config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
-            yield (
-                "data.store",
-                store,
-                f"is inside checkpoint.dir = {config.checkpoint.dir}, where nothing else is kept",
-                "name another folder",
-            )
+            rule = f"is inside checkpoint.dir = {config.checkpoint.dir}, which holds checkpoints only"
+            yield "data.store", store, rule, "name another folder"
     limit = config.model.max_seq_len
     if limit is not None and data.seq_len > limit:
-        yield "data.seq_len", data.seq_len, f"is above model.max_seq_len = {limit}", "shorten it or lengthen the table"
+        yield "data.seq_len", data.seq_len, f"is above model.learned_positions.max_seq_len = {limit}", "shorten it or lengthen the table"
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -319,14 +313,10 @@ def _train(config: Config) -> Iterator[Problem]:
         rule = f"train.tokens = {train.tokens} is set, too, and exactly one of them must be"
         yield "train.steps", train.steps, rule, "write train.tokens=null to keep the steps, or train.steps=null to keep the tokens"
     if train.global_batch % train.microbatches:
-        yield (
-            "train.global_batch",
-            train.global_batch,
-            f"is not a multiple of train.microbatches = {train.microbatches}",
-            "change one of them",
-        )
+        rule = f"is not a multiple of train.microbatches = {train.microbatches}"
+        yield "train.global_batch", train.global_batch, rule, "change one of them"
     if seq_len % train.loss_chunks:
-        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors(seq_len)}"
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
@@ -339,21 +329,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             fix = f"write optimizer.{name}_steps=null to keep it, or optimizer.{name}_tokens=null to keep the steps"
             yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
         if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
-            yield (
-                f"optimizer.decay_{'steps' if steps else 'tokens'}",
-                steps or tokens,
-                f"the {optimizer.schedule} schedule has no decay of its own",
-                "use schedule: wsd or remove it",
-            )
-    for field in ("beta1", "beta2", "muon_momentum"):
-        if getattr(optimizer, field) >= BELOW_ONE:
-            yield (
-                f"optimizer.{field}",
-                getattr(optimizer, field),
-                "must be below 1 in float32, or the average never moves",
-                "use 0.9 to 0.999",
-            )
-    yield from _outer(config)
+            rule = f"the {optimizer.schedule} schedule has no decay of its own"
+            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use schedule: wsd or remove it"
+    averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
+    if optimizer.muon is not None:
+        averages["muon.momentum"] = optimizer.muon.momentum
+    for field, value in averages.items():
+        if value >= BELOW_ONE:
+            yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1)) if optimizer.schedule == "wsd" else 0
@@ -369,16 +352,15 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
-def _outer(config: Config) -> Iterator[Problem]:
-    """Workers that train apart."""
-    outer, train = config.optimizer.outer, config.train
-    if outer is None:
+def _diloco(config: Config) -> Iterator[Problem]:
+    diloco, train = config.diloco, config.train
+    if diloco is None:
         return
-    if train.global_batch % (outer.workers * train.microbatches):
-        parts = f"optimizer.outer.workers = {outer.workers} times train.microbatches = {train.microbatches}"
+    if train.global_batch % (diloco.workers * train.microbatches):
+        parts = f"diloco.workers = {diloco.workers} times train.microbatches = {train.microbatches}"
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
-    if outer.momentum >= BELOW_ONE:
-        yield "optimizer.outer.momentum", outer.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
+    if diloco.momentum >= BELOW_ONE:
+        yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:
@@ -394,12 +376,8 @@ def _mesh(config: Config) -> Iterator[Problem]:
 def _memory(config: Config) -> Iterator[Problem]:
     memory = config.memory
     if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
-        yield (
-            "memory.offload",
-            list(memory.offload),
-            f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device",
-            "use remat: full or a list of names",
-        )
+        rule = f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device"
+        yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"
     named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
     for field, names in named.items():
         if "gate" in names and config.model.activation == "gelu":
@@ -412,12 +390,8 @@ def _memory(config: Config) -> Iterator[Problem]:
 def _checkpoint(config: Config) -> Iterator[Problem]:
     saved = config.checkpoint
     if saved.keep_every is not None and saved.keep_every % saved.every_steps:
-        yield (
-            "checkpoint.keep_every",
-            saved.keep_every,
-            f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing",
-            "use a multiple",
-        )
+        rule = f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing"
+        yield "checkpoint.keep_every", saved.keep_every, rule, "use a multiple"
 
 
 def most_generated(config: Config) -> int:
@@ -426,12 +400,12 @@ def most_generated(config: Config) -> int:
     return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
 
 
-def _run(config: Config) -> Iterator[Problem]:
+def _samples(config: Config) -> Iterator[Problem]:
     limit = most_generated(config)
-    if config.run.sample_prompts and config.run.sample_tokens >= limit:
-        of = "model.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
-        rule = f"leaves no room for a prompt in the {limit} tokens there may be ({of})"
-        yield "run.sample_tokens", config.run.sample_tokens, rule, f"use for example {limit // 2}"
+    if config.samples is not None and config.samples.tokens >= limit:
+        of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
+        yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:
@@ -441,3 +415,9 @@ def _accelerator(config: Config) -> Iterator[Problem]:
     if config.cluster.accelerator != expected:
         rule = f"is not what Cloud TPU calls cluster.topology = {config.cluster.topology}"
         yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
+
+
+def divisors_text(number: int, most: int = 8) -> str:
+    """The largest divisors of `number`, as a choice in words."""
+    all_of_them = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return either([str(d) for d in all_of_them[-most:]])

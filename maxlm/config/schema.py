@@ -1,8 +1,8 @@
 """Every setting maxlm has: frozen, typed, nested. No jax here, so a config error is instant.
 
 Sizes are counted in the unit their name says: `*_steps` in optimizer updates, `*_tokens` in tokens, `global_batch` in
-sequences. `None` means "not used" unless the comment says what it is derived from. Rules that join several fields are
-in `rules.py`.
+sequences. `None` means "not used" unless the comment says what it is derived from. An optional capability is a section that
+is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ def _whole(value: Any) -> Any:
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
 Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
-Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, and larger seeds would meet again
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, so that larger seeds would repeat smaller ones
 Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, batches in memory, pods
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(_in_float32)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
@@ -90,10 +90,12 @@ class RopeConfig(Section):
 
 
 class RouterConfig(Section):
-    """How tokens meet experts. Scores, choice and weights are float32."""
+    """Assignment of tokens to experts. Scores, choice and weights are float32."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of a token over all experts; sigmoid: each by itself (DeepSeek-V3)
-    choice: Literal["token", "expert"] = "token"  # who chooses; experts' choice (arXiv 2202.09368) looks at the whole sequence: not causal
+    choice: Literal["token", "expert"] = (
+        "token"  # the side that chooses; expert choice (arXiv 2202.09368) reads the whole sequence: not causal
+    )
     normalize: Bool = True  # a token's weights over the experts it has chosen sum to 1
     scale: PositiveFloat = 1.0  # multiplies those weights
     groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
@@ -107,12 +109,12 @@ class RouterConfig(Section):
 
 
 class MoeConfig(Section):
-    """Feed-forward layers as experts, of which each token meets `top_k`."""
+    """Mixture of experts: feed-forward layers of which each token uses `top_k`."""
 
     n_experts: Positive
     top_k: Positive
     d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
-    n_shared: Count = 0  # experts, as one feed-forward layer so many times as wide, that every token meets (DeepSeekMoE, arXiv 2401.06066)
+    n_shared: Count = 0  # experts, as one feed-forward layer as wide as all of them, that every token uses (DeepSeekMoE, arXiv 2401.06066)
     n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
     router: RouterConfig = RouterConfig()
 
@@ -125,6 +127,26 @@ class LatentConfig(Section):
     nope_dim: Positive  # of a head's query and key, without position
     rope_dim: Positive  # of a head's query, rotated; of the key that all heads share
     value_dim: Positive  # of a head
+
+
+class LearnedPositionsConfig(Section):
+    """A learned vector a position, added to embeddings, in place of RoPE (GPT-2)."""
+
+    max_seq_len: Positive  # rows of the table
+
+
+class SoftcapConfig(Section):
+    """Soft caps: x becomes cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
+
+    attention: PositiveFloat | None = None  # of scaled attention scores
+    logits: PositiveFloat | None = None
+
+
+class MtpConfig(Section):
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules that each predict one token further ahead, in training only."""
+
+    depth: Annotated[int, Strict(), Field(ge=1, le=64)] = 1  # modules
+    loss_weight: NonNegative = 0.3  # of the mean of their losses
 
 
 class ModelConfig(Section):
@@ -144,24 +166,41 @@ class ModelConfig(Section):
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
     bias: Literal["none", "qkv", "all"] = "none"  # all: every linear layer, never the unembedding
-    positions: Literal["rope", "learned"] = "rope"
-    max_seq_len: Positive | None = None  # rows of the table when positions are learned
+    learned_positions: LearnedPositionsConfig | None = None  # None: RoPE
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
     # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
     layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1, max_length=256)] = ("global",)
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
-    attention_softcap: PositiveFloat | None = None
-    logits_softcap: PositiveFloat | None = None
+    softcap: SoftcapConfig | None = None
     tie_embeddings: Bool = False
     scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
     init_std: PositiveFloat = 0.02
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
-    # Modules that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437).
-    mtp_depth: Annotated[int, Strict(), Field(ge=0, le=64)] = 0
+    mtp: MtpConfig | None = None
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Positions of the learned table; None with RoPE, which has no limit."""
+        return None if self.learned_positions is None else self.learned_positions.max_seq_len
+
+    @property
+    def attention_softcap(self) -> float | None:
+        """Cap of scaled attention scores, or None."""
+        return None if self.softcap is None else self.softcap.attention
+
+    @property
+    def logits_softcap(self) -> float | None:
+        """Cap of logits, or None."""
+        return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def mtp_depth(self) -> int:
+        """Modules that predict further ahead; 0 without multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.depth
 
     @property
     def n_dense(self) -> int:
@@ -193,16 +232,16 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer `data prepare` uses: an existing file, or a byte-level BPE trained on the sources."""
+    """Tokenizer of `data prepare`: an existing file, or a byte-level BPE trained on the sources."""
 
     path: StoredPath | None = None  # a tokenizer.json
-    vocab_size: Positive = 4096  # words of the trained BPE
+    vocab_size: Positive = 4096  # tokens of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
     end_of_document: Text = "<|endoftext|>"
 
 
 class PrepareConfig(Section):
-    """Where the text of `data.store` comes from."""
+    """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[LocalPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
     text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
@@ -239,31 +278,41 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long to train, on how much a step."""
+    """Length of the training and size of a step."""
 
     steps: Positive | None = None  # or `tokens`
     tokens: Positive | None = None
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
-    pipeline: Literal["1f1b", "gpipe"] = "1f1b"  # order of the passes, with mesh.stage; gpipe keeps activations of every microbatch
-    stage_chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
     seed: Seed = 0
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
-    mtp_loss: NonNegative = 0.3  # weight of the mean loss of what `model.mtp_depth` predicts further ahead
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
 
 
-class OuterConfig(Section):
-    """Local updates (DiLoCo, arXiv 2311.08105): workers train apart, and every so often their mean move is a step of Nesterov's SGD on the
-    weights they share, from which all go on. Only then anything of size travels along `mesh.data`.
+class PipelineConfig(Section):
+    """Schedule of the pipeline over `mesh.stage`. Absent: 1f1b with one chunk."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"  # gpipe keeps activations of every microbatch
+    chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
+
+
+class DilocoConfig(Section):
+    """Local updates (DiLoCo, arXiv 2311.08105): each worker trains on its own, and every `every` updates the mean of their changes is the
+    gradient of a step of Nesterov's SGD on the shared weights, with which all continue. Only then is anything large sent along `mesh.data`.
     """
 
     workers: Positive  # a multiple of mesh.data; the losses depend on it, and not on the mesh
-    every: Positive  # updates of their own between two meetings; they meet after the last of the run, too
+    every: Positive  # updates of a worker between two synchronizations; the last update of the run is followed by one, too
     lr: PositiveFloat = 0.7
     momentum: Fraction = 0.9
+
+
+class MuonConfig(Section):
+    """Settings of `optimizer.name: muon`. Absent: the defaults."""
+
+    momentum: Fraction = 0.95
 
 
 class OptimizerConfig(Section):
@@ -281,9 +330,8 @@ class OptimizerConfig(Section):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
-    muon_momentum: Fraction = 0.95
+    muon: MuonConfig | None = None
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
-    outer: OuterConfig | None = None  # for slices or regions that cannot afford a reduction an update
 
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
@@ -301,7 +349,7 @@ class MeshConfig(Section):
     context: Int = 1
     tensor: Int = 1
     expert: Int = 1
-    context_attention: ContextAttention = "ring"  # keys travel as they are needed, or all at once; ulysses: heads are split, not tokens
+    context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
     # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
     # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
     zero: Annotated[Literal[1, 2, 3], BeforeValidator(_whole)] = 3
@@ -317,37 +365,42 @@ RematName = Literal["layer_input", "query", "key", "value", "attention", "attent
 
 
 class MemoryConfig(Section):
-    """What is kept for the backward pass. `remat`: a policy, or the names of the tensors to keep; the rest is recomputed."""
+    """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
-    offload: tuple[RematName, ...] = ()  # kept, but in host memory
+    offload: tuple[RematName, ...] = ()  # saved in host memory
 
 
 class PrecisionConfig(Section):
-    """dtypes. Master weights, optimizer state, norms, softmax and loss are float32 whatever is said here."""
+    """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
 
 
 class CheckpointConfig(Section):
-    """When state is saved and how much of it is kept."""
+    """Schedule of checkpoints, and how many of them stay."""
 
     dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
     every_steps: Positive = 1000
     keep: Positive = 3  # newest ones kept
-    keep_every: Positive | None = None  # steps whose checkpoints are kept for ever
+    keep_every: Positive | None = None  # steps whose checkpoints are never deleted
 
 
 class RunConfig(Section):
-    """Where the run writes: `dir`/`name`/."""
+    """Output of the run, in `dir`/`name`/."""
 
     name: Text = "run"  # derived: the config's file name
     dir: LocalPath = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
-    sample_prompts: tuple[Text, ...] = ()  # continued and printed at the end
-    sample_tokens: Positive = 64
+
+
+class SamplesConfig(Section):
+    """Texts that the model writes at the end of the run, printed."""
+
+    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
+    tokens: Positive = 64  # of each continuation
 
 
 class WandbConfig(Section):
@@ -357,7 +410,7 @@ class WandbConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The machine a run is meant for; planning compiles for it, training checks that it is there."""
+    """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
     topology: Text  # as the compiler names it: v5p:4x4x4
     accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
@@ -376,6 +429,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     cluster: ClusterConfig | None = None
+    pipeline: PipelineConfig | None = None
+    diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
+    samples: SamplesConfig | None = None
     wandb: WandbConfig | None = None
 
     @property

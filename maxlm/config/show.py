@@ -1,20 +1,28 @@
-"""The resolved config for people and programs: every value with where it was set, or the difference of two configs."""
+"""The resolved config for people and programs: values and where they were set, or the difference of two configs."""
 
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxlm.config import inert
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.config.schema import Config
 
-COUNTED = "counted"  # the source of what follows from the settings, and the section it is shown in
+COUNTED = "counted"  # source and section of figures that are derived from the settings
 Count = Callable[[Config], Mapping[str, int]]  # names and figures that follow from a config
 
 
 def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
-    """One line a setting: key, value, source; or key, both values and both sources where they differ. Then what `count` says."""
-    rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in _rows(count, loaded, other)]
+    """One line a setting: key, value, source; or key, both values and both sources where they differ. Then the figures of `count`.
+
+    Without `other`, defaults that are off (null, false, an empty list) or that nothing reads in this config are left out.
+    """
+    entries = _rows(count, loaded, other)
+    if other is None:
+        unused = {setting.field for setting in inert.settings(loaded.config)}
+        entries = [(key, value, source) for key, value, source in entries if source != "default" or not (_is_off(value) or key in unused)]
+    rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in entries]
     if not rows:
         return "no difference"
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -22,19 +30,20 @@ def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = Non
 
 
 def as_json(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = None) -> str:
-    """The same as a JSON object: key -> [value, source], or [value, source, other value, other source]."""
+    """Every setting as a JSON object: key -> [value, source], or of those that differ [value, source, other value, other source]."""
     return json.dumps({key: cells for key, *cells in _rows(count, loaded, other)})
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value == []
 
 
 def _rows(count: Count, loaded: LoadedConfig, other: LoadedConfig | None) -> list[tuple[Any, ...]]:
     mine = _values(count, loaded)
     if other is None:
-        alone = ASSUMED in loaded.sources.values()  # a model: of the rest, what was assumed or said
-        return [
-            (key, value, _source(loaded, key))
-            for key, value in mine.items()
-            if not alone or key.startswith("model.") or _source(loaded, key) != "default"
-        ]
+        model_alone = ASSUMED in loaded.sources.values()  # of its other sections, only settings that somebody set
+        rows = [(key, value, _source(loaded, key)) for key, value in mine.items()]
+        return [row for row in rows if not model_alone or row[0].startswith("model.") or row[2] != "default"]
     theirs = _values(count, other)
     keys = [*mine, *(key for key in theirs if key not in mine)]
     return [

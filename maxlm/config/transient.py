@@ -15,7 +15,7 @@ RETRY_DELAYS_S: tuple[float, ...] = (1.0, 3.0, 8.0, 18.0)  # between five tries:
 
 _log = logging.getLogger(__name__)
 
-# Errors of the operating system that speak of what is stored (absent, of another kind), not of the medium or the right to read it.
+# Errors of the operating system about stored content (absent, of another kind), not about the medium or permissions.
 _OF_CONTENT = {
     errno.ENOENT,
     errno.ENOTDIR,
@@ -29,7 +29,7 @@ _OF_CONTENT = {
     errno.EOVERFLOW,
     errno.EFBIG,
 }
-# Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others speak of the content.
+# Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others are about the content.
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
 _NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.")
@@ -42,7 +42,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retried(read: Callable[[], Result], what: str) -> Result:
-    """`read()`, tried again after RETRY_DELAYS_S while it fails in a way that may pass; said once in the log. Raises its last error."""
+    """`read()`, retried after RETRY_DELAYS_S while its errors are transient; logged once. Raises its last error."""
     for number, delay_s in enumerate(RETRY_DELAYS_S):
         try:
             return read()

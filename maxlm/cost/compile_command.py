@@ -24,7 +24,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. Raises UserError."""
     loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
     config = loaded.config
-    if assumptions := assumed.said(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
+    if assumptions := assumed.as_text(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
     if hlo_out is not None and not hlo_out.absolute().parent.is_dir():
         raise UserError(f"--hlo-out {hlo_out}: there is no folder {hlo_out.absolute().parent}; make it first.")

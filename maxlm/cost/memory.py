@@ -180,7 +180,7 @@ def _padded(inside: int) -> tuple[int, int]:
 
 def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]:
     """Forms that a parameter with these logical axes may take: as it is; experts also side by side, their inner width padded or not."""
-    if tuple(names[-3:]) != ("expert_embed", "expert", "mlp"):
+    if tuple(names[-3:]) != ("embed", "expert", "mlp"):
         return {_core(shape)}
     *before, experts, inside = shape
     sizes = _padded(inside)

@@ -1,5 +1,6 @@
 """A model as cost models need it: layers that are alike with what their modules declare, parameters, and what the optimizer adds."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -8,6 +9,7 @@ from functools import lru_cache
 
 import jax
 
+from maxlm.config.axes import mesh_axes_of
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import LANES, Chip
 from maxlm.kernels.attention.blocks import padded
@@ -19,7 +21,6 @@ from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
-from maxlm.parallel import RULES
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
 
@@ -139,8 +140,7 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     moments = Counter(_parameter(jax.tree_util.keystr(path), named) for path, _ in optimizer)
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
-        mesh_axes = tuple(axis for one in logical for axis in RULES[one])
-        leaves.append(ParameterLeaf(leaf.size, moments[name], mesh_axes, is_matrix(logical)))
+        leaves.append(ParameterLeaf(leaf.size, moments[name], tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
     return tuple(leaves)
 
 

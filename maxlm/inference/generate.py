@@ -42,7 +42,9 @@ def generate(config: ModelConfig, params: Parameters, prompt: list[int], sampler
             f"the prompt holds token id {max(prompt)}, and the model's vocabulary has {config.vocab_size}: use its own tokenizer."
         )
     if config.max_seq_len is not None and length > config.max_seq_len:
-        raise UserError(f"prompt and continuation have {length} tokens, above model.max_seq_len = {config.max_seq_len}: ask for fewer.")
+        raise UserError(
+            f"prompt and continuation have {length} tokens, above model.learned_positions.max_seq_len = {config.max_seq_len}: ask for less."
+        )
     ids = np.asarray(_run(config, sampler, end_of_document, params, jnp.asarray([prompt], jnp.int32)))[0].tolist()
     return ids[: ids.index(end_of_document)] if end_of_document in ids else ids
 

@@ -52,9 +52,11 @@ def run_tokenizer(directory: Path) -> Tokenizer:
 
 
 def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None:
-    """Continue each of `run.sample_prompts` and print it; none more once `asked()`."""
+    """Continue each of `samples.prompts` and print it; none more once `asked()`."""
+    if config.samples is None:
+        return
     tokenizer = run_tokenizer(directory)
-    for prompt in config.run.sample_prompts:
+    for prompt in config.samples.prompts:
         if asked():
             return
         room = most_generated(config) - len(tokenizer.encode(prompt))
@@ -62,5 +64,5 @@ def print_samples(config: Config, directory: Path, params: Parameters, console: 
         if room < 1:
             console.print(f"nothing: the prompt fills the {most_generated(config):,} tokens there may be", markup=False, highlight=False)
             continue
-        sampler = Sampler(max_new_tokens=min(config.run.sample_tokens, room))
+        sampler = Sampler(max_new_tokens=min(config.samples.tokens, room))
         console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False, soft_wrap=True)

@@ -105,8 +105,8 @@ class Decoder(nnx.Module):
         dense = config.n_dense
         pattern = config.repeated_pattern
         periods, rest = divmod(config.n_layers - dense, len(pattern))
-        self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
-        learned = config.positions == "learned"
+        self.embedding_VD = weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
+        learned = config.learned_positions is not None
         position_shape = (config.max_seq_len or 0, config.d_model)
         self.position_PD = weight(position_shape, ("position", "embed_act"), config.init_std) if learned else None
         experts = config.moe is not None
@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         self.tail = _runs(config, pattern[:rest], experts=experts)
         self.final_norm = Norm(config.d_model, config)
         tied = config.tie_embeddings
-        self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "table"), config.init_std)
+        self.output_VD = None if tied else weight((config.vocab_size, config.d_model), ("vocab", "embed"), config.init_std)
         kinds = [config.layer_pattern[(config.n_layers + i) % len(pattern)] for i in range(config.mtp_depth)]
         self.ahead = nnx.List([FutureTokenModule(config, Block(config, local=kind == "local", experts=experts)) for kind in kinds])
 
@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles, which blocks turn queries and keys by."""
         config = self.config
-        if config.positions == "learned":
+        if config.learned_positions is not None:
             return {True: None, False: None}
         dim = config.latent.rope_dim if config.latent else config.head_dim
         turned: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)

@@ -32,8 +32,8 @@ class Moe(nnx.Module):
         self.config, moe = config.moe, config.moe
         self.activation = config.activation
         width, hidden, experts, std = config.d_model, moe.d_ff, moe.n_experts, config.init_std
-        self.router_DE = weight((width, experts), ("router", "choices"), std)
-        shape, axes = (width, experts, hidden), ("expert_embed", "expert", "mlp")
+        self.router_DE = weight((width, experts), ("embed", "choices"), std)
+        shape, axes = (width, experts, hidden), ("embed", "expert", "mlp")
         self.gate_DEF = weight(shape, axes, std)
         self.up_DEF = weight(shape, axes, std)
         self.down_DEF = weight(shape, axes, std * (2 * config.n_layers) ** -0.5)  # transposed, as the others are split

@@ -128,7 +128,8 @@ def _of_depth(config: ModelConfig, dense: int, ahead: int) -> ModelConfig:
     """`config` with `dense` layers before as many with experts as it has, and `ahead` modules that predict further ahead."""
     layers = config.n_layers - config.n_dense + dense
     moe = config.moe and config.moe.model_copy(update={"n_dense": dense})
-    return config.model_copy(update={"n_layers": layers, "mtp_depth": ahead, "moe": moe})
+    mtp = config.mtp.model_copy(update={"depth": ahead}) if config.mtp and ahead else None
+    return config.model_copy(update={"n_layers": layers, "mtp": mtp, "moe": moe})
 
 
 @functools.lru_cache(maxsize=16)
@@ -152,7 +153,7 @@ def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) ->
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter is a matrix, not a norm's scale or a bias, by its logical axes; routers are read in float32 and are none."""
-    return not {"embed", "expert_embed", "table", "position"}.isdisjoint(axes)
+    return ("embed" in axes or "position" in axes) and "choices" not in axes
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
-"""The named mesh, and the one table that maps logical axes to it."""
+"""The named mesh, and the translation of logical axes to it."""
 
+from maxlm.config.axes import BATCH_AXES, RULES
 from maxlm.parallel.mesh import build_mesh
-from maxlm.parallel.sharding import BATCH_AXES, RULES, constrain, mesh_axes, partition_spec
+from maxlm.parallel.sharding import constrain, mesh_axes, partition_spec, split_axes
 
-__all__ = ["BATCH_AXES", "RULES", "build_mesh", "constrain", "mesh_axes", "partition_spec"]
+__all__ = ["BATCH_AXES", "RULES", "build_mesh", "constrain", "mesh_axes", "partition_spec", "split_axes"]

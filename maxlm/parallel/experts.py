@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.collectives import gather, scatter_sum
 from maxlm.kernels.platform import LANES, device, logged
 from maxlm.parallel.expert_rows import Compute, Sorted, Weights, collect, compute_rows, even_load, in_rounds, sort, spread
-from maxlm.parallel.sharding import mesh_axes
+from maxlm.parallel.sharding import mesh_axes, split_axes
 
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, P devices of the axis, R rows
 
@@ -47,7 +47,7 @@ def through_experts(
     mesh = jax.sharding.get_abstract_mesh()
     batch, seq, between = (mesh_axes(name, mesh) for name in ("batch", "seq", "seq_between"))
     inside = tuple(axis for axis in between if axis not in seq)
-    split = {name: tuple(mesh_axes(logical, mesh) for logical in of) for name, of in axes.items()}
+    split = {name: split_axes(of, mesh) for name, of in axes.items()}
     exchanged = mesh_axes("expert", mesh)
     choices = experts_BSK.shape[-1]
     if not exchanged:
@@ -87,7 +87,7 @@ def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:
     """
     if axes[-1] == "mlp" and device()[0] == "tpu":
         weight = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -weight.shape[-1] % LANES)])
-    if axes[0] != "expert_embed":
+    if axes[0] != "embed":
         return weight
     weight = weight.reshape(len(weight), -1)
     return gather(weight, split[0], 0) if split[0] else weight

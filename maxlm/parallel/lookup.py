@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import gather
-from maxlm.parallel.sharding import mesh_axes
+from maxlm.parallel.sharding import mesh_axes, split_axes
 
 # B batch, S sequence, V vocabulary, D width
 
@@ -19,9 +19,9 @@ def lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float
     Here the width is gathered over what splits it, and the gradient scattered.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    vocab, width, batch, seq = (mesh_axes(name, mesh) for name in ("vocab", "table", "batch", "seq"))
-    inside = tuple(axis for axis in mesh_axes("seq_between", mesh) if axis not in seq)
-    between = (*inside, *(axis for axis in vocab if axis not in inside))  # which split the sequence from here on
+    vocab, width = split_axes(("vocab", "embed"), mesh)
+    batch, seq = split_axes(("batch", "seq"), mesh)
+    between = tuple(axis for axis in mesh_axes("seq_vocab", mesh) if axis not in seq)  # which split the sequence from here on
     axes = {*vocab, *width, *batch, *seq}
     if not axes:
         return table_VD[tokens_BS]

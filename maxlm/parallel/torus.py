@@ -1,4 +1,4 @@
-"""Lays a mesh over a torus whose sides have large prime factors, such as a whole v5p pod of 16 x 20 x 28."""
+"""Device order on a torus whose sides have large prime factors, such as a whole v5p pod of 16 x 20 x 28."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def lay(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices of one slice as an array of `shape`: each axis along as few dims of the torus as can be, the innermost chooses first."""
+    """The devices of one slice as an array of `shape`: each axis along as few dims of the torus as possible, innermost axes first."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     places -= places.min(axis=0)
     sides = places.max(axis=0) + 1

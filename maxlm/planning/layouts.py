@@ -1,26 +1,20 @@
-"""Every way to run one batch of one model on one machine: mesh, microbatches, what is kept, what goes to the host. No jax here."""
+"""Every layout of one batch of one model on one machine: mesh, microbatches, saved and offloaded tensors. No jax here."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from maxlm.config import rules
+from maxlm.config import axes, rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import AXES, Config, RematName
 from maxlm.cost.advice import changed
 
-# What the size of a mesh axis must divide; an axis that is not here is left at 1, as the rules of the config ask.
-SPLITS: Mapping[str, Callable[[Config], int]] = {
-    "data": lambda config: config.train.global_batch,
-    "fsdp": lambda config: math.gcd(config.model.d_model, config.train.global_batch),
-    "tensor": lambda config: math.gcd(config.model.n_kv_heads, config.model.d_ff, config.model.vocab_size, config.data.seq_len),
-    "expert": lambda config: math.gcd(config.model.moe.n_experts, config.train.global_batch) if config.model.moe is not None else 1,
-}
-SAID = ("data", "fsdp", "tensor")  # axes that a plan names whatever their size
+SEARCHED = ("data", "fsdp", "tensor", "expert")  # mesh axes whose sizes are searched; others stay 1
+ALWAYS_NAMED = ("data", "fsdp", "tensor")  # axes that a plan names whatever their size
 LOSS_CHUNKS = (2, 4, 8, 16)
-# Tensors that are kept or recomputed together: one without the other leaves the same matmul or the same input to be made again.
+# Tensors that are saved or recomputed together: with one of them missing, the same matmul or input is recomputed all the same.
 GROUPS = (("attention",), ("attention_out",), ("query", "key", "value"), ("gate",), ("up",))
 OFFLOADS: tuple[tuple[str, ...], ...] = (
     (),
@@ -32,7 +26,7 @@ OFFLOADS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice. `mesh` holds every axis, outermost first; `remat` is a policy or the names kept on the device."""
+    """One choice. `mesh` holds every axis, outermost first; `remat` is a policy or the names saved on the device."""
 
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
@@ -48,7 +42,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Over how many devices the rows of a batch are split."""
+        """Number of shards of the rows of a batch."""
         sizes = self.sizes
         return sizes["data"] * sizes["fsdp"] * sizes["expert"]
 
@@ -60,16 +54,16 @@ class Layout:
         return () if self.remat == "full" else ("layer_input", "query", "key", "value", "attention_out", "gate", "up")
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """As dotted settings over those of `config`. Axes that nothing is split over, there neither, stay unsaid."""
-        said: dict[str, Any] = {
-            f"mesh.{axis}": size for axis, size in self.mesh if axis in SAID or size > 1 or getattr(config.mesh, axis) != 1
+        """As dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
+        settings: dict[str, Any] = {
+            f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }
         if self.sizes.get("context", 1) == 1 and config.mesh.context_attention != "ring":
-            said["mesh.context_attention"] = "ring"  # the default, since there is nothing for another to do
+            settings["mesh.context_attention"] = "ring"  # the default, since no sequence is split
         if self.sizes["fsdp"] == self.sizes.get("expert", 1) == 1 and config.mesh.zero != 3:
-            said["mesh.zero"] = 3
+            settings["mesh.zero"] = 3
         return {
-            **said,
+            **settings,
             "mesh.across_slices": self.across_slices,
             "train.microbatches": self.microbatches,
             "train.loss_chunks": self.loss_chunks,
@@ -85,7 +79,7 @@ class Layout:
 
 
 def layout_of(config: Config, devices: int) -> Layout:
-    """What `config` itself says. Raises ConfigError when its mesh does not match `devices`."""
+    """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
     sizes = rules.check_devices(config, devices)
     remat = config.memory.remat
     return Layout(
@@ -111,8 +105,9 @@ def layouts(config: Config, devices: int) -> Iterator[Layout]:
 def meshes(config: Config, devices: int) -> Iterator[tuple[dict[str, int], str]]:
     """(axis -> size, axis across slices) of every mesh of `devices` that the rules allow."""
     slices = config.mesh.slices
-    for counts in _products(devices, [splits(config) for splits in SPLITS.values()]):
-        sizes = dict.fromkeys(AXES, 1) | dict(zip(SPLITS, counts, strict=True))
+    searched = [axis for axis in SEARCHED if axis != "expert" or config.model.moe is not None]
+    for counts in _products(devices, [axes.largest(config, axis) for axis in searched]):
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(searched, counts, strict=True))
         crossing = [axis for axis in ("data", "fsdp") if sizes[axis] % slices == 0] if slices > 1 else [config.mesh.across_slices]
         for across in crossing:
             settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {"train.microbatches": 1, "mesh.across_slices": across}
@@ -129,7 +124,7 @@ def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
 
 
 def _memory(config: Config) -> Iterator[tuple[str | tuple[str, ...], tuple[str, ...]]]:
-    """(remat, offload) from `full` to `none`: all sets of groups that may be kept, beside each set that may go to the host."""
+    """(remat, offload) from `full` to `none`: all sets of groups to save, with each set to offload."""
     groups = [group for group in GROUPS if config.model.activation != "gelu" or group != ("gate",)]
     yield from (("full", ()), ("dots", ()), ("none", ()))
     for offload in OFFLOADS:

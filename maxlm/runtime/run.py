@@ -55,7 +55,7 @@ IDENTITY = (
     "data.shuffle",
     "data.mask_documents",
     "optimizer.name",
-    "optimizer.outer.workers",
+    "diloco.workers",
 )
 
 ENDS_SECONDS = 10.0  # beyond its grace time, in which a run that was asked to end is gone for certain
@@ -174,7 +174,8 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     """Field -> value of what must not change under a checkpoint."""
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
-    return {**{key: str(value) for key, value in values.items()}, "tokenizer": tokenizer_hash}
+    fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
+    return {**fixed, "tokenizer": tokenizer_hash}
 
 
 def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
@@ -279,6 +280,6 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
-        if config.run.sample_prompts:
+        if config.samples is not None:
             console.rule(style="dim")
     say(told)

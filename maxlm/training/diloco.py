@@ -14,7 +14,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from maxlm.config.schema import OuterConfig
+from maxlm.config.schema import DilocoConfig
 from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
 from maxlm.training.loss import LossSums
@@ -31,7 +31,7 @@ class WorkerState(NamedTuple):
     momentum: Parameters
 
 
-def with_workers(inner: optax.GradientTransformation, settings: OuterConfig) -> optax.GradientTransformation:
+def with_workers(inner: optax.GradientTransformation, settings: DilocoConfig) -> optax.GradientTransformation:
     """`inner`, whose first state is that of every worker."""
 
     def init(params: Parameters) -> WorkerState:
@@ -63,7 +63,7 @@ def update_workers(update: Update, apart: WorkerState, batch: Batch) -> tuple[Wo
     return apart._replace(workers_params=params, workers_state=state), jax.tree.map(lambda a: jnp.sum(a, 0), sums), jnp.mean(norms)
 
 
-def sync_workers(settings: OuterConfig, shared: Parameters, apart: WorkerState, due: Bool[Array, ""]) -> tuple[Parameters, WorkerState]:
+def sync_workers(settings: DilocoConfig, shared: Parameters, apart: WorkerState, due: Bool[Array, ""]) -> tuple[Parameters, WorkerState]:
     """The shared weights and the workers: after another outer step, and at a new start, where a meeting is due, else as they are."""
 
     def step(shared: Parameters, apart: WorkerState) -> tuple[Parameters, WorkerState]:

@@ -46,9 +46,9 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
     limit = memory_of_a_device(devices[0], processes)
     if limit is not None:
         _compare("training", parts, limit, devices[0])
-        if config.run.sample_prompts:
-            shared = tuple(Part(p.name, p.bytes // len(devices), p.remedy) for p in cached(config.model, config.run.sample_tokens))
-            _compare("generating run.sample_tokens", shared, limit, devices[0])
+        if config.samples is not None:
+            shared = tuple(Part(p.name, p.bytes // len(devices), p.remedy) for p in cached(config.model, config.samples.tokens))
+            _compare("generating samples.tokens", shared, limit, devices[0])
     host = host_memory()
     if host is not None:
         _compare("reading batches", _read(config), host // processes, None)
@@ -101,8 +101,8 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
     moments = 2 if config.optimizer.name == "adamw" else 1  # of Muon's matrices
     copies = 1 + moments
-    if config.optimizer.outer is not None:
-        copies = 2 + -(-config.optimizer.outer.workers // sizes["data"]) * (1 + moments)
+    if config.diloco is not None:
+        copies = 2 + -(-config.diloco.workers // sizes["data"]) * (1 + moments)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
@@ -140,7 +140,7 @@ def cached(model: ModelConfig, length: int) -> tuple[Part, ...]:
     """Keys and values of `length` positions, float32, as generation holds them."""
     value_dim = model.head_dim if model.latent is None else model.latent.value_dim
     bytes_ = FLOAT32 * model.n_layers * length * model.n_kv_heads * (model.head_dim + value_dim)
-    return (Part(f"keys and values of {length:,} positions", bytes_, "ask for fewer tokens (run.sample_tokens, or --tokens)"),)
+    return (Part(f"keys and values of {length:,} positions", bytes_, "ask for fewer tokens (samples.tokens, or --tokens)"),)
 
 
 def _longest(config: Config) -> str:

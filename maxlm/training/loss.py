@@ -13,7 +13,7 @@ from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.parallel import mesh_axes
+from maxlm.parallel import split_axes
 from maxlm.parallel.context import in_sequence
 
 
@@ -100,7 +100,8 @@ def head_sums(
         return nll.total, sums
     hidden, through = model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read_by(model, part), forward)
     ahead = [_cross_entropy(config, model, h_BSD, further) for h_BSD, further in zip(hidden, part.further, strict=True)]
-    weight = config.train.mtp_loss / len(ahead)
+    assert config.model.mtp is not None
+    weight = config.model.mtp.loss_weight / len(ahead)
     total = nll.total + weight * sum(one.total for one in ahead) + through.penalty
     return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
 
@@ -121,4 +122,6 @@ def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Bat
 def _layout() -> Layout:
     """Which axes of the current mesh split the operands of the loss."""
     mesh = jax.sharding.get_abstract_mesh()
-    return Layout(**{name: mesh_axes(name, mesh) for name in ("batch", "seq", "vocab")}, embed=mesh_axes("table", mesh))
+    batch, seq = split_axes(("batch", "seq"), mesh)
+    vocab, embed = split_axes(("vocab", "embed"), mesh)
+    return Layout(batch=batch, seq=seq, vocab=vocab, embed=embed)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.schema import Config, OptimizerConfig
+from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import STACKED, Parameters, is_matrix
 from maxlm.training.diloco import with_workers
@@ -20,13 +20,13 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     """
     axes = parameter_axes(config.model)
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
-    decayed = _map_axes(lambda names: (is_matrix(names) or "router" in names) and "position" not in names, axes)
+    decayed = _map_axes(lambda names: "embed" in names, axes)
     chain = optax.chain(
         direction,
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    return chain if config.optimizer.outer is None else with_workers(chain, config.optimizer.outer)
+    return chain if config.diloco is None else with_workers(chain, config.diloco)
 
 
 def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:
@@ -37,7 +37,7 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
     """Orthogonalised momentum, scaled to the size of Adam's updates (arXiv 2502.16982, eq. 4), so both share one rate."""
     direction = optax.contrib.muon(
         learning_rate=1.0,
-        beta=settings.muon_momentum,
+        beta=(settings.muon or MuonConfig()).momentum,
         adam_b1=settings.beta1,
         adam_b2=settings.beta2,
         eps=settings.eps,
@@ -49,9 +49,9 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dims of a weight are its input and its output; None for what is no hidden matrix."""
-    embed = next((i for i, name in enumerate(names) if name in ("embed", "expert_embed")), None)
-    if embed is None or "vocab" in names:
+    if "embed" not in names or "vocab" in names or not is_matrix(names):
         return None
+    embed = names.index("embed")
     others = tuple(i for i, name in enumerate(names) if i != embed and name not in ("expert", *STACKED))
     reads_embed = embed < others[0]
     return optax.contrib.MuonDimensionNumbers(*((embed,), others) if reads_embed else (others, (embed,)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, PipelineConfig
 from maxlm.data.batch import Batch
 from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
@@ -27,8 +27,9 @@ def gradients(
     config: Config, params: Parameters, parts: Batch, total_tokens: Float[Array, ""], summed: tuple[str, ...] = ()
 ) -> tuple[LossSums, Parameters]:
     """Sums over the microbatches `parts` (leading dim), and the gradient of their loss over `total_tokens`. `summed`: as in `Forward`."""
-    deal = StageAssignment(config.model, stages(), config.train.stage_chunks)
-    schedule = Schedule(config.train.pipeline, deal.stages, parts.tokens_BS.shape[0], deal.chunks)
+    settings = config.pipeline or PipelineConfig()
+    deal = StageAssignment(config.model, stages(), settings.chunks)
+    schedule = Schedule(settings.schedule, deal.stages, parts.tokens_BS.shape[0], deal.chunks)
     given = jax.vmap(partial(microbatch_inputs, config))(parts), jnp.broadcast_to(total_tokens, parts.tokens_BS.shape[:1])
     cast = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
     ends = {name: tree for name, tree in cast.items() if name not in ("layers", "tail")}

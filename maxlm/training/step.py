@@ -38,7 +38,7 @@ class Metrics(NamedTuple):
 def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The update that `config` describes, ready to be jitted."""
     rate = learning_rate(config)
-    outer = config.optimizer.outer
+    outer = config.diloco
 
     def update(params: Parameters, opt_state: Any, batch: Batch) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
         """(parameters and optimizer state after one update, the batch's sums, the norm of its gradient)."""

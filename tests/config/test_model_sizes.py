@@ -36,7 +36,7 @@ def formula(m: ModelConfig) -> int:
     norm = m.d_model * (2 if m.norm == "layernorm" else 1)  # a LayerNorm has a bias as well
     attention = heads(m) + norm * (4 if m.norm_position == "sandwich" else 2)
     tables = m.vocab_size * m.d_model * (1 if m.tie_embeddings else 2)
-    tables += m.d_model * (m.max_seq_len or 0) if m.positions == "learned" else 0
+    tables += m.d_model * (m.max_seq_len or 0)
     dense = m.n_layers if m.moe is None else m.moe.n_dense
     ahead = m.mtp_depth * (2 * m.d_model**2 + 3 * norm + attention + experts(m))  # what joins two vectors, norms of both and at the end
     return m.n_layers * attention + dense * fed(m, m.d_ff) + (m.n_layers - dense) * experts(m) + norm + tables + ahead

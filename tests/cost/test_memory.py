@@ -152,7 +152,7 @@ def test_kept_tensors_of_experts_are_rows():
 def test_buffers_of_experts_have_names(mesh):
     """Experts of 48 hidden units, split along their width by `fsdp`, among devices by `expert` and inside by `tensor`."""
     sizes = {"fsdp": 1, "tensor": 1, "expert": 1} | mesh
-    model = {"vocab_size": 1056, "d_model": 128, "moe": {**MIXTURE, "n_experts": 32}, "mtp_depth": 1, "n_layers": 4}
+    model = {"vocab_size": 1056, "d_model": 128, "moe": {**MIXTURE, "n_experts": 32}, "mtp": {"depth": 1}, "n_layers": 4}
     config = tiny_config(model=model, mesh=mesh, memory={"remat": ("gate", "up")}, train={"global_batch": 64})
     names = _BufferNames(build_program(config, build_mesh(config, jax.devices())))
     tokens = config.train.global_batch * config.data.seq_len // (sizes["fsdp"] * sizes["expert"])

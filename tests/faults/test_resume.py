@@ -127,7 +127,7 @@ def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, worksp
         ("train.seed=7", "train.seed"),
         ("optimizer.name=muon", "optimizer.name"),
         ("model.rope.theta=5000", "model.rope.theta"),
-        ("optimizer.outer={workers: 2, every: 10}", "optimizer.outer.workers is not set there and 2 here"),
+        ("diloco={workers: 2, every: 10}", "diloco.workers is not set there and 2 here"),
     ],
 )
 def test_a_checkpoint_of_another_experiment_is_refused_and_kept(straight, change, named):

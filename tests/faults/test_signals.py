@@ -107,7 +107,7 @@ def test_a_process_that_hangs_ends_with_the_other(workspace, hanging):
 @pytest.mark.soak
 def test_a_signal_in_the_closing_sample_leaves_the_report(workspace):
     process = subprocess.Popen(
-        [sys.executable, "-m", "maxlm", "train", "small.yml", "run.sample_prompts=[a]", "run.sample_tokens=1000000"],
+        [sys.executable, "-m", "maxlm", "train", "small.yml", "samples={prompts: [a], tokens: 1000000}"],
         cwd=workspace, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     report = workspace / "runs" / "small" / "report.html"

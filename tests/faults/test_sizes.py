@@ -11,7 +11,7 @@ from small_run import command, environment, make_workspace
 from tiny import tiny_config, tiny_program
 
 from maxlm.config import UserError, load
-from maxlm.config.schema import Config, PrepareConfig, Section, TokenizerConfig
+from maxlm.config.schema import Config, MtpConfig, PrepareConfig, Section, TokenizerConfig
 from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import abstract_parameters
@@ -25,7 +25,7 @@ GIB = 2**30
 HARMLESS = {
     "train.eval_every": "nothing is evaluated before the end",
     "train.eval_batches": "held-out batches are counted, and no more are read",
-    "optimizer.outer.every": "workers meet once, at the end",
+    "diloco.every": "workers meet once, at the end",
     "checkpoint.every_steps": "the state is saved at the end",
     "checkpoint.keep": "all checkpoints are kept",
     "checkpoint.keep_every": "no checkpoint is kept for ever",
@@ -42,19 +42,20 @@ MOSTLY = {  # up to a limit that a rule or the memory sets, here above the first
     "model.head_dim": 1,  # the compiled step is refused
     "model.d_ff": 1,
     "model.moe.d_ff": 1,
+    "model.learned_positions.max_seq_len": 1,
     "model.latent.q_rank": 1,
     "model.latent.kv_rank": 1,
     "model.latent.nope_dim": 1,
     "model.latent.rope_dim": 1,
     "model.latent.value_dim": 1,
     "data.seq_len": 1,  # the compiled step is refused
-    "run.sample_tokens": 1,
+    "samples.tokens": 1,
     "data.prepare.tokenizer.vocab_size": 1,
 }
 NEEDED = {  # what a field needs beside itself
     "model.moe.": ["model.moe={n_experts: 4, top_k: 2, d_ff: 32, n_shared: 1}"],
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
-    "optimizer.outer.": ["optimizer.outer={workers: 1, every: 2}"],
+    "diloco.": ["diloco={workers: 1, every: 2}"],
     "model.window": ["model.layer_pattern=[local]"],
     "checkpoint.keep_every": ["checkpoint.every_steps=1"],
 }
@@ -100,7 +101,7 @@ def refusal(workspace: Path, *overrides: str) -> str | None:
 
 
 def test_the_fields_are_all_numbers_of_the_schema():
-    assert {"model.d_ff", "model.moe.router.groups", "model.latent.q_rank", "data.prepare.workers", "optimizer.outer.every"} <= set(FIELDS)
+    assert {"model.d_ff", "model.moe.router.groups", "model.latent.q_rank", "data.prepare.workers", "diloco.every"} <= set(FIELDS)
     assert set(HARMLESS) | set(MOSTLY) <= set(FIELDS)
     assert len(FIELDS) >= 50
 
@@ -112,7 +113,7 @@ def test_a_size_that_cannot_be_is_refused_at_once(field, workspace, monkeypatch)
     beside = next((needed for prefix, needed in NEEDED.items() if field.startswith(prefix)), [])
     for number, size in enumerate(HUGE):
         began = time.monotonic()
-        said = refusal(workspace, *beside, f"{field}={size}", "run.sample_prompts=[a]")
+        said = refusal(workspace, *beside, f"{field}={size}", "samples.prompts=[a]")
         assert time.monotonic() - began < 20
         if field in HARMLESS or number < MOSTLY.get(field, 0) or (field == "checkpoint.keep_every" and size % 2):
             continue
@@ -144,7 +145,7 @@ def test_train_refuses_them_in_a_line(overrides, workspace):
 @pytest.mark.soak
 def test_harmless_sizes_train(workspace):
     huge = [f"{field}={HUGE[-1]}" for field in HARMLESS if field != "checkpoint.keep_every"]
-    beside = ["optimizer.outer={workers: 1, every: 2}", "model.layer_pattern=[local]", "run.name=harmless", "data.store=other"]
+    beside = ["diloco={workers: 1, every: 2}", "model.layer_pattern=[local]", "run.name=harmless", "data.store=other"]
     done = subprocess.run(
         command("train", "small.yml", *beside, *huge), cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300
     )
@@ -153,8 +154,8 @@ def test_harmless_sizes_train(workspace):
 
 BOUNDED: list[dict[str, Any]] = [
     {"train": {"microbatches": 4}, "memory": {"remat": "dots"}, "precision": {"compute": "bfloat16"}},
-    {"optimizer": {"name": "muon", "outer": {"workers": 2, "every": 2}}},
-    {"model": {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}, "mtp_depth": 1}, "memory": {"remat": "none"}},
+    {"optimizer": {"name": "muon"}, "diloco": {"workers": 2, "every": 2}},
+    {"model": {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}, "mtp": {"depth": 1}}, "memory": {"remat": "none"}},
     {"model": {"n_layers": 6, "vocab_size": 4096}, "train": {"loss_chunks": 1}},
 ]
 
@@ -230,11 +231,15 @@ def test_other_errors_of_xla_are_not_taken_for_it():
 
 
 def test_counting_takes_no_longer_for_a_deep_model():
-    shallow = tiny_config(model={"mtp_depth": 3, "n_layers": 7, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 4}}).model
+    shallow = tiny_config(model={"mtp": {"depth": 3}, "n_layers": 7, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 4}}).model
     assert count_parameters(shallow) == sum(leaf.size for leaf in jax.tree.leaves(abstract_parameters(shallow)))
     assert shallow.moe is not None
     began = time.monotonic()
-    changed = {"n_layers": 2 * 10**12, "mtp_depth": 10**12, "moe": shallow.moe.model_copy(update={"n_dense": 10**12})}
+    changed = {
+        "n_layers": 2 * 10**12,
+        "mtp": MtpConfig().model_copy(update={"depth": 10**12}),
+        "moe": shallow.moe.model_copy(update={"n_dense": 10**12}),
+    }
     assert count_parameters(shallow.model_copy(update=changed)) > 10**16
     assert time.monotonic() - began < 10
 

@@ -18,10 +18,10 @@ class ByteTokenizer:
 
 def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     config = Config(
-        model={"vocab_size": 256, "d_model": 8, "n_layers": 1, "n_heads": 1, "d_ff": 8, "positions": "learned", "max_seq_len": 32},
+        model={"vocab_size": 256, "d_model": 8, "n_layers": 1, "n_heads": 1, "d_ff": 8, "learned_positions": {"max_seq_len": 32}},
         data={"store": "unused", "seq_len": 32},
         train={"steps": 1, "global_batch": 1},
-        run={"sample_prompts": ["a" * 20, "a" * 40], "sample_tokens": 30},
+        samples={"prompts": ["a" * 20, "a" * 40], "tokens": 30},
     )
     asked = []
     monkeypatch.setattr(text, "run_tokenizer", lambda _: ByteTokenizer())

@@ -44,7 +44,7 @@ def numbers(config):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_published(name):
-    assert numbers(read(name, mtp_depth=0)) == PUBLISHED[name]
+    assert numbers(read(name, mtp=None)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -67,5 +67,5 @@ def test_the_card_of_gpt_oss_leaves_the_embedding_out(name, card):
 
 def test_what_deepseek_predicts_further_ahead_has_the_size_it_was_published_with():
     """The hub stores it with copies of both tables: 2 x 0.9 of its 13.5 billion."""
-    one, none = numbers(read("deepseek-v3"))[0], numbers(read("deepseek-v3", mtp_depth=0))[0]
+    one, none = numbers(read("deepseek-v3"))[0], numbers(read("deepseek-v3", mtp=None))[0]
     assert one - none == 682_636_487_424 - 671_026_419_200

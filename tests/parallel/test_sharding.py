@@ -1,11 +1,16 @@
 """The one table and its translation."""
 
+import itertools
+import math
+
 import jax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from maxlm.config import ConfigError
+from maxlm.config import ConfigError, axes, rules
 from maxlm.config.schema import AXES, Config
+from maxlm.models import parameter_axes
+from maxlm.models.parameters import abstract_parameters, parameter_specs
 from maxlm.parallel import RULES, build_mesh, partition_spec
 
 
@@ -43,6 +48,13 @@ def test_two_dims_cannot_take_one_mesh_axis():
         partition_spec(("heads", "mlp"), (4, 64), mesh_of(fsdp=2, tensor=4), "w")
 
 
+def test_the_width_of_a_weight_leaves_mesh_axes_to_other_dims():
+    mesh = mesh_of(stage=2, fsdp=2, expert=2)
+    assert partition_spec(("embed", "heads"), (32, 4), mesh, "w") == PartitionSpec(("fsdp", "expert", "stage"))
+    assert partition_spec(("vocab", "embed"), (64, 32), mesh, "w") == PartitionSpec("stage", ("fsdp", "expert"))
+    assert partition_spec(("embed", "expert", "mlp"), (32, 4, 8), mesh, "w") == PartitionSpec(("fsdp", "stage"), "expert")
+
+
 def test_unknown_axis_and_wrong_rank_are_refused():
     with pytest.raises(KeyError, match="no logical axis 'hads'"):
         partition_spec(("hads",), (4,), mesh_of(data=8), "w")
@@ -52,6 +64,47 @@ def test_unknown_axis_and_wrong_rank_are_refused():
 
 def test_the_table_names_only_axes_of_the_mesh():
     assert {axis for axes in RULES.values() for axis in axes} <= set(AXES)
+
+
+MODELS = {
+    "dense": {"n_kv_heads": 2, "bias": "all"},
+    "moe": {"n_layers": 3, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 24, "n_shared": 1, "n_dense": 1}},
+    "mla": {"latent": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}},
+}
+MESHES = [
+    dict(zip(("stage", "fsdp", "tensor", "expert"), sizes, strict=True))
+    for sizes in itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2))
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_gives_the_size_of_every_dim_that_is_split(model):
+    """A dim of a parameter that the mesh may split is a multiple of a size that the rules of the config check."""
+    config = config_of({}, **MODELS[model])
+    checked = {name: [dim.size for dim in axes.dims(config) if dim.axis is axis] for name, axis in axes.LOGICAL_AXES.items()}
+    shapes = jax.tree.leaves(abstract_parameters(config.model))
+    names = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+    split = [(name, size) for shape, logical in zip(shapes, names, strict=True) for name, size in zip(logical, shape.shape, strict=True)]
+    assert {name for name, _ in split if RULES[name]} >= {"embed", "heads", "vocab"}
+    assert [(name, size) for name, size in split if RULES[name] and not any(size % one == 0 for one in checked[name])] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_rules_of_the_config_accept_only_meshes_that_split_every_parameter(model):
+    """They need no jax, and say before any device is there what the partition specs would."""
+    accepted = 0
+    for sizes in MESHES:
+        mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        config = config_of(sizes, **MODELS[model])
+        config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 24})})
+        try:
+            rules.check_devices(config, math.prod(sizes.values()))
+        except ConfigError:
+            continue
+        parameter_specs(config.model, mesh)
+        assert all(axes.largest(config, axis) % size == 0 for axis, size in sizes.items()), sizes
+        accepted += 1
+    assert accepted >= 5
 
 
 def test_one_axis_takes_whatever_devices_are_left():

@@ -28,13 +28,13 @@ PATTERN = {
     "window": 8,
     "tie_embeddings": True,
 }  # the last period is cut short
-LAYOUTS = {  # devices, model, mesh, train
-    "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"microbatches": 4}),
-    "stage x data, as many, a pattern": (8, PATTERN, {"stage": 2, "data": 4, "fsdp": 1}, {"microbatches": 2}),
-    "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4}),
-    "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"microbatches": 8}),
-    "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"microbatches": 4, "stage_chunks": 2}),
-    "gpipe": (4, UNEVEN, {"stage": 4, "fsdp": 1}, {"microbatches": 8, "pipeline": "gpipe"}),
+LAYOUTS = {  # devices, model, mesh, other sections
+    "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"train": {"microbatches": 4}}),
+    "stage x data, as many, a pattern": (8, PATTERN, {"stage": 2, "data": 4, "fsdp": 1}, {"train": {"microbatches": 2}}),
+    "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"train": {"microbatches": 4}}),
+    "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 8}}),
+    "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 4}, "pipeline": {"chunks": 2}}),
+    "gpipe": (4, UNEVEN, {"stage": 4, "fsdp": 1}, {"train": {"microbatches": 8}, "pipeline": {"schedule": "gpipe"}}),
 }
 
 
@@ -63,8 +63,8 @@ def references():
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request):
-    devices, model, mesh, train = LAYOUTS[request.param]
-    return model, tiny_program(devices, model=model, mesh=mesh, train=train, optimizer=SLOWLY)
+    devices, model, mesh, sections = LAYOUTS[request.param]
+    return model, tiny_program(devices, model=model, mesh=mesh, **sections, optimizer=SLOWLY)
 
 
 def test_losses_norms_and_gradients_equal_one_device(layout, references):
@@ -93,16 +93,16 @@ def test_stages_exchange_activations_and_nothing_else_but_the_dealing_out():
     """With nothing but stages: in the loop of ticks no collective is larger than the hidden states of a microbatch; outside it all-to-alls
     carry the layers out and their gradients back.
     """
-    devices, model, mesh, train = LAYOUTS["stage, fewer microbatches than stages"]
-    program = tiny_program(devices, model=model, mesh=mesh, train=train, optimizer=SLOWLY)
+    devices, model, mesh, sections = LAYOUTS["stage, fewer microbatches than stages"]
+    program = tiny_program(devices, model=model, mesh=mesh, **sections, optimizer=SLOWLY)
     module = read(program.step.as_text())
-    hidden = GLOBAL_BATCH // train["microbatches"] * SEQ_LEN * program.config.model.d_model * 4
+    hidden = GLOBAL_BATCH // sections["train"]["microbatches"] * SEQ_LEN * program.config.model.d_model * 4
     said = [run for run in module.executed() if is_collective(run.op)]
     turning = [run for run in said if run.times > 1]
     assert {run.op.opcode for run in turning} <= {"collective-permute", "all-reduce", "all-gather", "reduce-scatter"}
     assert max(shape.bytes for run in turning for shape in run.op.shapes) <= hidden
     permutes = [run for run in turning if run.op.opcode == "collective-permute" and "ppermute" in run.op.where]
-    schedule = Schedule("1f1b", 8, train["microbatches"])
+    schedule = Schedule("1f1b", 8, sections["train"]["microbatches"])
     assert sum(run.times for run in permutes) == sum(phase.ticks * (phase.forward + phase.backward) for phase in schedule.phases)
     dealt = [run for run in said if run.op.opcode == "all-to-all"]
     matrices = [leaf for leaf in jax.tree.leaves(program.abstract_state.params["layers"]) if leaf.ndim > 2]
@@ -110,9 +110,9 @@ def test_stages_exchange_activations_and_nothing_else_but_the_dealing_out():
 
 
 def test_held_out_loss_is_the_same_without_the_pipeline():
-    devices, model, mesh, train = LAYOUTS["gpipe"]
+    devices, model, mesh, sections = LAYOUTS["gpipe"]
     sums = []
-    for program in (tiny_program(devices, model=model, mesh=mesh, train=train), tiny_program(1, model=model)):
+    for program in (tiny_program(devices, model=model, mesh=mesh, **sections), tiny_program(1, model=model)):
         with jax.set_mesh(program.mesh):
             sums.append(jax.device_get(program.evaluate(program.init().params, jax.device_put(tiny_batch(), program.batch_sharding))))
     np.testing.assert_allclose(*[np.array(jax.tree.leaves(one)) for one in sums], rtol=1e-5)

@@ -13,7 +13,7 @@ from maxlm.parallel import expert_rows, experts
 from maxlm.parallel.experts import through_experts
 
 B, S, D, E, F, K = 8, 64, 16, 8, 32, 2
-AXES_OF = ("expert_embed", "expert", "mlp")
+AXES_OF = ("embed", "expert", "mlp")
 NAMES = ("gate_DEF", "up_DEF", "down_DEF")
 MESHES = ({}, {"expert": 4, "data": 2}, {"expert": 2, "fsdp": 2, "tensor": 2})  # among 4, choices are sent
 

@@ -66,7 +66,7 @@ CASES = {  # mesh and microbatches, and other settings
     "zero 2 accumulating": ({"fsdp": 8, "zero": 2}, 4),
     "zero 3": ({"fsdp": 8}, 1),
     "hybrid accumulating": ({"data": 2, "fsdp": 4}, 2),
-    "local updates": ({"data": 2, "fsdp": 4}, 1, "optimizer.outer={workers: 2, every: 10}"),
+    "local updates": ({"data": 2, "fsdp": 4}, 1, "diloco={workers: 2, every: 10}"),
     "tensor": ({"data": 2, "fsdp": 1, "tensor": 4}, 1),
     "tensor, zero 3": ({"fsdp": 4, "tensor": 2}, 1),
     "ring": ({"fsdp": 2, "context": 4, "context_attention": "ring"}, 1),

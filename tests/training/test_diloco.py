@@ -8,7 +8,7 @@ import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
 WORKERS, EVERY, LR, MOMENTUM, STEPS = 2, 2, 0.7, 0.9, 6
-OUTER = {"outer": {"workers": WORKERS, "every": EVERY, "lr": LR, "momentum": MOMENTUM}}
+DILOCO = {"workers": WORKERS, "every": EVERY, "lr": LR, "momentum": MOMENTUM}
 
 
 def leaves(tree):
@@ -17,7 +17,7 @@ def leaves(tree):
 
 @pytest.fixture(scope="module")
 def one_device():
-    return run_steps(tiny_program(1, optimizer=OUTER, train={"microbatches": 2}), STEPS)
+    return run_steps(tiny_program(1, diloco=DILOCO, train={"microbatches": 2}), STEPS)
 
 
 def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
@@ -54,7 +54,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
 
 
 def test_weights_are_shared_only_when_workers_meet():
-    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, optimizer={"outer": {"workers": 2, "every": 5}}, train={"steps": 6})
+    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, diloco={"workers": 2, "every": 5}, train={"steps": 6})
     first = leaves(program.init().params)
     state, _ = run_steps(program, 4)
     assert all(np.array_equal(a, b) for a, b in zip(leaves(state.params), first, strict=True))
@@ -86,7 +86,7 @@ def assert_shared(state):
 def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
     wanted_state, wanted = one_device
     program = tiny_program(
-        math.prod(size for axis, size in mesh.items() if axis != "zero"), mesh=mesh, optimizer=OUTER, train={"microbatches": 2}
+        math.prod(size for axis, size in mesh.items() if axis != "zero"), mesh=mesh, diloco=DILOCO, train={"microbatches": 2}
     )
     state, metrics = run_steps(program, STEPS)
     for mine, theirs in zip(metrics, wanted, strict=True):
@@ -101,22 +101,22 @@ def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
 
 def test_a_worker_alone_that_meets_itself_trains_as_ever():
     plain, wanted = run_steps(tiny_program(1), 3)
-    alone = {"outer": {"workers": 1, "every": 1, "lr": 1.0, "momentum": 0.0}}
-    state, metrics = run_steps(tiny_program(1, optimizer=alone), 3)
+    alone = {"workers": 1, "every": 1, "lr": 1.0, "momentum": 0.0}
+    state, metrics = run_steps(tiny_program(1, diloco=alone), 3)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in wanted], rtol=1e-5)
     for mine, theirs in zip(leaves(state.params), leaves(plain.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_more_workers_than_shares_take_turns():
-    settings = {"optimizer": {"outer": {"workers": 4, "every": 2}}, "train": {"steps": 10}}
+    settings = {"diloco": {"workers": 4, "every": 2}, "train": {"steps": 10}}
     _, wanted = run_steps(tiny_program(1, **settings), 4)
     _, metrics = run_steps(tiny_program(2, mesh={"data": 2, "fsdp": 1}, **settings), 4)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in wanted], rtol=1e-5)
 
 
 def test_what_is_not_finite_in_one_worker_stops_the_update_of_all():
-    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, optimizer=OUTER)
+    program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, diloco=DILOCO)
 
     def poisoned(n):
         batch = tiny_batch(n)

@@ -11,7 +11,11 @@ from maxlm.models.forward import Forward
 from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
 
 SECTIONS = {
-    "model": {"n_layers": 3, "mtp_depth": 2, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1, "router": {"bias_rate": 0.01}}},
+    "model": {
+        "n_layers": 3,
+        "mtp": {"depth": 2},
+        "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1, "router": {"bias_rate": 0.01}},
+    },
     "optimizer": {"clip_norm": 1e3, "eps": 0.1},
     "train": {"microbatches": 2},
 }
@@ -32,7 +36,7 @@ def test_what_is_read_and_what_comes_next():
 
 
 def test_without_weight_the_loss_is_that_of_the_model_alone():
-    config = tiny_config(**{**SECTIONS, "train": {"mtp_loss": 0.0}})
+    config = tiny_config(**{**SECTIONS, "model": {**SECTIONS["model"], "mtp": {"depth": 2, "loss_weight": 0.0}}})
     params = init_parameters(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     (total, sums), (alone, _) = (jax.jit(lambda p, flag=flag: loss_sums(config, p, batch, training=flag))(params) for flag in (True, False))
