@@ -11,16 +11,16 @@ ENDING_BADLY = """
 import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
-from maxlm.runtime.run import run
+from maxlm.runtime.run import run_training
 from maxlm.telemetry.phases import Phases
 
-def show(config, directory, params, console, *, asked):
+def show(config, directory, params, console, *, stopped):
     os.kill(os.getpid(), signal.SIGTERM)
-    while not asked():
+    while not stopped():
         time.sleep(0.01)
     raise RuntimeError("no room for a sample")
 
-sys.exit(run(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
+sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
 """
 
 

@@ -14,8 +14,8 @@ from small_run import command, environment, finish, free_port, make_workspace, s
 
 import maxlm
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, meeting
-from maxlm.runtime.cluster_env import Place
+from maxlm.runtime import cluster, process_group
+from maxlm.runtime.cluster_env import ProcessSpec
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
 
@@ -107,7 +107,7 @@ def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, re
     """And at all addresses only where they took several ways; a public one is warned of."""
     said, asked = [], {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: asked.update(how))
-    cluster._initialize(Place(2, 0, "node0:8476", "a test"), reached_at, said.append)
+    cluster._initialize(ProcessSpec(2, 0, "node0:8476", "a test"), reached_at, said.append)
     assert (asked["coordinator_address"], asked["coordinator_bind_address"]) == addresses
     assert len(said) == warned and all("8.8.8.8:8477, a public address" in line for line in said)
 
@@ -115,18 +115,18 @@ def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, re
 COMPILES = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp
-from maxlm.runtime import meeting, roll_call
-from maxlm.runtime.cluster_env import Place
+from maxlm.runtime import process_group, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
 port, number = int(sys.argv[1]), int(sys.argv[2])
 gaps, before = [], time.monotonic()
-beat = meeting.Meeting._beat
+beat = process_group.ProcessGroup._beat
 def timed(self):
     global before
     gaps.append(time.monotonic() - before)
     before = time.monotonic()
     beat(self)
-meeting.Meeting._beat = timed
-here = roll_call.meet(Place(2, number, f"localhost:{port}", "a test"), 60)
+process_group.ProcessGroup._beat = timed
+here = rendezvous.join(ProcessSpec(2, number, f"localhost:{port}", "a test"), 60)
 def f(x):
     for i in range(300):
         x = jnp.tanh(x @ x) * (i + 1) + jnp.sort(x, axis=i % 2)
@@ -137,7 +137,7 @@ if number == 1:
     lowered.as_text()
     lowered.compile()
     print(time.monotonic() - began, max(gaps), flush=True)
-    here.part()
+    here.leave()
 else:
     time.sleep(600)
 """
@@ -157,7 +157,7 @@ def test_heartbeats_go_on_while_the_main_thread_traces_and_compiles():
     seconds, longest = map(float, said.split())
     print(f"traced and compiled for {seconds:.0f} s, longest between two turns {longest:.1f} s")
     assert seconds > 8, "too short to prove anything"
-    assert longest < meeting.STOPPED_SECONDS / 4
+    assert longest < process_group.HEARTBEAT_TIMEOUT_SECONDS / 4
 
 
 def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):

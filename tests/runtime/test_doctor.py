@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.runtime import doctor, probe
+from maxlm.runtime import device_probe, doctor
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.doctor import (
     GIB,
@@ -166,7 +166,7 @@ def test_every_finding_that_is_not_ok_says_how_to_get_well(tmp_path, monkeypatch
     machine(tmp_path, nodes=["dev/nvidia0", "dev/accel0"], driver="535.1")
     monkeypatch.setattr(doctor, "find_accelerators", lambda: find_accelerators(tmp_path))
     monkeypatch.setattr(doctor, "ask_for_devices", lambda command: CPU | {"error": "broken"})
-    report = doctor.examine()
+    report = doctor.diagnose()
     assert not report.healthy
     assert all(finding.fix for finding in report.findings if finding.state != "ok")
     text = as_text(report)
@@ -199,9 +199,9 @@ def test_a_machine_that_cannot_train_is_not_ready():
 
 def test_the_probe_trains_as_a_run_does(monkeypatch):
     """In the default precision; where XLA refuses a matmul, it says so."""
-    assert probe.try_to_train() is None
-    monkeypatch.setattr(probe.fits, "host_memory", lambda: 10**6)
-    assert "of memory" in (probe.try_to_train() or "")
+    assert device_probe.try_to_train() is None
+    monkeypatch.setattr(device_probe.fits, "host_memory", lambda: 10**6)
+    assert "of memory" in (device_probe.try_to_train() or "")
 
 
 def test_few_open_files_are_told():

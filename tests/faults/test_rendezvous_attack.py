@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "attack_roll_call.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "attack_rendezvous.py"
 
 
 @pytest.fixture(scope="module")
 def attack():
-    spec = importlib.util.spec_from_file_location("attack_roll_call", PROGRAM)
+    spec = importlib.util.spec_from_file_location("attack_rendezvous", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.attack

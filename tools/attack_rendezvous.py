@@ -1,6 +1,6 @@
 """Strangers on the network attack process 0 while three processes of a cluster meet there.
 
-usage: python tools/attack_roll_call.py [--strangers 500] [--seed 0] [--no-secret]
+usage: python tools/attack_rendezvous.py [--strangers 500] [--seed 0] [--no-secret]
 
 Each stranger connects from a loopback address of its own choice and sends random bytes, HTTP, 200,000 brackets, `Infinity`, a byte at a
 time, nothing, half a greeting, a hello recorded earlier, a hello with a wrong count, or one that is right in all but the secret. Process 0
@@ -25,22 +25,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from maxlm.runtime.line import SECRET, Line, LineError
+from maxlm.runtime.message_socket import SECRET, ConnectionLostError, MessageSocket
 
 COUNT, LIMIT_SECONDS, AT_ONCE = 3, 120, 48
 Act = Callable[[socket.socket, random.Random], None]
 HOSTS = [f"real{number}" for number in range(COUNT)]
 PROGRAM = """
 import json, os, socket, sys, time
-from maxlm.runtime import line, roll_call
-from maxlm.runtime.cluster_env import Place
+from maxlm.runtime import message_socket, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
 number, count, port, seconds = map(int, sys.argv[1:])
 socket.gethostname = lambda: f"real{number}"
 print("ready", flush=True)
-meeting = roll_call.meet(Place(count, number, f"127.0.0.1:{port}", "a test"), seconds, line.shared_secret(os.environ))
-print(json.dumps(meeting.hosts), flush=True)
+group = rendezvous.join(ProcessSpec(count, number, f"127.0.0.1:{port}", "a test"), seconds, message_socket.shared_secret(os.environ))
+print(json.dumps(group.hosts), flush=True)
 time.sleep(0.5 * (number == 0))
-meeting.part()
+group.leave()
 """
 
 
@@ -78,7 +78,7 @@ class Strangers:
 
     def come(self, act: Act, seed: int, address: str) -> None:
         """One stranger, who does what it does and goes."""
-        with contextlib.suppress(OSError, LineError):  # it was sent away
+        with contextlib.suppress(OSError, ConnectionLostError):  # it was sent away
             connection = socket.create_connection(("127.0.0.1", self.port), timeout=10, source_address=(address, 0))
             self.came[act.__name__] += 1
             with connection:
@@ -103,7 +103,7 @@ class Strangers:
         connection.recv(1000)
 
     def slow(self, connection: socket.socket, dice: random.Random) -> None:
-        for byte in f"maxlm-roll-call/1 {dice.randbytes(32).hex()}"[: dice.randrange(5, 60)]:
+        for byte in f"maxlm-rendezvous/1 {dice.randbytes(32).hex()}"[: dice.randrange(5, 60)]:
             connection.sendall(byte.encode())
             time.sleep(self.idle_seconds / 30)
 
@@ -111,7 +111,7 @@ class Strangers:
         time.sleep(dice.uniform(0, self.idle_seconds))
 
     def half_greeting(self, connection: socket.socket, dice: random.Random) -> None:
-        connection.sendall(b"maxlm-roll-call/1 ")
+        connection.sendall(b"maxlm-rendezvous/1 ")
         connection.shutdown(socket.SHUT_WR)
         time.sleep(dice.uniform(0, self.idle_seconds))
 
@@ -130,18 +130,18 @@ class Strangers:
         self._hello(connection, dice.choice([b"", dice.randbytes(32)]), process=dice.randrange(COUNT), count=COUNT)
 
     def _hello(self, connection: socket.socket, secret: bytes, *, process: int, count: int) -> None:
-        line = Line(connection, secret, server=False)
-        line.wait_for_greeting(time.monotonic() + 5)
+        line = MessageSocket(connection, secret, server=False)
+        line.finish_handshake(time.monotonic() + 5)
         line.send("hello", process=process, count=count, host="stranger")
-        while (answer := line.receive(time.monotonic() + 5))["kind"] == "ask":
-            line.send("here")
-        if answer["kind"] == "met":
+        while (answer := line.receive(time.monotonic() + 5))["kind"] == "ping":
+            line.send("pong")
+        if answer["kind"] == "members":
             self.admitted.append(f"process {process}")
 
 
 def greet(connection: socket.socket, dice: random.Random) -> None:
     """A greeting as it should be."""
-    connection.sendall(f"maxlm-roll-call/1 {dice.randbytes(32).hex()}\n".encode())
+    connection.sendall(f"maxlm-rendezvous/1 {dice.randbytes(32).hex()}\n".encode())
 
 
 def recorded_hello(secret: bytes) -> bytes:
@@ -151,9 +151,9 @@ def recorded_hello(secret: bytes) -> bytes:
         socket.create_connection(listener.getsockname()) as ours,
         listener.accept()[0] as theirs,
     ):
-        line = Line(ours, secret, server=False)
-        theirs.sendall(f"maxlm-roll-call/1 {secrets.token_hex(32)}\n".encode())
-        line.wait_for_greeting(time.monotonic() + 5)
+        line = MessageSocket(ours, secret, server=False)
+        theirs.sendall(f"maxlm-rendezvous/1 {secrets.token_hex(32)}\n".encode())
+        line.finish_handshake(time.monotonic() + 5)
         line.send("hello", process=1, count=COUNT, host="stranger")
         time.sleep(0.1)
         return theirs.recv(10_000)
