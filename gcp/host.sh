@@ -140,11 +140,11 @@ read_secrets() {
 is_first() {
   "$1" - "${@:2}" <<'PYTHON'
 import os, sys
-from maxlm.runtime import places
-named, _ = places.split(sys.argv[1:])
-ask = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else places.metadata
-place = places.find(named, os.environ, ask, 0)
-print("yes" if place is None or place.process == 0 else "no")
+from maxlm.runtime import cluster_env
+named, _ = cluster_env.split_arguments(sys.argv[1:])
+ask = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else cluster_env.metadata
+spec = cluster_env.find(named, os.environ, ask, 0)
+print("yes" if spec is None or spec.process == 0 else "no")
 PYTHON
 }
 
