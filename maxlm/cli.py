@@ -44,6 +44,10 @@ ConfigName = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
+Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")]
+Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")]
+Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
+Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -101,8 +105,8 @@ def show_config(
 def compile_(
     config: ConfigName,
     overrides: Overrides = None,
-    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
-    slices: Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")] = None,
+    topology: Topology = None,
+    slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     json_: Json = False,
 ) -> None:
@@ -118,8 +122,8 @@ def compile_(
 def plan_(
     config: ConfigName,
     overrides: Overrides = None,
-    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
-    slices: Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")] = None,
+    topology: Topology = None,
+    slices: Slices = None,
     chips_at_most: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips instead.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
@@ -165,8 +169,8 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
 @kernels_app.command(name="report")
 def kernels_report(
     chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e or h200; every TPU if not given. Repeatable.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
-    operation: Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")] = "attention",
+    shape: Shapes = None,
+    operation: Kernel = "attention",
     json_: Json = False,
 ) -> None:
     """Time kernels on this machine's chip; compile them for others and compare their machine code to the library's."""
@@ -178,8 +182,8 @@ def kernels_report(
 @kernels_app.command(name="sweep")
 def kernels_sweep(
     chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
-    operation: Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")] = "attention",
+    shape: Shapes = None,
+    operation: Kernel = "attention",
     write: Annotated[bool, typer.Option("--write", help="Write the best into the table that the kernels read.")] = False,
     json_: Json = False,
 ) -> None:

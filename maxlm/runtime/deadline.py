@@ -178,10 +178,16 @@ def _send_command(command: bytes) -> None:
 def _install_exit_signals() -> None:
     """Make C's `_exit` the handler of SIGQUIT and SIGTRAP: each ends the process at once, with its number as the exit code."""
     assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
+    for number in (ExitCode.STOPPED, ExitCode.HUNG):
+        set_c_handler(number, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
+
+
+def set_c_handler(number: int, handler: int | None) -> int | None:
+    """Set the C handler of a signal, an address, behind Python's back; return the previous one."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    for number in (ExitCode.STOPPED, ExitCode.HUNG):
-        libc.signal(int(number), ctypes.cast(libc._exit, ctypes.c_void_p))
+    previous: int | None = libc.signal(int(number), handler)
+    return previous
 
 
 @dataclass

@@ -6,6 +6,7 @@ is not valid on another connection, in the other direction or a second time. Not
 the key, and the MAC detects corruption only. A message is parsed only after its MAC was checked.
 """
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -113,6 +114,11 @@ class MessageSocket:
         with self._sending:
             number, self._sent = self._sent, self._sent + 1
             self._write(self._mac(self._server, number, text) + b" " + text + b"\n")
+
+    def try_send(self, kind: str, **fields: Any) -> None:
+        """Send a message if the connection is still open."""
+        with contextlib.suppress(OSError):
+            self.send(kind, **fields)
 
     def poll(self) -> Message | None:
         """Return the next message that has arrived, or None; never waits. Raises ConnectionLostError."""

@@ -170,8 +170,7 @@ class ProcessGroup:
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
         for one in list(self._sockets.values()):
-            with contextlib.suppress(OSError):
-                one.send(kind, **fields)
+            one.try_send(kind, **fields)
 
     def _label(self, number: int) -> str:
         return process_label(self.hosts[number], number)

@@ -16,19 +16,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
 from maxlm.runtime.listener import MAX_PENDING, Listener, OutOfFilesError
-from maxlm.runtime.message_socket import (
-    MAKE_SECRET,
-    MAX_BYTES,
-    MAX_NAME,
-    OTHER_PROTOCOL,
-    SECRET,
-    AuthenticationError,
-    ConnectionLostError,
-    Message,
-    MessageSocket,
-)
+from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
@@ -53,7 +44,8 @@ def join(spec: ProcessSpec, seconds: float, secret: bytes = b"", say: Say = lamb
     if spec.process != 0:
         return _connect(spec, seconds, secret)
     if not secret:
-        say(f"{SECRET} is not set, so anybody who reaches {spec.address} may take part; set the same on all hosts: {MAKE_SECRET}")
+        fix = f"set the same on all hosts: {message_socket.MAKE_SECRET}"
+        say(f"{SECRET} is not set, so anybody who reaches {spec.address} may take part; {fix}")
     return _coordinate(spec, seconds, secret, say)
 
 
@@ -71,8 +63,7 @@ class _Member:
         """Check that it is still alive, unless a check is under way or answered."""
         if self.pinged is None:
             self.pinged = time.monotonic()
-            with contextlib.suppress(OSError):  # the same as no answer
-                self.socket.send("ping")
+            self.socket.try_send("ping")
 
     def reset_ping(self) -> None:
         """Let it be pinged again."""
@@ -155,7 +146,7 @@ class _Coordinator:
             self._reject(rival.socket, rival.socket.peer_address(), _same_number(number, member.host, rival.host))
 
     def _add(self, number: int, member: _Member) -> None:
-        member.socket.limit = MAX_BYTES
+        member.socket.limit = message_socket.MAX_BYTES
         self.members[number] = member
         self._listener.watch(member.socket)
 
@@ -178,8 +169,7 @@ class _Coordinator:
     def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
         """Close `connection` after sending `reason`, which is empty for strangers; print `line` here."""
         if connection.handshake_done:
-            with contextlib.suppress(OSError):
-                connection.send("refused", reason=reason, wrong=True)
+            connection.try_send("refused", reason=reason, wrong=True)
         connection.close()
         self._n_refused += 1
         if self._n_refused <= MAX_REPORTED:
@@ -210,15 +200,13 @@ def _coordinate(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> P
     hosts = coordinator.hosts()
     sockets = {number: member.socket for number, member in coordinator.members.items()}
     for one in sockets.values():
-        with contextlib.suppress(OSError):
-            one.send("members", hosts=hosts)
+        one.try_send("members", hosts=hosts)
     return ProcessGroup(spec, hosts, sockets)
 
 
 def _refuse_all(coordinator: _Coordinator, reason: str, *, wrong: bool) -> NoReturn:
     for member in coordinator.members.values():
-        with contextlib.suppress(OSError):
-            member.socket.send("refused", reason=reason, wrong=wrong)
+        member.socket.try_send("refused", reason=reason, wrong=wrong)
     raise UserError(reason) if wrong else RendezvousError(reason)
 
 
@@ -269,7 +257,7 @@ def _answer(connection: MessageSocket, spec: ProcessSpec, until: float) -> Messa
     while (message := connection.receive(until))["kind"] == "ping":
         connection.send("pong")
     if message["kind"] != "refused" and len(message.get("hosts", ())) != spec.count:
-        raise AuthenticationError(OTHER_PROTOCOL)
+        raise AuthenticationError(message_socket.OTHER_PROTOCOL)
     return message
 
 
@@ -281,14 +269,14 @@ def _open_socket(spec: ProcessSpec, secret: bytes, seconds: float) -> MessageSoc
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     messages = MessageSocket(connection, secret, server=False)
-    messages.limit = MAX_BYTES
+    messages.limit = message_socket.MAX_BYTES
     messages.finish_handshake(until)
     messages.send("hello", process=spec.process, count=spec.count, host=_own_name())
     return messages
 
 
 def _own_name() -> str:
-    return "".join(char for char in socket.gethostname() if char.isprintable())[:MAX_NAME] or "unnamed"
+    return "".join(char for char in socket.gethostname() if char.isprintable())[: message_socket.MAX_NAME] or "unnamed"
 
 
 def _open_listener(spec: ProcessSpec, until: float, secret: bytes) -> Listener:

@@ -50,14 +50,11 @@ class StopSignal:
 @contextlib.contextmanager
 def beside_preemption_service() -> Iterator[None]:
     """Wrap `jax.distributed.initialize`, whose service takes SIGTERM: restore our handler, and let `StopSignal` call jax's."""
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     handler = signal.getsignal(signal.SIGTERM)
-    number = int(signal.SIGTERM)
-    ours = libc.signal(number, int(signal.SIG_IGN))
-    libc.signal(number, ours)
+    ours = deadline.set_c_handler(signal.SIGTERM, int(signal.SIG_IGN))
+    deadline.set_c_handler(signal.SIGTERM, ours)
     yield
-    theirs = libc.signal(number, ours)
-    signal.signal(number, handler)  # through Python, so that system calls are interrupted
-    if theirs != ours:
+    theirs = deadline.set_c_handler(signal.SIGTERM, ours)
+    signal.signal(signal.SIGTERM, handler)  # through Python, so that system calls are interrupted
+    if theirs is not None and theirs != ours:
         _preemption_services[:] = [ctypes.CFUNCTYPE(None, ctypes.c_int)(theirs)]

@@ -108,7 +108,7 @@ def cut_in_the_middle(folder, victim):
 
 
 def test_a_host_without_network_is_named_by_all(tmp_path):
-    """The roll call alone, with less patience: within twice the silence, on both sides of the cut."""
+    """The rendezvous and process group alone, with a short keep-alive: within twice its time, on both sides of the cut."""
     silence = 6
     program = (
         "import sys, time\nfrom maxlm.runtime import message_socket, rendezvous\nfrom maxlm.runtime.cluster_env import ProcessSpec\n"

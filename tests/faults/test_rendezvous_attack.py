@@ -18,8 +18,8 @@ def attack():
 
 def is_repelled(result, strangers):
     assert result["good"], result
-    assert sum(result["came"].values()) > 0.8 * strangers, "when the last ones come, nobody may listen any more"
-    assert len(result["came"]) >= 9, result["came"]
+    assert sum(result["strangers"].values()) > 0.8 * strangers, "when the last ones come, nobody may listen any more"
+    assert len(result["strangers"]) >= 9, result["strangers"]
     assert result["seconds"] < 30
 
 
