@@ -206,7 +206,7 @@ def test_a_size_that_memory_does_not_hold_is_left_out():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--operation", "all-reduse"], "--operation = all-reduse: is none of all-reduce, all-gather, reduce-scatter"),
+        (["--operation", "all-reduse"], "--operation = all-reduse: must be one of all-reduce, all-gather, reduce-scatter"),
         (["--operation", "allgather"], "the nearest is all-gather."),
         (["--largest", "1 fortnight"], "--largest = 1 fortnight: must be a whole number above 0 of bytes, KB, MB or GB; as in 64KB."),
         (["--smallest", "0"], "--smallest = 0: must be"),
