@@ -117,7 +117,7 @@ class Supervisor:
             return "" if end.code in (0, ExitCode.STOPPED) else f"{_signal_name(self._signal)} was received"
         if end.code in NO_RESTART:
             return NO_RESTART[end.code]
-        same = [one for one in ends[-CRASH_LOOP:] if not one.external and _place(one) == _place(end)]
+        same = [one for one in ends[-CRASH_LOOP:] if not one.external and _failure_site(one) == _failure_site(end)]
         if len(same) == CRASH_LOOP:
             where = "before its first step" if end.progress.step is None else f"after step {end.progress.step:,}"
             error = end.progress.error or "none on record, see its output"
@@ -181,7 +181,7 @@ def _is_frozen(pid: int) -> bool:
         return False
 
 
-def _place(end: End) -> tuple[int | None, tuple[str, ...]]:
+def _failure_site(end: End) -> tuple[int | None, tuple[str, ...]]:
     """Step and lost hosts: ends that agree in both are repetitions of one failure."""
     return end.progress.step, end.progress.lost
 
