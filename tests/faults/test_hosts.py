@@ -39,7 +39,7 @@ def workspaces(prepared, tmp_path):
 
 
 def reached(folder, step):
-    """Whether that step was told of, and a checkpoint before it is there to go back to."""
+    """True if that step was logged, with a checkpoint before it to restart from."""
     path = folder / "runs" / "small" / "metrics.jsonl"
     return path.exists() and f'"step":{step},' in path.read_text() and (path.parent / "checkpoints" / f"{step // 10 * 10}").exists()
 
@@ -132,7 +132,7 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
 
 
 def test_commands_know_their_host(tmp_path):
-    """What a test starts on a host has its name and reaches the others by theirs."""
+    """A process started on a host has its name and reaches the others by theirs."""
     with Hosts(tmp_path, 2) as hosts:
         ask = "import socket; print(socket.gethostname(), socket.gethostbyname('host0'))"
         answer = hosts.start("host1", [*command()[:1], "-c", ask], stdout=-1).communicate(timeout=30)[0]

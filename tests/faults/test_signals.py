@@ -46,7 +46,7 @@ def start(folder, hang, *settings):
 
 
 def ended(processes, *, code):
-    """What they said; they end within the grace time."""
+    """Return their output; they end within the grace time."""
     began = time.monotonic()
     said = [finish(process, code=code) for process in processes]
     assert time.monotonic() - began < GRACE + 10
@@ -54,7 +54,7 @@ def ended(processes, *, code):
 
 
 def test_a_reader_that_is_blocked_costs_nothing(workspace):
-    """What was trained is saved, and the run may go on."""
+    """The trained steps are saved, and the run may continue."""
     process = start(workspace, "reader", "checkpoint.every_steps=100")
     wait_for_step(workspace, 9, process)
     process.send_signal(signal.SIGTERM)

@@ -31,7 +31,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(workspace):
-    """What a run of 10 steps printed, whose samples failed."""
+    """Output of a run of 10 steps whose samples failed."""
     program = [sys.executable, "-c", ENDING_BADLY, "train.steps=10"]
     done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What a config and a machine's name mean on Google Cloud; and the table of machines against what maxlm knows of hardware."""
+"""Translation of a config and a machine's name to Google Cloud; the table of machines against maxlm's hardware facts."""
 
 import importlib.util
 import re

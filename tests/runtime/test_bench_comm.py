@@ -33,7 +33,7 @@ def mesh():
 
 
 def by_numpy(name, x_NRM):
-    """What each of n devices gets out of what they put in."""
+    """Expected output of each of n devices for their inputs."""
     n = len(x_NRM)
     return {
         "all-reduce": lambda: np.broadcast_to(x_NRM.sum(0), x_NRM.shape),

@@ -45,7 +45,7 @@ def both(folder, *changes, elsewhere=None, under=(), **environ):
 
 
 def refused(processes):
-    """What both say, which is the same line."""
+    """Return the error line, the same in both processes."""
     lines = [finish(process, code=2).strip().splitlines()[-1] for process in processes]
     assert lines[0] == lines[1]
     return lines[0]
@@ -104,7 +104,7 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
     ],
 )
 def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, reached_at, addresses, warned):
-    """And at all addresses only where they took several ways; a public one is warned of."""
+    """It listens at all addresses only if the others used several; a public one gives a warning."""
     said, asked = [], {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: asked.update(how))
     cluster._initialize(ProcessSpec(2, 0, "node0:8476", "a test"), reached_at, said.append)
@@ -147,7 +147,7 @@ else:
 
 @pytest.mark.soak
 def test_heartbeats_go_on_while_the_main_thread_traces_and_compiles():
-    """Or a run that compiles for minutes would be held to be stopped. Each program is another, and none comes from a cache."""
+    """A run that compiles for minutes must not count as stopped. Each program differs, and none comes from a cache."""
     port = free_port()
     environ = environment(JAX_ENABLE_COMPILATION_CACHE="false")
     both_ends = [

@@ -30,7 +30,7 @@ def until(process, line):
 
 
 def report_of(processes, code):
-    """What process 0 prints, which is one JSON object and nothing else; the others print nothing."""
+    """Return what process 0 prints, one JSON object and nothing else; the others print nothing."""
     for process in processes:
         process.said = process.communicate(timeout=240)
     for process in processes:
@@ -129,7 +129,7 @@ def test_every_host_meets_both_neighbours_and_one_at_a_time(n):
 
 @pytest.mark.parametrize("names", [["a"] * 8 + ["b"] * 8, ["a", "a", "b", "b", "c", "c"], ["a", "b", "c"], ["a"]])
 def test_neighbours_are_of_different_hosts(names):
-    """Or a host whose processes reach each other through its memory would hide a network card that is dead."""
+    """Otherwise processes that exchange through a host's memory would hide a dead network card."""
     ring = ring_order(names)
     assert sorted(ring) == list(range(len(names)))
     if len(set(names)) > 1:

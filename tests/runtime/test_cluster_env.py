@@ -1,4 +1,4 @@
-"""Where a process is in a cluster, by what each launcher says."""
+"""Detection of a process's cluster from each launcher's environment."""
 
 import pytest
 

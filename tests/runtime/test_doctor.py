@@ -45,7 +45,7 @@ def machine(root: Path, *, nodes=(), pci=(), driver=None) -> Path:
 
 
 def missing(root: Path, versions=NOTHING, platforms="", devices=CPU) -> list[Finding]:
-    """What is said of accelerators that jax does not use."""
+    """Return the findings on accelerators that jax does not use."""
     return [f for f in device_findings(devices, find_accelerators(root), versions, platforms) if "does not use it" in f.found]
 
 
@@ -137,8 +137,8 @@ def test_packages_are_held_to_what_maxlm_asks_for():
     [
         ("import time; time.sleep(600)", 0.5, "did not answer within 0.5 seconds"),
         ("import sys; print('noise', file=sys.stderr); sys.exit('RuntimeError: no GPU')", 60, "RuntimeError: no GPU"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, "ended with -11"),
-        ("print('not json')", 60, "ended with 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, "exit code -11"),
+        ("print('not json')", 60, "exit code 0"),
     ],
 )
 def test_a_driver_that_hangs_or_dies_is_told_and_survived(code, timeout, says):

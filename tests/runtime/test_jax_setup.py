@@ -1,4 +1,4 @@
-"""What jax is told before it touches a device."""
+"""Configuration of jax before it touches a device."""
 
 import os
 

@@ -207,7 +207,7 @@ def test_a_run_that_is_stopped_by_sigstop_hears_of_the_end(tmp_path):
 
 
 def test_a_run_ends_with_its_launcher(tmp_path):
-    """Also where the launcher dies by kill -9: the run saves and ends in order."""
+    """Even if the launcher dies by kill -9: the run saves and ends in order."""
     script = (
         "from maxlm import __main__, cli\nfrom maxlm.runtime import deadline\n"
         "def command():\n"

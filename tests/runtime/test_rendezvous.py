@@ -162,7 +162,7 @@ def test_one_that_vanished_while_it_waited_may_come_again(start):
 
 @pytest.mark.parametrize(("hard", "code"), [(4096, 0), (24, 2)])
 def test_more_processes_than_files_are_allowed(hard, code):
-    """As of a thousand hosts, where 1,024 is the usual limit: it is raised, and one that cannot be is named."""
+    """A thousand hosts exceed the usual limit of 1,024: it is raised, or the error names it."""
     port, count = free_port(), 26
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
     first = subprocess.Popen(
@@ -379,7 +379,7 @@ def test_a_recorded_message_is_of_no_use(ends):
     ],
 )
 def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
-    """Also of one that has the secret."""
+    """Even from a peer with the secret."""
     client, server = ends()
     monkeypatch.setattr(message_socket.json, "dumps", lambda message: text)
     client.send("hello")
@@ -462,7 +462,7 @@ def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
 
 
 def test_a_process_that_was_stopped_for_a_while_blames_nobody(start):
-    """What the others sent meanwhile counts."""
+    """Messages sent meanwhile count."""
     everyone = [start(number, 3, then=9, HEARTBEAT_TIMEOUT_SECONDS="5") for number in range(3)]
     for process in everyone:
         assert process.stdout.readline()

@@ -21,7 +21,7 @@ def directory(tmp_path):
 
 
 def attempt(directory, config, step, store="a" * 64, recorded="a" * 64, skipped=0):
-    """What is said as a run goes on from `step`, with the config written afterwards."""
+    """Return the changed settings as a run continues from `step`, with the config written afterwards."""
     start = SimpleNamespace(step=step, state=SimpleNamespace(skipped=skipped), position={"next_step": step, "store": recorded})
     said = changed_settings(directory, config, start, store)
     directory.write_config(dump(config))
