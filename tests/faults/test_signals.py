@@ -97,7 +97,7 @@ def test_a_process_that_hangs_ends_with_the_other(workspace, hanging):
     finish(start(workspace, "nothing", "train.steps=1", "train.eval_batches=0", "optimizer.warmup_steps=0", "run.name=first"))
     place = (f"coordinator=localhost:{free_port()}", "process_count=2")
     processes = [start(workspace, "observer" if number == hanging else "nothing", *place, f"process_id={number}") for number in (0, 1)]
-    wait_for_step(workspace, 8, processes[0])
+    wait_for_step(workspace, 8, processes[0], timeout=300)
     time.sleep(2)
     for process in processes:
         process.send_signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_a_process_that_hangs_ends_with_the_other(workspace, hanging):
 def test_a_signal_in_the_closing_samples_skips_the_rest_and_leaves_the_report(workspace):
     """All steps are done, and so is the run: the sample in progress is finished, no other begins."""
     prompts = 5000
-    process = start_small(workspace, f"run.sample_prompts=[{','.join('a' * prompts)}]", "run.sample_tokens=2048")
+    process = start_small(workspace, f"run.sample_prompts=[{','.join('a' * prompts)}]", "run.sample_tokens=64")
     report = workspace / "runs" / "small" / "report.html"
     until = time.monotonic() + 120
     while not report.exists() and time.monotonic() < until:
