@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What runs on every host. `boot` is the startup script of a VM: it starts `run` as a service and ends. `run` fetches the code, installs it
-# and goes on to `train`; in a container, where all is installed, `train` is the first. Settings come as variables, which maxlm-gcp puts
-# before this text (VMs) or into the manifest (GKE); values of secrets are read here, into the environment of the run, and nowhere else.
+# Runs on every host. `boot` is the startup script of a VM: it starts `run` as a service and exits. `run` fetches and installs the code, and
+# continues with `train`; a container, where all is installed, starts with `train`. Settings are variables, which maxlm-gcp prepends to this
+# script (VMs) or puts into the manifest (GKE). Secrets are read here, into the environment of the run, and nowhere else.
 #
-#   BUCKET RUN      gs://NAME, and the run's name: all that outlives this machine is under $BUCKET/$RUN
-#   EXTRA           tpu or cuda: what is installed beside maxlm
+#   BUCKET RUN      gs://NAME, and the run's name: persistent files are under $BUCKET/$RUN
+#   EXTRA           tpu or cuda: the extra of maxlm to install
 #   IMAGE           a container to run instead of the code in the bucket; empty: none
 #   RESTARTS        of `maxlm launch`
-#   CLUSTER         key=value words for a cluster that maxlm does not find by itself; HOST_NUMBER stands for the number in the VM's name
+#   CLUSTER         key=value words for a cluster that maxlm does not detect by itself; HOST_NUMBER stands for the number in the VM's name
 #   SECRETS         VARIABLE=NAME words: names of secrets in Secret Manager
 set -euo pipefail
 umask 022
@@ -18,16 +18,16 @@ LOG=${MAXLM_LOG:-/var/log/maxlm.log}
 SYNC_SECONDS=${SYNC_SECONDS:-60}
 SERVICE=maxlm
 SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
-export MAXLM_GRACE_SECONDS=${MAXLM_GRACE_SECONDS:-$((SAVE_SECONDS - 30))} # the run ends by itself before
+export MAXLM_GRACE_SECONDS=${MAXLM_GRACE_SECONDS:-$((SAVE_SECONDS - 30))} # the run exits before that
 
-STARTED= # set once `maxlm` runs, whose end is told otherwise
+STARTED= # set once `maxlm` runs, which reports its own end
 
 note() { printf 'host %s: %s\n' "$(hostname)" "$*"; }
 
 boot() {
   mkdir -p "$HOME_DIR"
   [[ $0 -ef $HOME_DIR/host.sh ]] || install -m 755 "$0" "$HOME_DIR/host.sh" # `restart` starts it from there
-  systemctl stop "$SERVICE" 2>/dev/null || true # an earlier start of the same machine: it saves and ends
+  systemctl stop "$SERVICE" 2>/dev/null || true # a run from an earlier boot: it saves and exits
   # After: what a save still needs ends after it when the machine shuts down. docs: systemd.unit(5)
   # KillMode=mixed: SIGTERM goes to this script alone, which hands it on once. docs: systemd.kill(5)
   systemd-run --unit="$SERVICE" --collect --property="After=network-online.target docker.service snapd.service" \
@@ -38,14 +38,14 @@ boot() {
 run() {
   cd "$HOME_DIR"
   if [[ -n ${IMAGE:-} ]]; then
-    in_container
+    run_container
   else
     install_code
     train
   fi
 }
 
-gone() { # a host that ends before it could train says so: all others wait for it
+report_early_exit() { # of a host that failed before training: all others wait for it
   [[ $1 != 0 && -z $STARTED ]] || return 0
   note "ended with $1 before the run began"
   [[ ! -f $LOG ]] || gcloud storage cp "$LOG" "$BUCKET/$RUN/logs/$(hostname -s).log" >/dev/null 2>&1 || true
@@ -64,7 +64,7 @@ install_code() {
 
 make_venv() {
   local fit='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
-  if ! python3 -c "$fit" 2>/dev/null; then # Ubuntu leaves ensurepip out
+  if ! python3 -c "$fit" 2>/dev/null; then # Ubuntu's Python has no ensurepip
     apt-get -o DPkg::Lock::Timeout=300 update --quiet
     apt-get -o DPkg::Lock::Timeout=300 install --quiet --yes python3-venv
   fi
@@ -78,7 +78,7 @@ make_venv() {
   fi
 }
 
-in_container() {
+run_container() {
   local devices=(--privileged) # TPUs are device files that only such a container sees: docs.cloud.google.com/tpu/docs/run-in-container
   [[ $EXTRA == tpu ]] || devices=(--gpus all --ipc=host)
   command -v docker >/dev/null || { note "IMAGE is set and this machine has no docker"; exit 2; }
@@ -87,7 +87,7 @@ in_container() {
   STARTED=1
   docker run --rm --name "$SERVICE" --stop-timeout="$SAVE_SECONDS" --network=host "${devices[@]}" --volume="$HOME_DIR:$HOME_DIR" --volume="$LOG:$LOG" --workdir="$HOME_DIR" \
     --env=BUCKET --env=RUN --env=EXTRA --env=RESTARTS --env=CLUSTER --env=SECRETS "$IMAGE" bash /opt/maxlm/gcp/host.sh train &
-  hand_signals_to "$!"
+  forward_signals "$!"
 }
 
 train() {
@@ -100,10 +100,10 @@ train() {
   words=("${words[@]//HOST_NUMBER/${number##*-}}")
   gcloud storage cp "$here/config.yml" config.yml
   read_secrets
-  first=$(is_first "$python" "${words[@]}")
+  first=$(is_process_0 "$python" "${words[@]}")
   if [[ $first == yes ]]; then
-    # What an earlier machine has written comes back, so that metrics and events go on where they ended. If it cannot, nothing starts:
-    # what is new would be copied over it.
+    # Restore what an earlier machine wrote, so that metrics and events continue. If that fails, nothing starts: new files would
+    # overwrite it.
     if [[ ! -d runs/$RUN ]] && gcloud storage ls "$here/run/events.jsonl" >/dev/null 2>&1; then
       rm -rf runs/.back && mkdir -p runs/.back
       gcloud storage rsync "$here/run" runs/.back --recursive
@@ -111,15 +111,15 @@ train() {
     fi
     echo "running" | gcloud storage cp - "$here/outcome"
   fi
-  keep_sending "$first" &
+  sync_loop "$first" &
   local sender=$! code=0
   note "maxlm train config.yml ${words[*]-}"
   STARTED=1
   "$python" -m maxlm launch --restarts "$RESTARTS" -- train config.yml "${words[@]}" &
-  hand_signals_to "$!" || code=$?
+  forward_signals "$!" || code=$?
   kill "$sender" 2>/dev/null || true
   wait "$sender" || true
-  send "$first" || note "the last copy to the bucket failed"
+  copy_to_bucket "$first" || note "the last copy to the bucket failed"
   [[ $first != yes ]] || echo "$code" | gcloud storage cp - "$here/outcome"
   note "ended with $code"
   return "$code"
@@ -136,41 +136,41 @@ read_secrets() {
   export MAXLM_CLUSTER_SECRET
 }
 
-# Whether this process will write the run directory: only its machine may bring the bucket's copy up to date.
-is_first() {
+# True if this process will write the run directory: only its machine may update the bucket's copy.
+is_process_0() {
   "$1" - "${@:2}" <<'PYTHON'
 import os, sys
-from maxlm.runtime import places
-named, _ = places.split(sys.argv[1:])
-ask = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else places.metadata
-place = places.find(named, os.environ, ask, 0)
-print("yes" if place is None or place.process == 0 else "no")
+from maxlm.runtime import cluster_env
+named, _ = cluster_env.split_arguments(sys.argv[1:])
+metadata = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else cluster_env.metadata
+spec = cluster_env.find(named, os.environ, metadata, 0)
+print("yes" if spec is None or spec.process == 0 else "no")
 PYTHON
 }
 
-send() { # what the run has written since
+copy_to_bucket() { # the run directory, if this is process 0, and the log
   local here="$BUCKET/$RUN"
   if [[ $1 == yes && -d runs/$RUN ]]; then
     gcloud storage rsync "runs/$RUN" "$here/run" --recursive >/dev/null 2>&1 || return 1
-    # `watch` reads a few lines, not the file of a year.
+    # `watch` reads only the last lines.
     [[ ! -f runs/$RUN/metrics.jsonl ]] || tail -n 20 "runs/$RUN/metrics.jsonl" | gcloud storage cp - "$here/latest.jsonl" 2>/dev/null || return 1
   fi
   [[ ! -f $LOG ]] || gcloud storage cp "$LOG" "$here/logs/$(hostname -s).log" >/dev/null 2>&1
 }
 
-keep_sending() {
+sync_loop() {
   trap 'kill "$(jobs -p)" 2>/dev/null; exit 0' TERM
   while true; do
     sleep "$SYNC_SECONDS" &
     wait "$!"
-    send "$1" || note "a copy to the bucket failed; it is tried again in $SYNC_SECONDS s"
+    copy_to_bucket "$1" || note "a copy to the bucket failed; it is tried again in $SYNC_SECONDS s"
   done
 }
 
-# Waits for the process and hands SIGTERM and SIGINT on to it; its exit code. A signal interrupts `wait`, which is then asked again.
-hand_signals_to() {
+# Waits for the process, forwards SIGTERM and SIGINT to it, and returns its exit code. A signal interrupts `wait`, which is repeated.
+forward_signals() {
   local code=0 interrupted=
-  # shellcheck disable=SC2064 # the process that is meant is the one of now
+  # shellcheck disable=SC2064 # expand the process id now
   trap "interrupted=1; kill -TERM $1 2>/dev/null" TERM INT
   wait "$1" || code=$?
   while [[ -n $interrupted ]]; do
@@ -182,5 +182,5 @@ hand_signals_to() {
   return "$code"
 }
 
-[[ ${1:-boot} == boot ]] || trap 'gone "$?"' EXIT
+[[ ${1:-boot} == boot ]] || trap 'report_early_exit "$?"' EXIT
 "${1:-boot}"

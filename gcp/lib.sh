@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Words, commands and their errors: what every verb of maxlm-gcp shares. Sourced.
+# Messages, commands and their errors, shared by all verbs of maxlm-gcp. Sourced.
 # Uses DRY_RUN (empty: no), WORK (a scratch folder), RUN and OWNER. Commands are shown on file descriptor 3.
 
 say() { printf 'maxlm-gcp: %s\n' "$*" >&2; }
 
-die() { # the input is wrong: one line, and the exit code maxlm has for it
+die() { # wrong input: one line, and maxlm's exit code for it
   say "$*"
   exit 2
 }
@@ -15,21 +15,21 @@ show() { # a command as it could be typed
   printf '+ %s\n' "${words% }" >&3
 }
 
-# A command that changes something. Its output is passed on; what it says to stderr is held back until it is known whether it failed.
-act() {
+# Runs a command that changes something. Its stderr is printed once it has ended, after an explanation if it failed.
+change() {
   show "$@"
   [[ -z $DRY_RUN ]] || return 0
   local code=0
   "$@" 2>"$WORK/errors" || code=$?
   if ((code)); then
-    refused "$@"
+    report_error "$@"
     exit 1
   fi
   cat "$WORK/errors" >&2
 }
 
-# A command that only looks: its output, or return code 4 and nothing where what it asks about does not exist. Any other error ends all.
-ask() {
+# Runs a read-only command: prints its output, or returns 4 if the object does not exist. Any other error exits.
+query() {
   show "$@"
   [[ -z $DRY_RUN ]] || return 0
   local code=0
@@ -38,12 +38,12 @@ ask() {
   if grep -qiE 'NOT_FOUND|was not found|\(NotFound\)|not find|matched no objects' "$WORK/errors"; then
     return 4
   fi
-  refused "$@"
+  report_error "$@"
   exit 1
 }
 
-# A command that goes on for long, or may want to talk: all that it says is seen at once.
-follow() {
+# Runs a long or interactive command with its output unbuffered.
+stream() {
   show "$@"
   [[ -z $DRY_RUN ]] || return 0
   local code=0
@@ -51,12 +51,12 @@ follow() {
   ((code == 0)) || { say "ended with $code: ${*:1:6} ..."; exit 1; }
 }
 
-refused() { # what to make of it in a line, and then the original
+report_error() { # an explanation in a line, and then the original
   say "$(explain "$(cat "$WORK/errors")"); it was: ${*:1:5} ..."
   sed 's/^/  | /' "$WORK/errors" >&2
 }
 
-# What gcloud or kubectl said, as what was refused, where, and what to do.
+# Explains an error of gcloud or kubectl: what was refused, where, and the fix.
 explain() {
   local text=$1 where=''
   local quota="Quota (limit )?'([^']+)'" limit='[Ll]imit:? *([0-9.]+)( in (zone|region) ([a-z0-9-]+)|,? globally)?'
@@ -83,7 +83,7 @@ explain() {
   elif [[ $text =~ kind\ \"JobSet\" ]]; then
     echo "the cluster does not know JobSets: install the JobSet controller (jobset.sigs.k8s.io/docs/installation)"
   elif [[ $text =~ NOT_FOUND|[Nn]ot\ find|matched\ no\ objects ]]; then
-    echo "there is nothing of that name (yet): watch says what there is"
+    echo "there is nothing of that name (yet): watch shows what exists"
   elif [[ $text =~ RESOURCE_EXHAUSTED ]]; then
     echo "a quota or the zone's stock is used up: try another --zone, --spot or --queued"
   else
@@ -91,8 +91,8 @@ explain() {
   fi
 }
 
-# Nothing that does not carry this run's labels is touched. Arguments: name, its label maxlm-run, its label maxlm-owner.
-only_ours() {
+# Exits unless the object carries this run's labels. Arguments: name, its label maxlm-run, its label maxlm-owner.
+check_label() {
   if [[ $2 != "$NAME" || $3 != "$OWNER" ]]; then
     die "$1 was not made by this run: it is labelled maxlm-run=${2:-(none)} maxlm-owner=${3:-(none)}, and this is $NAME of $OWNER;" \
       "choose another run.name, or say --owner if it is yours."

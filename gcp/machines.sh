@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Machines by the API that lends them: API is tpu (Cloud TPU VMs), queued (the same, through a queue; all slices of several), gce (GPU VMs)
+# Machines by the API that provides them: API is tpu (Cloud TPU VMs), queued (the same, through a queue; all slices of several), gce (GPU VMs)
 # or gke (a JobSet). Sourced by maxlm-gcp, whose variables these functions read. Flags: docs.cloud.google.com/sdk/gcloud/reference.
 
-units() { # names of what is created and deleted one by one
+units() { # names of the objects to create and delete
   if [[ $API == gce ]]; then
     local unit
     for ((unit = 0; unit < UNITS; unit++)); do echo "$NAME-$unit"; done
@@ -11,7 +11,7 @@ units() { # names of what is created and deleted one by one
   fi
 }
 
-nodes() { # names of what has hosts to talk to
+nodes() { # names of the nodes, which have hosts
   if [[ $API == queued && $UNITS -gt 1 ]]; then
     local node
     for ((node = 0; node < UNITS; node++)); do echo "$NAME-$node"; done
@@ -20,20 +20,20 @@ nodes() { # names of what has hosts to talk to
   fi
 }
 
-# `STATE,RUN,OWNER` of a unit, or NONE; the labels of a queued resource are those of its nodes. A dry run asks nobody: it takes ASSUMED.
+# `STATE,RUN,OWNER` of a unit, or NONE; the labels of a queued resource are those of its nodes. A dry run uses ASSUMED.
 describe() {
   local labels='labels.maxlm-run,labels.maxlm-owner' found=''
   case $API in
-    tpu) found=$(ask gcloud compute tpus tpu-vm describe "$1" "${PLACE[@]}" --format="csv[no-heading](state,$labels)") ;;
+    tpu) found=$(query gcloud compute tpus tpu-vm describe "$1" "${PLACE[@]}" --format="csv[no-heading](state,$labels)") ;;
     queued)
       local node='tpu.nodeSpec[0].node'
-      found=$(ask gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" \
+      found=$(query gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" \
         --format="csv[no-heading](state.state,$node.labels.maxlm-run,$node.labels.maxlm-owner)")
       ;;
-    gce) found=$(ask gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
+    gce) found=$(query gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)
       local path='{.status.terminalState}{.spec.suspend},{.metadata.labels.maxlm-run},{.metadata.labels.maxlm-owner}'
-      found=$(ask kubectl get jobset "$1" --output="jsonpath=$path")
+      found=$(query kubectl get jobset "$1" --output="jsonpath=$path")
       found=${found/#true,/SUSPENDED,} found=${found/#false,/,}
       found=${found/#Failedfalse,/Failed,} found=${found/#Completedfalse,/Completed,}
       [[ $found != ,* ]] || found="RUNNING$found" # no terminal state yet
@@ -43,7 +43,7 @@ describe() {
   echo "${found:-NONE}"
 }
 
-life() { # up, waiting, dead or none: what a state of any API means for a run
+phase_of() { # up, waiting, dead or none, from a state of any API
   case $1 in
     NONE) echo none ;;
     READY | ACTIVE | RUNNING | Completed) echo up ;;
@@ -57,13 +57,13 @@ create() { # the units named
   local common=("${PLACE[@]}" --labels="$labels" --metadata-from-file="startup-script=$WORK/startup.sh" --scopes=cloud-platform "${ACCOUNT[@]}")
   case $API in
     tpu)
-      act gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${NETWORK[@]}" \
+      change gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${NETWORK[@]}" \
         --accelerator-type="$ACCELERATOR" --version="$IMAGE_FAMILY" ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     queued)
       hardware=(--node-id="$NAME")
       ((UNITS > 1)) && hardware=(--node-count="$UNITS" --node-prefix="$NAME")
-      act gcloud compute tpus queued-resources create "$1" "${common[@]}" "${NETWORK[@]}" "${hardware[@]}" \
+      change gcloud compute tpus queued-resources create "$1" "${common[@]}" "${NETWORK[@]}" "${hardware[@]}" \
         --accelerator-type="$ACCELERATOR" --runtime-version="$IMAGE_FAMILY" --async ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     gce)
@@ -72,30 +72,30 @@ create() { # the units named
         --boot-disk-size=200GB --boot-disk-type=hyperdisk-balanced --maintenance-policy=TERMINATE)
       [[ -z $SPOT ]] || hardware+=(--provisioning-model=SPOT --instance-termination-action=STOP)
       [[ -z $RESERVATION ]] || hardware+=(--reservation-affinity=specific --reservation="$RESERVATION")
-      act gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${NETWORK[@]}"
+      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${NETWORK[@]}"
       ;;
     gke)
       render_jobset >"$WORK/jobset.yaml"
       [[ -z $DRY_RUN ]] || cat "$WORK/jobset.yaml"
-      act kubectl apply --filename="$WORK/jobset.yaml"
+      change kubectl apply --filename="$WORK/jobset.yaml"
       ;;
   esac
 }
 
 remove() { # one unit, whose labels have been read
   case $API in
-    tpu) act gcloud compute tpus tpu-vm delete "$1" "${PLACE[@]}" --quiet ;;
-    queued) act gcloud compute tpus queued-resources delete "$1" "${PLACE[@]}" --force --quiet ;; # --force: its nodes, too
-    gce) act gcloud compute instances delete "$1" "${PLACE[@]}" --quiet ;;
-    gke) act kubectl delete jobset "$1" --wait=true ;;
+    tpu) change gcloud compute tpus tpu-vm delete "$1" "${PLACE[@]}" --quiet ;;
+    queued) change gcloud compute tpus queued-resources delete "$1" "${PLACE[@]}" --force --quiet ;; # --force: its nodes, too
+    gce) change gcloud compute instances delete "$1" "${PLACE[@]}" --quiet ;;
+    gke) change kubectl delete jobset "$1" --wait=true ;;
   esac
 }
 
 on_host() { # NODE WORKER COMMAND: over ssh; WORKER is a number or `all`
   if [[ $API == gce ]]; then
-    follow gcloud compute ssh "$1" "${PLACE[@]}" --command="$3"
+    stream gcloud compute ssh "$1" "${PLACE[@]}" --command="$3"
   else
-    follow gcloud compute tpus tpu-vm ssh "$1" "${PLACE[@]}" --worker="$2" --command="$3"
+    stream gcloud compute tpus tpu-vm ssh "$1" "${PLACE[@]}" --worker="$2" --command="$3"
   fi
 }
 

@@ -1,4 +1,4 @@
-"""How far a run is, in a line: `progress.py LATEST EVENTS`, the last lines of its metrics.jsonl and its events.jsonl; both may be empty.
+"""Print the progress of a run in a line: `progress.py LATEST EVENTS`, the last lines of metrics.jsonl, and events.jsonl; both may be empty.
 
 Goodput here is the share of all time since the first start, waiting for machines included, that went into updates that count.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines; a torn line is left out."""
+    """Return the JSON objects of a file of lines, without incomplete lines."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""A template with its `${NAMES}` filled in from the environment, and without the lines that are for another kind of machine.
+"""Print a template with its `${NAMES}` filled in from the environment, without the lines for other kinds of machine.
 
 `render.py FILE "tpu spot"`: a line that ends in `# only: WORD` stays if WORD is among those given.
 """

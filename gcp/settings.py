@@ -1,4 +1,4 @@
-"""What a config and a machine's name mean on Google Cloud, for `maxlm-gcp`: shell variables on stdout, the resolved config in a file.
+"""Translate a config and a machine's name to Google Cloud for `maxlm-gcp`: shell variables on stdout, the resolved config in a file.
 
 `settings.py --out FILE [--accelerator NAME] [--bucket gs://B] [--gke] [--queued] -- CONFIG key=value ...`. A wrong input is one line and
 exit code 2, before anything is created.
@@ -30,7 +30,7 @@ RUN_DIR = "runs"  # on the host, where host.sh looks for it
 
 @dataclass(frozen=True)
 class Machine:
-    """A line of machines.tsv."""
+    """Machine type, a line of machines.tsv."""
 
     name: str
     chip: str
@@ -53,7 +53,7 @@ def tpu_topologies() -> dict[str, str]:
 
 
 def find_machine(accelerator: str) -> Machine:
-    """The machine a name means. Raises UserError with near names when there is none."""
+    """Find a machine by name. Raises UserError with near names if there is none."""
     by_name = {machine.name: machine for machine in machines()}
     tpus = tpu_topologies()
     family = accelerator.rpartition("-")[0]
@@ -75,7 +75,7 @@ def find_machine(accelerator: str) -> Machine:
 
 
 def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) -> tuple[Config, Machine]:
-    """The config as the hosts shall read it, and the machine it is for. Raises UserError."""
+    """Return the config for the hosts, and its machine. Raises UserError."""
     own = [f"run.dir={RUN_DIR}"]
     if accelerator is not None:
         topology = tpu_topologies().get(accelerator)
@@ -87,7 +87,7 @@ def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) 
         config = load(name, [*overrides, *own]).config
     if config.cluster is None:
         raise UserError(
-            f"cluster is not set in {name}, so nobody knows the machine: extend a file of configs/clusters, or add --accelerator."
+            f"cluster is not set in {name}, so the machine is unknown: extend a file of configs/clusters, or add --accelerator."
         )
     machine = find_machine(accelerator or config.cluster.accelerator or _vm_of(config))
     _check_stays(config, bucket)
@@ -103,13 +103,13 @@ def _vm_of(config: Config) -> str:
     if not names:
         topology = rules.topology_of(config).name
         raise ConfigError(
-            "cluster.topology", topology, "is no machine of Google Cloud that we know", "use h100:1x1x8, or name a TPU's accelerator"
+            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x1x8, or name a TPU's accelerator"
         )
     return names[0]
 
 
 def _check_stays(config: Config, bucket: str) -> None:
-    """What must outlive a machine, or be seen from all, is in a bucket. Raises ConfigError."""
+    """Check that files which must outlive a machine, or are shared, are in a bucket. Raises ConfigError."""
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[\w.-]+)*", bucket):
         raise UserError(f"--bucket {bucket or '(none)'}: must be gs://NAME: code, checkpoints and what the run writes go there.")
     saved = config.checkpoint.dir
@@ -124,14 +124,14 @@ def _check_stays(config: Config, bucket: str) -> None:
 
 
 def slug(run: str) -> str:
-    """A name that Google Cloud takes, different for different runs."""
+    """Return a valid resource name of Google Cloud, unique for each run."""
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:LONGEST_NAME]
     same = plain == run
     return plain if same else f"{plain[: LONGEST_NAME - 7].strip('-') or 'run'}-{hashlib.sha256(run.encode()).hexdigest()[:6]}"
 
 
 def chips_of_host(topology: Topology) -> int:
-    """A v5e or v6e slice of 8 chips is one VM; all others have at most 4 chips a VM, GPU nodes what their name says."""
+    """Chips per VM: 8 for a v5e or v6e slice of 8 chips, else at most 4; of GPU nodes by their name."""
     chips = topology.chips // topology.slices
     if not is_tpu(topology.chip):
         return topology.sides[-1]
@@ -139,7 +139,7 @@ def chips_of_host(topology: Topology) -> int:
 
 
 def describe(config: Config, machine: Machine, *, gke: bool, queued: bool) -> dict[str, str | int]:
-    """What maxlm-gcp needs to know, by the name of its variable. Raises UserError for a machine that the wanted API does not lend."""
+    """Return the variables of maxlm-gcp. Raises UserError for a machine that the API does not provide."""
     topology = rules.topology_of(config)
     assert config.cluster is not None
     if not re.fullmatch(r"[\w.-]+", config.run.name, re.ASCII):
@@ -188,12 +188,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         config, machine = read(options.config, options.accelerator, options.bucket.rstrip("/"), options.overrides)
-        told = describe(config, machine, gke=options.gke, queued=options.queued)
+        variables = describe(config, machine, gke=options.gke, queued=options.queued)
     except UserError as error:
         sys.stderr.write(f"maxlm-gcp: {error}\n")
         return 2
     options.out.write_text(dump(config), encoding="utf-8")
-    sys.stdout.writelines(f"{name}={shlex.quote(str(value))}\n" for name, value in told.items())
+    sys.stdout.writelines(f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items())
     return 0
 
 

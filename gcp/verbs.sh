@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the verbs of maxlm-gcp do. Sourced; `main` has read the config and checked the options.
+# The verbs of maxlm-gcp. Sourced; `main` has read the config and checked the options.
 
 ASSUMED=NONE # state of every machine in a dry run
 
@@ -16,8 +16,8 @@ verb_create() {
     found=$(describe "$unit")
     [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
   done
-  send_code
-  forget_outcome
+  upload_code
+  reset_outcome
   write_startup
   say "creating ${all[*]}: $HOSTS host(s) of $ACCELERATOR${SPOT:+, spot}; this takes minutes"
   create "${all[@]}"
@@ -26,55 +26,55 @@ verb_create() {
 verb_restart() {
   ASSUMED=READY
   [[ $API == gke || -z $IMAGE${SECRETS[*]-} ]] || die "restart leaves the machines' --image and --secret as create has set them: leave them out here."
-  ours_only
-  send_code
-  forget_outcome
+  check_labels
+  upload_code
+  reset_outcome
   if [[ $API == gke ]]; then
     remove "$NAME"
     create "$NAME"
     return
   fi
-  everywhere 'sudo bash /var/lib/maxlm/host.sh boot'
+  on_all_hosts 'sudo bash /var/lib/maxlm/host.sh boot'
 }
 
 verb_stop() {
   ASSUMED=READY
-  ours_only
+  check_labels
   if [[ $API == gke ]]; then # a suspended JobSet ends its pods, SIGTERM first: jobset.sigs.k8s.io/docs/concepts
-    act kubectl patch jobset "$NAME" --type=merge '--patch={"spec":{"suspend":true}}'
+    change kubectl patch jobset "$NAME" --type=merge '--patch={"spec":{"suspend":true}}'
     return
   fi
-  everywhere 'sudo systemctl stop maxlm'
+  on_all_hosts 'sudo systemctl stop maxlm'
 }
 
 verb_log() {
   if [[ $API == gke ]]; then
-    follow kubectl logs --follow --tail=1000 \
+    stream kubectl logs --follow --tail=1000 \
       "--selector=jobset.sigs.k8s.io/jobset-name=$NAME,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
   else
     on_host "$(nodes | head -n 1)" 0 'tail -n 1000 -F /var/log/maxlm.log'
   fi
 }
 
-# Recreates what is dead or gone; each new machine starts the run by itself, which goes on from its last checkpoint. The code is the one
-# that is in the bucket. Of several VMs those that live stay: `maxlm launch` waits there for the others.
+# Recreates dead or missing machines; each starts the run by itself, which continues from its last checkpoint, with the code in the
+# bucket. Of several VMs the live ones stay: `maxlm launch` waits there for the others.
 verb_resume() {
   local unit found state run owner again=()
   ASSUMED=PREEMPTED
   for unit in $(units); do
     found=$(describe "$unit")
     IFS=, read -r state run owner <<<"$found"
-    case $(life "$state") in
+    case $(phase_of "$state") in
       dead)
-        only_ours "$unit" "$run" "$owner"
+        check_label "$unit" "$run" "$owner"
         again+=("$unit")
         remove "$unit"
         ;;
       none) again+=("$unit") ;;
     esac
   done
-  ((${#again[@]})) || { say "nothing to resume: $(states)"; return 0; }
-  forget_outcome
+  ((${#again[@]})) || { say "nothing to resume: $(state_summary)"; return 0; }
+  reset_outcome
   write_startup
   say "creating ${again[*]} again"
   create "${again[@]}"
@@ -83,14 +83,14 @@ verb_resume() {
 verb_fetch() {
   local to=${TO:-runs/$RUN}
   [[ -n $DRY_RUN ]] || mkdir -p "$to"
-  act gcloud storage rsync "$BUCKET/$RUN/run" "$to" --recursive
+  change gcloud storage rsync "$BUCKET/$RUN/run" "$to" --recursive
   say "$RUN is in $to; its checkpoints stay in the bucket"
 }
 
 verb_delete() { # all labels are read before the first is deleted
   local unit found api=$API there=()
   ASSUMED=READY
-  ours_only
+  check_labels
   for unit in $(units); do
     found=$(describe "$unit")
     [[ $found == NONE* ]] || there+=("$unit")
@@ -103,21 +103,21 @@ verb_delete() { # all labels are read before the first is deleted
   esac
   if [[ $API != "$api" && -z $DRY_RUN ]] && ((${#there[@]} == 0)); then
     found=$(describe "$NAME")
-    [[ $found == NONE* ]] || { ours_only; remove "$NAME"; }
+    [[ $found == NONE* ]] || { check_labels; remove "$NAME"; }
   fi
   say "checkpoints and the run directory stay at $BUCKET/$RUN"
 }
 
-ours_only() {
+check_labels() {
   local unit found state run owner
   for unit in $(units); do
     found=$(describe "$unit")
     IFS=, read -r state run owner <<<"$found"
-    [[ $state == NONE ]] || only_ours "$unit" "$run" "$owner"
+    [[ $state == NONE ]] || check_label "$unit" "$run" "$owner"
   done
 }
 
-everywhere() { # a command on all hosts of all nodes, at the same time: a run that is stopped on some waits for the others
+on_all_hosts() { # a command on all hosts of all nodes, at the same time: a run that is stopped on some waits for the others
   local node pid code=0 pids=()
   for node in $(nodes); do
     on_host "$node" all "$1" &
@@ -131,7 +131,7 @@ wait_until_up() {
   local line
   ASSUMED=READY
   while true; do
-    line=$(states)
+    line=$(state_summary)
     case $line in
       *dead* | *none*) die "$NAME is $line: maxlm-gcp resume creates it again." ;;
       *waiting*) say "$line: waiting" ;;
@@ -141,23 +141,23 @@ wait_until_up() {
   done
 }
 
-# What the hosts fetch: the resolved config, a secret that they share and, unless a container holds it, the code of git's HEAD.
-send_code() {
+# Uploads what the hosts fetch: the resolved config, a shared secret and, unless a container holds it, the code of git's HEAD.
+upload_code() {
   if [[ -z $IMAGE ]]; then
     local changed
     changed=$(git -C "$HERE/.." status --porcelain -- maxlm kernels gcp pyproject.toml)
     [[ -z $changed ]] || die "uncommitted changes would stay here, since the hosts run git's HEAD: commit them (${changed%%$'\n'*} ...)."
     git -C "$HERE/.." archive --format=tar.gz --output="$WORK/code.tar.gz" HEAD
-    act gcloud storage cp "$WORK/code.tar.gz" "$BUCKET/$RUN/code.tar.gz"
+    change gcloud storage cp "$WORK/code.tar.gz" "$BUCKET/$RUN/code.tar.gz"
   fi
-  act gcloud storage cp "$WORK/config.yml" "$BUCKET/$RUN/config.yml"
+  change gcloud storage cp "$WORK/config.yml" "$BUCKET/$RUN/config.yml"
   od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$WORK/cluster-secret"
-  act gcloud storage cp "$WORK/cluster-secret" "$BUCKET/$RUN/cluster-secret"
+  change gcloud storage cp "$WORK/cluster-secret" "$BUCKET/$RUN/cluster-secret"
 }
 
-forget_outcome() { # of an earlier start, or `watch` would take it for that of the new one
+reset_outcome() { # or `watch` would report that of an earlier start
   echo starting >"$WORK/outcome"
-  act gcloud storage cp "$WORK/outcome" "$BUCKET/$RUN/outcome"
+  change gcloud storage cp "$WORK/outcome" "$BUCKET/$RUN/outcome"
 }
 
 # The startup script of a VM: its settings, then host.sh. It holds names of secrets and no secret.

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# How the run is, and making again what is gone. Sourced by maxlm-gcp.
+# State of the run, and recreation of lost machines. Sourced by maxlm-gcp.
 
-# The bucket says how far the run is, also when no machine is alive. The first look must succeed; a later one that fails, or a machine that
-# cannot be made again, is tried again: a run takes weeks.
+# Progress is read from the bucket, also when no machine is alive. The first poll must succeed; later failures, also to recreate a machine,
+# are retried: a run takes weeks.
 verb_watch() {
   local code first=1
-  set +e # and not `look || ...`, within which no error would end anything
+  set +e # and not `poll_once || ...`, within which no error would end anything
   while true; do
-    look
+    poll_once
     code=$?
     if ((code == 9)) && [[ -n $first ]]; then return 1; fi
     if [[ -n $ONCE$DRY_RUN || -f $WORK/ended ]]; then return "$code"; fi
@@ -16,11 +16,11 @@ verb_watch() {
   done
 }
 
-# A line of `watch`, and what is to be done about it. Returns the run's exit code and leaves the file `ended` if that is its end; 9
-# if it could not look, 1 if it could not make again what is dead.
-look() {
+# Prints a line, and resumes dead machines if asked to. Returns the run's exit code, with the file `ended`, at its end; 9 if polling
+# failed, 1 if recreation failed.
+poll_once() {
   local line outcome code
-  line=$(states) || return 9
+  line=$(state_summary) || return 9
   outcome=$(optional gcloud storage cat "$BUCKET/$RUN/outcome") || return 9
   (optional gcloud storage cat "$BUCKET/$RUN/latest.jsonl") >"$WORK/latest.jsonl" || return 9
   (optional gcloud storage cat "$BUCKET/$RUN/run/events.jsonl") >"$WORK/events.jsonl" || return 9
@@ -34,21 +34,21 @@ look() {
     *) say "$RUN ended with $code: a host could not begin, or its restarts are used up; see the log; restart starts it again" ;;
   esac
   [[ $code == '' || $code == 3 ]] || { touch "$WORK/ended"; return "$code"; }
-  # None is left where an earlier try has deleted what was dead, and found no room for the new: the run has begun, so it is made again.
+  # None is left where an earlier try deleted the dead machines and found no capacity for new ones: recreate those too.
   if [[ -n $AGAIN && ($line == *dead* || ($line == *none* && -n $outcome)) ]]; then
     (set -e; verb_resume)
   fi
 }
 
-optional() { # `ask`, where nothing need be there
-  ask "$@" || { (($? == 4)) || return 1; }
+optional() { # `query` of an object that may not exist
+  query "$@" || { (($? == 4)) || return 1; }
 }
 
-states() { # of all machines: `READY (up)`, or `RUNNING (up), TERMINATED (dead)`
+state_summary() { # of all machines: `READY (up)`, or `RUNNING (up), TERMINATED (dead)`
   local unit found told=()
   for unit in $(units); do
     found=$(describe "$unit") || return 1
-    told+=("${found%%,*} ($(life "${found%%,*}"))")
+    told+=("${found%%,*} ($(phase_of "${found%%,*}"))")
   done
   printf '%s\n' "${told[@]}" | sort -u | paste -sd, - | sed 's/,/, /g'
 }

@@ -1,4 +1,4 @@
-"""`maxlm`, and `python -m maxlm`: the command line, which a signal ends in order from here on."""
+"""Entry point of `maxlm` and `python -m maxlm`: the command line, with an orderly end on signals."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ import sys
 from typing import NoReturn
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import deadline
+from maxlm.runtime import deadline, progress_file
 from maxlm.runtime.deadline import Stopped
 
-_INTERRUPTED = 130  # what typer makes of KeyboardInterrupt
+_INTERRUPTED = 130  # typer's exit code after KeyboardInterrupt
 
 
 def main() -> None:
@@ -27,7 +27,9 @@ def main() -> None:
         code = error.code if isinstance(error, SystemExit) else 1
         code = code if isinstance(code, int) else int(code is not None)
         stopped = deadline.finish(code)
-        if stopped is not None and code:  # whatever the libraries on its way have made of it
+        if not isinstance(error, SystemExit):
+            progress_file.record_error(error)
+        if stopped is not None and code:  # also where a library has replaced the exception by its own
             _end(stopped)
         if code == _INTERRUPTED:
             _end(Stopped(signal.SIGINT))
@@ -35,7 +37,7 @@ def main() -> None:
 
 
 def _end(stopped: Stopped) -> NoReturn:
-    """Without the interpreter's own end, which waits for threads, and crashes under those that compute."""
+    """Exit without finalizing the interpreter, which waits for threads and crashes under those that compute."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(f"maxlm: {stopped}\n")

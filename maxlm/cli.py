@@ -1,6 +1,7 @@
-"""The command line: a short function a verb. Anything heavy is imported inside, so help and config errors are instant."""
+"""The command line: one short function per command. Heavy imports are inside, so help and config errors are instant."""
 
 import errno
+import json
 import math
 import os
 import sys
@@ -12,11 +13,12 @@ import typer
 
 import maxlm
 from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
+from maxlm.config.transient import is_transient
+from maxlm.runtime import progress_file
 
-NAMED = 3  # runs that the name of a report holds at most
-CTRL_C = 130  # what typer ends with after it
-MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-WRONG_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+NAMED = 3  # runs in the default name of a report, at most
+CTRL_C = 130  # exit code of typer after it
+WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +44,10 @@ ConfigName = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
+Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")]
+Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")]
+Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
+Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -62,9 +68,9 @@ def options(
 def train(config: ConfigName, overrides: Overrides = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
-    from maxlm.runtime.cluster_env import split
+    from maxlm.runtime.cluster_env import split_arguments
 
-    cluster, rest = split(overrides or [])
+    cluster, rest = split_arguments(overrides or [])
     settings = load(config, rest).config
     from rich.console import Console
 
@@ -73,9 +79,9 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
     phases = Phases(Console())
     with phases("importing libraries"):
         from maxlm.inference.text import print_samples
-        from maxlm.runtime.run import run
+        from maxlm.runtime.run import run_training
 
-    raise typer.Exit(run(settings, phases, print_samples, cluster))
+    raise typer.Exit(run_training(settings, phases, print_samples, cluster))
 
 
 @app.command(name="config")
@@ -85,7 +91,7 @@ def show_config(
     diff: Annotated[str | None, typer.Option(metavar="OTHER", help="Show only where OTHER, another config, differs.")] = None,
     json_: Json = False,
 ) -> None:
-    """Show the resolved config, where each value comes from, and the parameters, tokens and FLOPs it comes to; of a model alone, too."""
+    """Show the resolved config or model, the source of each value, and the parameters, tokens and FLOPs that follow."""
     from maxlm.config import load, show
 
     loaded = load(config, overrides or [], assume=True)
@@ -99,12 +105,12 @@ def show_config(
 def compile_(
     config: ConfigName,
     overrides: Overrides = None,
-    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
-    slices: Annotated[int | None, typer.Option(min=1, help="How many of them, joined by the data-centre network.")] = None,
+    topology: Topology = None,
+    slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
     json_: Json = False,
 ) -> None:
-    """Compile the training step ahead of time, without the hardware, and say what it needs and where its time goes."""
+    """Compile the training step ahead of time, without the hardware; show its memory and predicted time."""
     from maxlm.cost import compile_command
     from maxlm.runtime import deadline
 
@@ -116,10 +122,10 @@ def compile_(
 def plan_(
     config: ConfigName,
     overrides: Overrides = None,
-    topology: Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")] = None,
-    slices: Annotated[int | None, typer.Option(min=1, help="How many of them, joined by the data-centre network.")] = None,
+    topology: Topology = None,
+    slices: Slices = None,
     chips_at_most: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips instead.")] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, help="Of the run whose days are told, such as 15e12.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     json_: Json = False,
 ) -> None:
@@ -156,22 +162,18 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
     place = store_argument(store)
     from maxlm.data.inspect import as_text, describe
 
-    if json_:
-        import json
-
-        typer.echo(json.dumps(describe(place)))
-    else:
-        typer.echo(as_text(describe(place)))
+    description = describe(place)
+    typer.echo(json.dumps(description) if json_ else as_text(description))
 
 
 @kernels_app.command(name="report")
 def kernels_report(
     chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e or h200; every TPU if not given. Repeatable.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
-    operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",
+    shape: Shapes = None,
+    operation: Kernel = "attention",
     json_: Json = False,
 ) -> None:
-    """Time kernels on the chip that is here; for others compile them, and say what their machine code does, beside the library's."""
+    """Time kernels on this machine's chip; compile them for others and compare their machine code to the library's."""
     from maxlm.kernel_lab import commands
 
     raise typer.Exit(commands.report(chip or [], operation, shape or [], as_json=json_))
@@ -180,12 +182,12 @@ def kernels_report(
 @kernels_app.command(name="sweep")
 def kernels_sweep(
     chip: Annotated[list[str] | None, typer.Option(metavar="CHIP", help="Such as v6e; every TPU if not given. May be repeated.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")] = None,
-    operation: Annotated[str, typer.Option(metavar="OPERATION", help="What the kernels compute.")] = "attention",
-    write: Annotated[bool, typer.Option("--write", help="Put the best into the table that the kernels read.")] = False,
+    shape: Shapes = None,
+    operation: Kernel = "attention",
+    write: Annotated[bool, typer.Option("--write", help="Write the best into the table that the kernels read.")] = False,
     json_: Json = False,
 ) -> None:
-    """Compile our kernels for TPUs that are not there at several choices of blocks, count them, and say which are best."""
+    """Compile our kernels for TPUs ahead of time at several block sizes, count their instructions, and rank them."""
     from maxlm.kernel_lab import commands
 
     raise typer.Exit(commands.sweep(chip or [], operation, shape or [], write=write, as_json=json_))
@@ -194,23 +196,23 @@ def kernels_sweep(
 @app.command()
 def generate(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draw.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
 ) -> None:
     """Continue a prompt with the model of a run."""
     if not math.isfinite(temperature):
-        raise UserError(f"--temperature {temperature} is no number: give one such as 0.8.")
+        raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference import Sampler
     from maxlm.inference.text import generate_from_run
-    from maxlm.runtime.jax_setup import look_for_devices
+    from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
-    look_for_devices()
+    select_platform()
     sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, or shorten the prompt"):
         typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
@@ -233,13 +235,13 @@ def report(
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, such as: -- train runs/quickstart.")],
-    restarts: Annotated[int, typer.Option(min=0, help="How often to start it again.")] = 10,
-    backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; twice as many each time without progress.")] = 5.0,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, such as: -- train runs/quickstart.")],
+    restarts: Annotated[int, typer.Option(min=0, help="Restarts at most.")] = 10,
+    backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; doubled each time without progress.")] = 5.0,
 ) -> None:
-    """Run a command of maxlm, and start it again after a crash or a lost host."""
+    """Run a command of maxlm, and restart it after a crash or a lost host."""
     if not math.isfinite(backoff):
-        raise UserError(f"--backoff {backoff} is no number of seconds: give one such as 5.")
+        raise UserError(f"--backoff {backoff} is not a number of seconds: give one such as 5.")
     from maxlm.runtime.launch import Supervisor
 
     program = [sys.executable, "-m", "maxlm", *command]
@@ -247,75 +249,70 @@ def launch(
 
 
 @app.command(name="bench-comm")
-def bench_comm(
+def bench_comm_(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Whose mesh; or mesh.data=2 alone.")
+        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Config with the mesh; or mesh.data=2 alone.")
     ] = None,
     operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
-    smallest: Annotated[str, typer.Option(metavar="SIZE", help="Of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
-    largest: Annotated[str, typer.Option(metavar="SIZE", help="Each size is four times the one before.")] = "1GB",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to draw it, as a PNG.")] = None,
+    smallest: Annotated[str, typer.Option(metavar="SIZE", help="Size of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
+    largest: Annotated[str, typer.Option(metavar="SIZE", help="Largest size; each is four times the one before.")] = "1GB",
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a plot, as a PNG.")] = None,
     json_: Json = False,
 ) -> None:
-    """Measure collectives over each axis of a mesh, of all hosts, against what their links can do."""
-    from maxlm.runtime.cluster_env import split
+    """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links."""
+    from maxlm.runtime.cluster_env import split_arguments
     from maxlm.runtime.comm import sizes
 
-    cluster, rest = split(arguments or [])
-    asked, some = sizes.chosen(operation or []), sizes.between(smallest, largest)
+    cluster, rest = split_arguments(arguments or [])
+    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)
     from maxlm.cost.mesh_links import bus_limit
-    from maxlm.runtime.comm.command import Request, run
+    from maxlm.runtime.comm.bench_command import Request, bench_comm
 
-    request = Request(*Request.mesh_of(rest), tuple(asked), tuple(some), out)
-    raise typer.Exit(run(request, cluster, bus_limit, as_json=json_))
+    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out)
+    raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
 
 
 @app.command()
 def doctor(
     place: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --cluster: coordinator= and the like.")] = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="On every host at once: compare them, and name the slow one.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Run on every host at once: compare them, and name the slow one.")] = False,
     json_: Json = False,
 ) -> None:
-    """Check devices, versions, disk and what is missing, and say how to get it; or the hosts of a cluster."""
-    from maxlm.runtime.cluster_env import split
+    """Check devices, versions and disk, with a fix for each problem; or compare the hosts of a cluster."""
+    from maxlm.runtime.cluster_env import split_arguments
 
-    named, rest = split(place or [])
+    named, rest = split_arguments(place or [])
     if rest or (named and not cluster):
         raise UserError(
             f"{(rest or list(named))[0]}: only --cluster takes settings, which are coordinator=, process_count= and process_id=."
         )
     if cluster:
-        from maxlm.runtime.comm.examine import run
+        from maxlm.runtime.comm.cluster_doctor import run_cluster_doctor
 
-        raise typer.Exit(run(named, as_json=json_))
-    from maxlm.runtime.doctor import as_text, examine
+        raise typer.Exit(run_cluster_doctor(named, as_json=json_))
+    from maxlm.runtime.doctor import as_text, diagnose
 
-    found = examine()
-    if json_:
-        import json
-
-        typer.echo(json.dumps(found.to_json()))
-    else:
-        typer.echo(as_text(found))
-    raise typer.Exit(0 if found.healthy else 2)
+    report = diagnose()
+    typer.echo(json.dumps(report.to_json()) if json_ else as_text(report))
+    raise typer.Exit(0 if report.healthy else 2)
 
 
 def main() -> None:
-    """Run the command line. What the user, storage or a signal ends is one line and its exit code, without a traceback."""
+    """Run the command line. An error of the input or of storage, or a signal, prints one line and sets the exit code; no traceback."""
     try:
         code = _run()
     except (UserError, typer.TyperException) as error:  # typer's are mistakes in the command itself
         message = str(error) if isinstance(error, UserError) else str(UserError(error.format_message()))
         _end(message, getattr(error, "exit_code", ExitCode.WRONG_INPUT))
     except KeyboardInterrupt:
-        code = CTRL_C  # `__main__` says which signal it was, and ends with STOPPED
+        code = CTRL_C  # `__main__` prints which signal it was, and ends with STOPPED
     except BrokenPipeError:
         _close_output()
         _end("the program that read this output has ended.", ExitCode.STOPPED)
     except OSError as error:
-        if error.errno not in (*MAY_PASS, *WRONG_PLACE):
+        if error.errno not in WRONG_PATH and not is_transient(error):
             raise
-        kind = UnavailableError if error.errno in MAY_PASS else UserError
+        kind = UserError if error.errno in WRONG_PATH else UnavailableError
         message = f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror}."
         _close_output()
         _end(str(kind(message)), kind.exit_code)
@@ -323,16 +320,16 @@ def main() -> None:
 
 
 def _run() -> int | None:
-    """The command's exit code, once all that it printed is written."""
+    """Run the command and flush its output; return its exit code."""
     for argument in sys.argv[1:]:
-        if any("\udc80" <= char <= "\udcff" for char in argument):  # how Python holds bytes that are no text
+        if any("\udc80" <= char <= "\udcff" for char in argument):  # surrogates: bytes that are no UTF-8
             raise UserError(f"{shorten(argument)} on the command line is not UTF-8 text: rename it, or type it again.")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
     try:
         code: int | None = app(standalone_mode=False)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer's own way to end then
+        if isinstance(ended.__context__, BrokenPipeError):  # raised by typer
             raise ended.__context__ from None
         raise
     sys.stdout.flush()
@@ -340,11 +337,12 @@ def _run() -> int | None:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    if message:  # a command that lacks everything has printed its help instead
+    if message:  # a command without arguments has printed its help instead
+        progress_file.record_error(message)
         typer.echo(f"maxlm: {message}", err=True)
     sys.exit(code)
 
 
 def _close_output() -> None:
-    """Let the interpreter's own flush at the end find no one to fail for."""
+    """Redirect stdout to the null device, so that the interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -1,5 +1,5 @@
 """Every test sees eight virtual CPU devices. Runs that tests start on one device share compiled programs through a cache on disk; what
-runs on several here is compiled in each process, see `maxlm.runtime.jax_setup.keep_compiled_programs`. To compile is most of what tests do:
+runs on several here is compiled in each process, see `maxlm.runtime.jax_setup`. To compile is most of what tests do:
 XLA:CPU is told to do it as for the product's step, and by the older emitters, in two thirds of the time.
 """
 
@@ -15,9 +15,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "maxlm-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
-from maxlm.runtime.jax_setup import keep_compiled_programs
+from maxlm.runtime.jax_setup import enable_compilation_cache
 
-keep_compiled_programs()
+enable_compilation_cache()
 
 
 def pytest_runtest_setup() -> None:

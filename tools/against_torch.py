@@ -26,7 +26,7 @@ from maxlm.data.batch import batch_of_windows
 from maxlm.hardware.chips import chip_of
 from maxlm.models import step_flops
 from maxlm.parallel import build_mesh
-from maxlm.runtime.jax_setup import look_for_devices
+from maxlm.runtime.jax_setup import select_platform
 from maxlm.training.program import build_program
 from maxlm.training.step import Metrics
 
@@ -118,7 +118,7 @@ def show(found: dict[str, Any]) -> str:
 
 def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     """One turn of the product's step; leaves its first weights in `folder`. For a process whose jax has no device yet."""
-    look_for_devices()
+    select_platform()
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     device = jax.devices()[0]
     program = build_program(config, build_mesh(config, [device]))

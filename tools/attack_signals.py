@@ -1,9 +1,9 @@
-"""Send signals at random moments to the commands of maxlm, and check that each ends in time, with the right code, and that nothing is lost.
+"""Send signals at random moments to the commands of maxlm; check that each ends in time, with the right exit code, and loses nothing.
 
     python tools/attack_signals.py --trials 100 --seed 0
 
-Each trial starts a command in a fresh copy of a small workspace, waits until it handles signals, sends it SIGINT, SIGTERM, SIGHUP, two
-SIGINTs or SIGKILL at a random moment of its usual duration, and then runs the same command again, undisturbed. Needs Linux: it reads /proc.
+Each trial starts a command in a copy of a small workspace, waits until it handles signals, sends it SIGINT, SIGTERM, SIGHUP, two SIGINTs
+or SIGKILL at a random moment of its usual duration, and then runs the same command again without signals. Needs Linux: it reads /proc.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ samples: {prompts: [document], tokens: 8}
 
 @dataclass(frozen=True)
 class Target:
-    """A command, what it needs beforehand (folders of the workspace), how its result is read, and whether it saves when it is stopped."""
+    """A command, the folders that it needs, the function that reads its result, and whether it saves on a signal."""
 
     name: str
     arguments: tuple[str, ...]
@@ -64,7 +64,7 @@ class Target:
 
 @dataclass
 class Reference:
-    """The same command, undisturbed."""
+    """Result of the same command without signals."""
 
     code: int
     seconds: float
@@ -73,18 +73,18 @@ class Reference:
 
 @dataclass
 class Trial:
-    """What came of a signal."""
+    """Outcome of a signal."""
 
     target: str
     signals: str
-    moment: float  # seconds after the command handles signals
+    moment: float  # seconds after the command has installed its handlers
     code: int
     seconds: float  # from the last signal to the end
     problems: list[str]
 
 
 def _training(folder: Path, said: str) -> object:
-    """The losses of every step and the digests of the last state, to the bit."""
+    """Return the losses of every step and the digests of the last state, to the bit."""
     run = folder / "runs" / "small"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     manifest = json.loads((run / "checkpoints" / str(STEPS) / "manifest" / "manifest.json").read_text())
@@ -93,7 +93,7 @@ def _training(folder: Path, said: str) -> object:
 
 
 def _store(folder: Path, said: str) -> object:
-    """Every file of the token store, but for the dates of its sources, which are another copy in each trial."""
+    """Return the digest of every file of the token store, except for the dates of its sources, which differ in each trial."""
     files = [path for path in sorted((folder / "store").rglob("*")) if path.is_file() and path.name not in (".lock", "sources.json")]
     return [(str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
 
@@ -103,7 +103,7 @@ def _printed(folder: Path, said: str) -> object:
 
 
 def _report(folder: Path, said: str) -> object:
-    """A page that is whole."""
+    """True if the page is complete."""
     return (folder / "page.html").read_text().rstrip().endswith("</html>")
 
 
@@ -140,7 +140,7 @@ class Attack:
         self._references: dict[str, Reference] = {}
 
     def prepare(self) -> None:
-        """Make the workspace, and run every command undisturbed."""
+        """Create the workspace, and run every command without signals."""
         texts = self._whole / "texts"
         texts.mkdir(parents=True)
         for number in range(60):
@@ -150,7 +150,7 @@ class Attack:
         store, train = TARGETS[2], TARGETS[0]
         for target in (store, train, *TARGETS):  # twice, so that compiled programs are in the cache, as in the trials
             began = time.monotonic()
-            code, said, _ = self._again(target, self._whole, uuid.uuid4().hex)
+            code, said, _ = self._run(target, self._whole, uuid.uuid4().hex)
             self._references[target.name] = Reference(code, time.monotonic() - began, target.result(self._whole, said))
             if target.name == "train":
                 shutil.rmtree(self._folder / "runs", ignore_errors=True)
@@ -160,7 +160,7 @@ class Attack:
                 shutil.rmtree(self._folder / "runs")
 
     def trial(self, number: int) -> Trial:
-        """One command, one attack."""
+        """Run one command with one attack, and again without."""
         target = self._random.choices(TARGETS, [one.weight for one in TARGETS])[0]
         name = self._random.choice(list(ATTACKS))
         reference = self._references[target.name]
@@ -179,7 +179,7 @@ class Attack:
         if orphans:
             trial.problems.append(f"left running: {', '.join(orphans)}")
         if not (target.name == "generate" and code == 0):
-            code, said, errors = self._again(target, folder, mark)
+            code, said, errors = self._run(target, folder, mark)
             trial.problems += self._judge_again(target, folder, code, said, errors)
         if not trial.problems:
             shutil.rmtree(folder)
@@ -227,10 +227,10 @@ class Attack:
         if "Traceback" in errors:
             return [f"run again, a traceback: {errors[-2000:]}"]
         if target.result(folder, said) != reference.result:
-            return ["run again, its result is another than undisturbed"]
+            return ["run again, its result differs from that without signals"]
         return []
 
-    def _again(self, target: Target, folder: Path, mark: str) -> tuple[int, str, str]:
+    def _run(self, target: Target, folder: Path, mark: str) -> tuple[int, str, str]:
         done = subprocess.run(
             _command(target), cwd=folder, env=_environment(mark), capture_output=True, text=True, check=False, timeout=300
         )
@@ -248,7 +248,7 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _handles_signals(pid: int) -> bool:
-    """Whether our code runs already: before, the interpreter starts, and a signal has its effect of old."""
+    """True once the process has installed its handlers; while the interpreter starts, signals have their default effect."""
     try:
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return bool(int(lines["SigCgt"], 16) >> (signal.SIGHUP - 1) & 1)
@@ -269,7 +269,7 @@ def _running(mark: str) -> list[str]:
 
 
 def _wait_for_orphans(mark: str, seconds: float) -> list[str]:
-    """Processes of a trial that are still there after `seconds`; they are ended."""
+    """Return processes of a trial that still run after `seconds`, after killing them."""
     until = time.monotonic() + seconds
     while (left := _running(mark)) and time.monotonic() < until:
         time.sleep(0.1)
@@ -279,7 +279,7 @@ def _wait_for_orphans(mark: str, seconds: float) -> list[str]:
 
 
 def show(trials: list[Trial], console: Console) -> None:
-    """A row for each command and attack."""
+    """Print a row for each command and attack."""
     table = Table("command", "attack", "trials", "exit codes", "slowest end", "failed")
     rows = defaultdict(list)
     for trial in trials:
@@ -292,9 +292,9 @@ def show(trials: list[Trial], console: Console) -> None:
 
 
 def main(
-    trials: Annotated[int, typer.Option(min=1, help="How many attacks.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of commands, signals and moments.")] = 0,
-    folder: Annotated[Path | None, typer.Option(help="Where to work; failed trials stay there. Default: a temporary folder.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Number of attacks.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of commands, signals and moments.")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Working folder; failed trials stay there. Default: a temporary folder.")] = None,
 ) -> None:
     """Attack, print a table, and exit with 1 if a trial failed."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the commands would ignore it

@@ -32,11 +32,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxlm.config.errors import UserError
 from maxlm.runtime import cluster, host_allgather
-from maxlm.runtime.cluster_env import split
-from maxlm.runtime.comm.measure import Turns, turns
-from maxlm.runtime.comm.operations import OPERATIONS, Operation, put_in
-from maxlm.runtime.comm.sizes import in_words, parse
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.cluster_env import split_arguments
+from maxlm.runtime.comm.measure import TimedLoop, timed_loop
+from maxlm.runtime.comm.operations import OPERATIONS, Operation, make_input
+from maxlm.runtime.comm.sizes import format_size, parse
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 AXIS, ROUND_SECONDS, MOST = "all", 0.3, 200
 COLUMNS = ("called", "hand", "bench", "library")
@@ -80,13 +80,13 @@ def program(mesh: Mesh, run: Callable[[jax.Array, str], jax.Array]) -> Callable[
     return jax.jit(jax.shard_map(lambda x: run(x[0], AXIS)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
-def by_hand(mesh: Mesh, ring: Operation, size: int, in_one: int = 1) -> Turns:
+def by_hand(mesh: Mesh, ring: Operation, size: int, in_one: int = 1) -> TimedLoop:
     """A minimal benchmark, as written by hand: `in_one` operations a call."""
 
     def several(x: jax.Array, axis: str) -> jax.Array:
         return lax.fori_loop(0, in_one, lambda _, y: ring.run(y, axis), x) if in_one > 1 else ring.run(x, axis)
 
-    call, x = program(mesh, several), put_in(mesh, AXIS, ring, size)
+    call, x = program(mesh, several), make_input(mesh, AXIS, ring, size)
     jax.block_until_ready(call(x))
 
     def run(count: int) -> float:
@@ -100,7 +100,7 @@ def by_hand(mesh: Mesh, ring: Operation, size: int, in_one: int = 1) -> Turns:
 
 def same_results(mesh: Mesh, library: Operation, ring: Operation) -> None:
     """Raises AssertionError unless both give the same, of numbers of which all sums are exact."""
-    given = put_in(mesh, AXIS, ring, 4 * mesh.size * 8)
+    given = make_input(mesh, AXIS, ring, 4 * mesh.size * 8)
     numbers = jax.jit(lambda x: jax.numpy.arange(x.size, dtype=x.dtype).reshape(x.shape), out_shardings=given.sharding)(given)
     outs = [program(mesh, operation.run)(numbers) for operation in (library, ring)]
     for ours, theirs in zip(*(out.addressable_shards for out in outs), strict=True):
@@ -110,16 +110,20 @@ def same_results(mesh: Mesh, library: Operation, ring: Operation) -> None:
 def compare(mesh: Mesh, name: str, size: int, rounds: int) -> dict[str, Any]:
     """Seconds of each, a median of rounds in which they take turns, and ratios of those."""
     library = OPERATIONS[name]
-    ring = Operation(f"ring {name}", RINGS[name], library.crossing, library.gathers)
+    ring = Operation(f"ring {name}", RINGS[name], library.bus_factor, library.gathers)
     same_results(mesh, library, ring)
-    runs = {"called": by_hand(mesh, ring, size), "bench": turns(mesh, AXIS, ring, size), "library": turns(mesh, AXIS, library, size)}
+    runs = {
+        "called": by_hand(mesh, ring, size),
+        "bench": timed_loop(mesh, AXIS, ring, size),
+        "library": timed_loop(mesh, AXIS, library, size),
+    }
     if name == "all-reduce":
         runs["hand"] = by_hand(mesh, ring, size, IN_ONE)
     once = [run(2) / 2 for run in runs.values()]
-    slowest = float(host_allgather.rows(np.array(once, np.float32)).max())
+    slowest = float(host_allgather.allgather(np.array(once, np.float32)).max())
     count = min(MOST, max(3, math.ceil(ROUND_SECONDS / slowest)))
     times = np.array([[run(count) / count for run in runs.values()] for _ in range(rounds)], np.float32)
-    times = host_allgather.rows(times).max(axis=0)  # of the slowest process
+    times = host_allgather.allgather(times).max(axis=0)  # of the slowest process
     seconds = {key: statistics.median(column.tolist()) for key, column in zip(runs, times.T, strict=True)}
     hand = seconds.get("hand", seconds["called"])
     ratios = {"bench_over_hand": seconds["bench"] / hand, "library_over_ring": seconds["library"] / seconds["bench"]}
@@ -138,7 +142,7 @@ def measure(sizes: list[int], operations: list[str], rounds: int) -> None:
             row = compare(mesh, name, size, rounds)
             rows.append(row)
             times = " ".join(f"{1e3 * row[f'{key}_s']:7.2f} ms" if f"{key}_s" in row else f"{'':10}" for key in COLUMNS)
-            say(f"{name:15} {in_words(size):>8} {times} {row['bench_over_hand']:11.2f} {row['library_over_ring']:13.2f}")
+            say(f"{name:15} {format_size(size):>8} {times} {row['bench_over_hand']:11.2f} {row['library_over_ring']:13.2f}")
     if jax.process_index() == 0:
         print(json.dumps({"devices": jax.device_count(), "processes": jax.process_count(), "jax": jax.__version__, "rows": rows}))
 
@@ -167,16 +171,16 @@ def main() -> None:
     parser.add_argument("--operations", default=",".join(RINGS))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    named, rest = split(options.place)
+    named, rest = split_arguments(options.place)
     try:
         if rest or set(options.operations.split(",")) - RINGS.keys():
             raise UserError(f"{' '.join(rest) or options.operations}: give coordinator=..., or operations out of {', '.join(RINGS)}.")
         sizes = [parse(size, "--sizes") for size in options.sizes.split(",")]
         if not named:
             sys.exit(start_processes(sys.argv[1:], options.processes, options.devices))
-        look_for_devices()
+        select_platform()
         with cluster.joined(named, lambda text: print(text, file=sys.stderr)):
-            keep_compiled_programs()
+            enable_compilation_cache()
             measure(sizes, options.operations.split(","), options.rounds)
     except UserError as error:
         print(f"bench_comm: {error}", file=sys.stderr)

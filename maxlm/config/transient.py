@@ -28,6 +28,7 @@ _OF_CONTENT = {
     errno.EILSEQ,
     errno.EOVERFLOW,
     errno.EFBIG,
+    errno.EBADF,
 }
 # Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others are about the content.
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")

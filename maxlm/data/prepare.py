@@ -1,7 +1,6 @@
 """Text to a token store: `maxlm data prepare`. The same command again returns at once, or goes on where it was interrupted."""
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, storage
@@ -29,9 +29,8 @@ from maxlm.hardware.host import host_memory, in_bytes
 SAVE_SECONDS = 30.0  # between two saves of the progress
 PROCESS_BYTES = 10 << 20  # of a Python process that tokenizes, at the very least
 WORD_BYTES = 56  # of a word of the tokenizer that is trained: a string in a list and in a table
-LOCK = ".lock"
 SOURCES = "sources.json"
-ENDS_SECONDS = 5.0  # that another process, which was told to end, may take for it
+LOCK_SECONDS = 5.0  # to wait for another process that is about to end
 CONTENT = "the content of data.prepare.sources"
 
 
@@ -121,7 +120,11 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """
     info = manifest.load(store)
     if info is None:
-        keys = [] if storage.is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != LOCK]
+        keys = (
+            []
+            if storage.is_remote(store)
+            else [path.name for path in Path(store).expanduser().glob("*") if path.name != directory_lock.NAME]
+        )
         if keys and storage.read_bytes(store, manifest.PROGRESS) is None:
             raise ConfigError("data.store", store, f"is not empty and not a token store: it holds {min(keys)}", "choose another folder")
         return None
@@ -223,22 +226,12 @@ def _locked(store: str) -> Iterator[None]:
     if storage.is_remote(store):
         yield
         return
-    folder = Path(store).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
-    except OSError as error:
-        raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
-    with file:
-        until = time.monotonic() + ENDS_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() >= until:
-                    raise UserError(f"data.store = {store}: another process is preparing it; wait for it to end.") from error
-                time.sleep(0.1)
+    folder, say = Path(store).expanduser(), Console(stderr=True, highlight=False, soft_wrap=True).print
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))
+        except OSError as error:
+            raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
         for left in folder.rglob("*.__lock"):  # by TensorStore, of a process that was killed while it wrote the file of that name
             left.unlink(missing_ok=True)
         yield

@@ -51,13 +51,13 @@ def run_tokenizer(directory: Path) -> Tokenizer:
     return open_tokenizer(str(directory / "tokenizer"))
 
 
-def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None:
-    """Continue each of `samples.prompts` and print it; none more once `asked()`."""
+def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, stopped: Callable[[], bool]) -> None:
+    """Continue each of `samples.prompts` and print it; none more once `stopped()`."""
     if config.samples is None:
         return
     tokenizer = run_tokenizer(directory)
     for prompt in config.samples.prompts:
-        if asked():
+        if stopped():
             return
         room = most_generated(config) - len(tokenizer.encode(prompt))
         console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")

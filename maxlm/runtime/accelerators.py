@@ -1,11 +1,11 @@
-"""Traces that an accelerator leaves on a machine whether or not jax can use it, and what to do when jax cannot."""
+"""Detection of accelerators without jax, and the fix where jax does not use one."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# PCI vendor -> (extra of maxlm, what an accelerator of that maker looks like). Google's network cards share the vendor, so TPUs
-# are told by device id (v2-v3, v4, v5p, v5e, v6e, tpu7x; source: jax's hardware_utils.py), GPUs by PCI class (display, 3D).
+# TPUs are recognized by PCI device id, since Google's network cards share the vendor (v2-v3, v4, v5p, v5e, v6e, tpu7x; source: jax's
+# hardware_utils.py), GPUs by PCI class (display, 3D).
 TPU_IDS = ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 GPU_CLASSES = ("0x0300", "0x0302")
 CUDA13_DRIVER = 580  # the oldest driver that runs CUDA 13 (NVIDIA's CUDA 13.0 release notes)
@@ -13,19 +13,19 @@ CUDA13_DRIVER = 580  # the oldest driver that runs CUDA 13 (NVIDIA's CUDA 13.0 r
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator that is there: `kind` is the name of maxlm's extra for it."""
+    """A kind of accelerator that is present: `kind` is the name of maxlm's extra for it."""
 
     kind: str  # tpu or cuda
-    trace: str  # what gave it away
-    node: bool  # whether the kernel offers it as a device file
-    driver: str | None = None  # version of NVIDIA's kernel driver, where it says
+    trace: str  # device file or PCI address
+    node: bool  # True if the kernel has a device file for it
+    driver: str | None = None  # version of NVIDIA's kernel driver, if known
 
 
 def find_accelerators(root: Path = Path("/")) -> list[Accelerator]:
-    """Accelerators that the system under `root` shows signs of."""
+    """Return the accelerators of the system under `root`."""
     pci = _pci_accelerators(root)
     nodes = {"tpu": sorted((root / "dev").glob("accel[0-9]*")), "cuda": sorted((root / "dev").glob("nvidia[0-9]*"))}
-    if "tpu" in pci and not nodes["tpu"]:  # newer TPU machines pass theirs through vfio, as any PCI device may be
+    if "tpu" in pci and not nodes["tpu"]:  # newer TPU machines pass them through vfio, as other PCI devices too
         nodes["tpu"] = sorted((root / "dev" / "vfio").glob("[0-9]*"))
     found = []
     for kind in ("tpu", "cuda"):
@@ -35,18 +35,18 @@ def find_accelerators(root: Path = Path("/")) -> list[Accelerator]:
     return found
 
 
-def may_be_there(root: Path = Path("/")) -> bool:
-    """Whether any accelerator may be behind the device files, of a kind known here or not."""
+def any_device_file(root: Path = Path("/")) -> bool:
+    """True if there is a device file of any accelerator, known here or not."""
     device = root / "dev"
     return any(next(device.glob(pattern), None) for pattern in ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd"))
 
 
 def remedy(accelerator: Accelerator, plugin: str | None, install: str, platforms: str) -> str:
-    """What brings an accelerator to jax when jax does not see it.
+    """Return the fix for an accelerator that jax does not see.
 
     Args:
-        accelerator: what is there.
-        plugin: name and version of the jax plugin that is installed for it, if one is.
+        accelerator: the accelerator.
+        plugin: name and version of the installed jax plugin for it, if any.
         install: the pip command that installs maxlm with the extra for it.
         platforms: JAX_PLATFORMS, or "".
     """
@@ -59,11 +59,11 @@ def remedy(accelerator: Accelerator, plugin: str | None, install: str, platforms
         return f"update NVIDIA's driver from {accelerator.driver} to {CUDA13_DRIVER} or later, or pip install 'jax[cuda12]'"
     if plugin is None:
         return install
-    return f"{plugin} is there and finds nothing: see whether another process holds the device and whether you may open {accelerator.trace}"
+    return f"{plugin} is installed and finds no device: see whether another process holds it, and whether you may open {accelerator.trace}"
 
 
 def _pci_accelerators(root: Path) -> dict[str, str]:
-    """Kind -> PCI address of an accelerator of that kind."""
+    """Return kind -> PCI address of an accelerator of that kind."""
     found: dict[str, str] = {}
     for device in sorted((root / "sys" / "bus" / "pci" / "devices").glob("*")):
         try:

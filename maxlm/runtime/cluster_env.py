@@ -1,6 +1,6 @@
-"""Where a process is in a cluster: read off the command line, the environment its launcher made, and a Cloud TPU VM's metadata server.
+"""Detection of a process's cluster: from the command line, the launcher's environment, or a Cloud TPU VM's metadata server.
 
-Touches no device and needs no network but that server. Variables are those of GKE's TPU webhook, Slurm's srun, Open MPI, MPICH and
+Uses no device, and no network but that server. Variables are those of GKE's TPU webhook, Slurm's srun, Open MPI, MPICH and
 Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name them.
 """
 
@@ -12,41 +12,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from maxlm.config.errors import SHOWN, UserError
-from maxlm.runtime.line import MAX_PROCESSES
+from maxlm.runtime.message_socket import MAX_PROCESSES
 
-TPU_PORT = 8482  # of process 0 where the launcher names a host only: jax's own choice
+TPU_PORT = 8482  # of process 0 where the launcher names only a host: jax's own default
 COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"
 VARIABLES = {COORDINATOR: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", PROCESS: "JAX_PROCESS_ID"}
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host's name; sites have underscores
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
-Ask = Callable[[str], str | None]  # name of an attribute -> what the metadata server says, None: nothing
+Metadata = Callable[[str], str | None]  # attribute of the metadata server -> its value
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessSpec:
     """Process number `process` of `count`; number 0 waits for the others at `address`, host:port."""
 
     count: int
     process: int
     address: str
-    launcher: str  # what started it, and where that was found
-    devices: tuple[int, ...] | None = None  # indices of the GPUs that are this process's among those it sees; None: all
+    launcher: str  # the launcher, and how it was detected
+    devices: tuple[int, ...] | None = None  # indices of this process's GPUs among the visible ones; None: all
 
     def __str__(self) -> str:
         share = "" if self.devices is None else f", GPU {' '.join(map(str, self.devices))}"
         return f"process {self.process} of {self.count} at {self.address}{share}, from {self.launcher}"
 
 
-def called(host: str, process: int) -> str:
-    """How a process is called wherever somebody reads of it."""
+def process_label(host: str, process: int) -> str:
+    """Return the label of a process in messages."""
     return f"{host} (process {process})"
 
 
-def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(what names the cluster, the rest) of `key=value` arguments: a cluster is no part of an experiment.
+def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split `key=value` arguments into (settings of the cluster, the rest): the cluster is not part of the config.
 
-    Raises UserError: one is there twice.
+    Raises UserError: a setting is given twice.
     """
     named: dict[str, str] = {}
     for name, _, value in (one.partition("=") for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one):
@@ -55,48 +55,48 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return named, [one for one in arguments if one.partition("=")[0] not in VARIABLES or "=" not in one]
 
 
-def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Ask, n_gpus: int) -> Place | None:
-    """The place of this process, or None if it is alone.
+def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_gpus: int) -> ProcessSpec | None:
+    """Return the specification of this process, or None if it is alone.
 
     Args:
-        named: what the command line says: any of `coordinator`, `process_count` and `process_id`; the environment's launcher says the rest.
+        named: any of `coordinator`, `process_count` and `process_id` from the command line; the launcher's environment has the rest.
         environ: the environment.
         ask: the metadata server.
-        n_gpus: that this machine has.
+        n_gpus: GPUs of this machine.
 
     Raises:
-        UserError: a part is missing or makes no sense.
+        UserError: a setting is missing or invalid.
     """
-    said = dict(named) or {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
-    spelt = {name: variable if said and not named else name for name, variable in VARIABLES.items()}
+    given = dict(named) or {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
+    spelling = {name: variable if given and not named else name for name, variable in VARIABLES.items()}
     source = "the command line" if named else "the environment"
     launched = None
-    if len(said) < len(VARIABLES):
+    if len(given) < len(VARIABLES):
         launched = next(filter(None, (look(environ) for look in (_tpu_pod, _slurm, _mpi, _indexed_job))), None) or _tpu_vm(environ, ask)
-        if launched is None and not said:
+        if launched is None and not given:
             return None
     rest = {} if launched is None else {COORDINATOR: launched.address, COUNT: str(launched.count), PROCESS: str(launched.process)}
-    merged = {name: value for name, value in {**rest, **said}.items() if value or name in said}
-    if merged.get(COUNT) == "1":  # needs no other
+    merged = {name: value for name, value in {**rest, **given}.items() if value or name in given}
+    if merged.get(COUNT) == "1":  # alone
         merged = {COORDINATOR: "localhost:1", PROCESS: "0", **merged}
-    missing = [spelt[name] for name in VARIABLES if name not in merged]
+    missing = [spelling[name] for name in VARIABLES if name not in merged]
     if missing:
-        there = f"{launched.launcher} does not say" if launched is not None else f"{spelt[next(iter(said))]} is set, and nothing says"
-        raise UserError(f"{there} {' nor '.join(missing)}: add {' '.join(f'{name}=...' for name in missing)}.")
+        problem = f"{launched.launcher} does not set" if launched is not None else f"{spelling[next(iter(given))]} is set, without"
+        raise UserError(f"{problem} {' nor '.join(missing)}: add {' '.join(f'{name}=...' for name in missing)}.")
     if launched is not None:
         source = f"{launched.launcher}{' and the command line' if named else ''}"
-    place = _place(merged, spelt, source)
-    return _sharing(replace(place, devices=launched.devices if launched else None), environ, n_gpus) if place.count > 1 else None
+    spec = _parse_spec(merged, spelling, source)
+    return _share_gpus(replace(spec, devices=launched.devices if launched else None), environ, n_gpus) if spec.count > 1 else None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of a place's `address`; an IPv6 address without its brackets."""
+    """Split an `address` into host and port; an IPv6 address without its brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def metadata(name: str, seconds: float = 2.0) -> str | None:
-    """What Google Cloud's metadata server says of this machine, or None if there is none, or nothing of that name."""
+    """Return an attribute of Google Cloud's metadata server; None without a server or such an attribute."""
     request = urllib.request.Request(METADATA + name, headers={"Metadata-Flavor": "Google"})  # noqa: S310 -- a fixed address
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
@@ -105,22 +105,22 @@ def metadata(name: str, seconds: float = 2.0) -> str | None:
         return None
 
 
-def _place(said: Mapping[str, str], spelt: Mapping[str, str], launcher: str) -> Place:
-    address, count, process = said[COORDINATOR], said[COUNT], said[PROCESS]
+def _parse_spec(settings: Mapping[str, str], spelling: Mapping[str, str], launcher: str) -> ProcessSpec:
+    address, count, process = settings[COORDINATOR], settings[COUNT], settings[PROCESS]
     host, _, port = address.rpartition(":")
     if not (_is_host(host) and re.fullmatch("[0-9]{1,5}", port)):
         raise UserError(
-            f"{spelt[COORDINATOR]} = {_short(address)}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476."
+            f"{spelling[COORDINATOR]} = {_short(address)}: must be HOST:PORT, where process 0 waits for the others; as in node0:8476."
         )
     if not 0 < int(port) < 65535:
-        raise UserError(f"{spelt[COORDINATOR]} = {address}: the port must be 1 to 65534; the next one is jax's.")
+        raise UserError(f"{spelling[COORDINATOR]} = {address}: the port must be 1 to 65534; the next one is jax's.")
     if not (re.fullmatch("[0-9]{1,9}", count) and 0 < int(count) <= MAX_PROCESSES):
-        raise UserError(f"{spelt[COUNT]} = {_short(count)}: must be the number of all processes, 1 to {MAX_PROCESSES}.")
+        raise UserError(f"{spelling[COUNT]} = {_short(count)}: must be the number of all processes, 1 to {MAX_PROCESSES}.")
     if not (re.fullmatch("[0-9]{1,9}", process) and int(process) < int(count)):
         raise UserError(
-            f"{spelt[PROCESS]} = {_short(process)}: must be a number below {spelt[COUNT]}, {int(count)}; processes count from 0."
+            f"{spelling[PROCESS]} = {_short(process)}: must be a number below {spelling[COUNT]}, {int(count)}; processes count from 0."
         )
-    return Place(int(count), int(process), address, launcher)
+    return ProcessSpec(int(count), int(process), address, launcher)
 
 
 def _short(value: str) -> str:
@@ -128,7 +128,7 @@ def _short(value: str) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """True if `host` is a name or an address at which others can find a host; an IPv6 address stands in brackets."""
+    """True if `host` is a valid name or address; an IPv6 address is in brackets."""
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else ""
     try:
         address = ipaddress.IPv6Address(inner) if inner else ipaddress.IPv4Address(host)
@@ -137,16 +137,16 @@ def _is_host(host: str) -> bool:
     return not (address.is_unspecified or address.is_multicast)
 
 
-def _number(said: Mapping[str, str], name: str, default: int = 0) -> int:
-    """A number that a launcher says under `name`; `default` where it says none. Raises UserError."""
-    value = said.get(name) or str(default)
+def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    """Parse a launcher's variable; `default` where it is not set. Raises UserError."""
+    value = environ.get(name) or str(default)
     if not re.fullmatch("[0-9]{1,18}", value):
         raise UserError(f"{name} = {_short(value)}: must be a number, 0 or more; the launcher sets it.")
     return int(value)
 
 
-def _tpu_pod(environ: Mapping[str, str]) -> Place | None:
-    """A TPU slice, or several, on GKE: its webhook names all hosts in every container."""
+def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
+    """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
     hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
     slices = _number(environ, "MEGASCALE_NUM_SLICES", 1)
@@ -155,57 +155,57 @@ def _tpu_pod(environ: Mapping[str, str]) -> Place | None:
     return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)")
 
 
-def _tpu_vm(environ: Mapping[str, str], ask: Ask) -> Place | None:
-    """A host of a slice of Cloud TPU VMs: only the metadata server knows of the others."""
+def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
+    """Detect a host of a slice of Cloud TPU VMs, from the metadata server."""
     endpoints = ask("worker-network-endpoints")
     if not endpoints:
         return None
     hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
-    told = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
-    if len(hosts) * _number(told, "MEGASCALE_NUM_SLICES", 1) == 1:
+    megascale = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
+    if len(hosts) * _number(megascale, "MEGASCALE_NUM_SLICES", 1) == 1:
         return None
     return _of_slices(
         hosts,
         _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number"),
-        {**told, **environ},
+        {**megascale, **environ},
         "the metadata server (Cloud TPU VM)",
     )
 
 
-def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> Place:
-    """Slices are joined by a network; processes count through one slice after another."""
+def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> ProcessSpec:
+    """Specification in one or several slices; processes are numbered through one slice after another."""
     slices, number = _number(megascale, "MEGASCALE_NUM_SLICES", 1), _number(megascale, "MEGASCALE_SLICE_ID")
     first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     many = f", slice {number} of {slices}" if slices > 1 else ""
-    return Place(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)
+    return ProcessSpec(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)
 
 
-def _slurm(environ: Mapping[str, str]) -> Place | None:
-    """A task of a step that srun started. In an sbatch script itself there is no step, and the script is alone."""
+def _slurm(environ: Mapping[str, str]) -> ProcessSpec | None:
+    """Detect a task of an srun step. An sbatch script itself has no step, and is alone."""
     count = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST")
     if count == 1 or not nodes or "SLURM_PROCID" not in environ:
         return None
     port = _port(_number(environ, "SLURM_JOB_ID"))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
-    return Place(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step)
+    return ProcessSpec(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step)
 
 
 def _port(job: int) -> int:
-    """Of a job's process 0, and the next one is jax's: two jobs on a node must not meet."""
+    """Port of a job's process 0, followed by jax's; different for two jobs on a node."""
     return 61440 + job % 2048 * 2
 
 
 def first_node(nodes: str) -> str:
-    """`node[007-015,020],other` -> `node007`: Slurm's way to write a list of hosts. Raises UserError."""
+    """Return the first host of Slurm's list: `node007` of `node[007-015,020],other`. Raises UserError."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST = {_short(nodes)}: must be a list of hosts as Slurm writes it, such as node[007-015,020].")
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match[0])
 
 
-def _mpi(environ: Mapping[str, str]) -> Place | None:
-    """A process of mpirun or mpiexec. Open MPI 4 says where mpirun is, beside which rank 0 runs; others do not."""
+def _mpi(environ: Mapping[str, str]) -> ProcessSpec | None:
+    """Detect a process of mpirun or mpiexec. Only Open MPI 4 names mpirun's host, which is that of rank 0."""
     for size, rank, name in (
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
         ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
@@ -213,18 +213,18 @@ def _mpi(environ: Mapping[str, str]) -> Place | None:
         if _number(environ, size, 1) > 1 and environ.get(rank):
             uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
             address = f"{uri[2]}:{_port(int(uri[1]) // 4096)}" if uri else ""
-            return Place(_number(environ, size), _number(environ, rank), address, f"{rank} ({name})")
+            return ProcessSpec(_number(environ, size), _number(environ, rank), address, f"{rank} ({name})")
     return None
 
 
-def _indexed_job(environ: Mapping[str, str]) -> Place | None:
-    """A pod of a JobSet, or of an indexed job: Kubernetes says which, the manifest how many and, by JobSet's rule, where the first is."""
+def _indexed_job(environ: Mapping[str, str]) -> ProcessSpec | None:
+    """Detect a pod of a JobSet or indexed job: the manifest sets the count; JobSet's naming rule gives the first host."""
     process, count = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("JAX_NUM_PROCESSES", "")
-    if not (process and count):  # nothing says that there are others
+    if not (process and count):  # alone, for all that is known
         return None
     jobset, job = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
     address = f"{jobset}-{job}-0-0.{jobset}:{TPU_PORT}" if jobset and job else ""
-    return Place(
+    return ProcessSpec(
         _number(environ, "JAX_NUM_PROCESSES"),
         _number(environ, "JOB_COMPLETION_INDEX"),
         address,
@@ -232,21 +232,21 @@ def _indexed_job(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def _sharing(place: Place, environ: Mapping[str, str], n_gpus: int) -> Place:
-    """`place` with its part of the node's GPUs, where a launcher started several processes there and bound none of them to its own."""
-    local, beside = _on_this_node(environ)
+def _share_gpus(spec: ProcessSpec, environ: Mapping[str, str], n_gpus: int) -> ProcessSpec:
+    """Assign `spec` its part of the node's GPUs if the launcher started several processes there and bound none to its own."""
+    local, beside = _local_rank_and_size(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
-    if beside <= 1 or n_visible < beside:  # a node to itself, or each sees what it was given
-        return place
+    if beside <= 1 or n_visible < beside:  # alone on the node, or bound by the launcher
+        return spec
     if n_visible % beside:
         raise UserError(f"{beside} processes were started on a node of {n_visible} GPUs: start one for each GPU, or one for the node.")
     share = n_visible // beside
-    return replace(place, devices=tuple(range(local * share, (local + 1) * share)))
+    return replace(spec, devices=tuple(range(local * share, (local + 1) * share)))
 
 
-def _on_this_node(environ: Mapping[str, str]) -> tuple[int, int]:
-    """(number of this process among those its launcher started on this node, how many they are)."""
+def _local_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return (index of this process among those of its launcher on this node, their number)."""
     if "SLURM_LOCALID" in environ and environ.get("SLURM_STEP_TASKS_PER_NODE"):
         tasks: list[int] = []
         for each, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):  # 8(x4),7

@@ -1,9 +1,9 @@
-"""A signal ends this process within its limit, whatever its threads do.
+"""Exit within a time limit after a signal, even if threads hang.
 
-SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. A thread that computes in C, or waits for a disk, does not hear of that, and
-no thread of Python runs while one of them holds the interpreter's lock. So the clock runs in a small process, the monitor: the C handler
-of Python writes each signal to its pipe, which needs neither the lock nor a thread. When the limit has passed, the monitor prints the
-stacks of all threads where something hangs, and ends this process with the exit code that is due.
+SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. That does not interrupt a thread that computes in C or waits for a disk, and
+no Python thread runs while another holds the interpreter lock. So the deadline is kept by a small child process, the monitor: Python's C
+signal handler writes each signal to its pipe, which needs neither the lock nor a thread. At the deadline the monitor has the stacks of all
+threads printed, if the process hangs, and ends it with the right exit code.
 """
 
 import atexit
@@ -23,24 +23,25 @@ from typing import NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
 
-# A command that `nohup` starts ignores SIGHUP, and goes on to.
+# A command that `nohup` starts keeps ignoring SIGHUP.
 SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())
 GRACE_VARIABLE = "MAXLM_GRACE_SECONDS"
 # Seconds from SIGTERM to the end. A preempted machine of Google Cloud is gone after 30 (cloud.google.com/compute/docs/instances/spot);
-# Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 unless they are told otherwise.
+# Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 by default.
 GRACE_SECONDS = 25.0
 PROMPT_SECONDS = 2.0  # for a command that has nothing to save
-PARENT_VARIABLE = "MAXLM_PARENT"  # number of a pipe that is closed when the launcher is gone
+PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
-_SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one, which reached the process by two ways
-_LONGEST_LINE = 500  # bytes a pipe takes at once, POSIX's PIPE_BUF
+_SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
+_MAX_WRITE = 500  # bytes that a pipe takes at once, POSIX's PIPE_BUF
 
-# What the monitor is told beside signals, which are numbers below 65.
-PROMPT, KEEP, SAVE, _ENDS, _STACKS_TO = b"A", b"K", b"S", b"E", b"F"
+# Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file. Signals
+# are sent as their numbers, which are below 65.
+PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE = b"A", b"K", b"S", b"E", b"F"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks this process to end, and it has nothing to save."""
+    """A signal ends this process, which has nothing to save."""
 
     exit_code = ExitCode.STOPPED
 
@@ -49,41 +50,41 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass
-class _Installed:
-    """The monitor of this process: its pid, and the pipe to it."""
+class _MonitorHandle:
+    """The monitor of this process: its pid, and the descriptor of the pipe to it."""
 
-    monitor: int
-    line: int
+    pid: int
+    pipe: int
 
 
-_installed: _Installed | None = None
+_monitor: _MonitorHandle | None = None
 _raised: Stopped | None = None
-_code: int | None = None  # of a command that is over
+_code: int | None = None  # exit code of a finished command
 
 
 def start() -> None:
-    """From now on a signal raises `Stopped`, once, and the process ends within `PROMPT_SECONDS`. For the main thread, before any other.
+    """Install handlers: a signal raises `Stopped`, once, and the process ends within `PROMPT_SECONDS`. Call it in the main thread, first.
 
-    Raises UserError if the environment names no number of seconds.
+    Raises UserError if the environment's grace time is not a number of seconds.
     """
-    global _installed
+    global _monitor
     grace = grace_seconds()
     inherited = os.environ.pop(PARENT_VARIABLE, None)
     parent = None if inherited is None else int(inherited)
-    line, told = os.pipe()
-    dump, dumped = os.pipe()
-    monitor = os.fork()
-    if monitor == 0:
-        _run_monitor(_Monitor(os.getppid(), line, dump, grace, parent), told, dumped)
-    for end in (line, dump, parent):
+    command_read, command_write = os.pipe()
+    stacks_read, stacks_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _monitor_main(_Monitor(os.getppid(), command_read, stacks_read, grace, parent), command_write, stacks_write)
+    for end in (command_read, stacks_read, parent):
         if end is not None:
             os.close(end)
-    os.set_blocking(told, False)
-    faulthandler.register(STACKS_SIGNAL, file=dumped, all_threads=True, chain=False)
-    _exit_by_signals()
-    _installed = _Installed(monitor, told)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    sys.unraisablehook = _say_unless_stopped
+    os.set_blocking(command_write, False)
+    faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
+    _install_exit_signals()
+    _monitor = _MonitorHandle(pid, command_write)
+    signal.set_wakeup_fd(command_write, warn_on_full_buffer=False)
+    sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
     atexit.register(_exit)  # the first that is registered is the last that is called
     for number in SIGNALS:
@@ -100,42 +101,42 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def finish(code: int) -> Stopped | None:
-    """The command is over: signals raise nothing any more, and the process ends with `code`. Returns what they have raised."""
+    """End the command: later signals raise nothing, and the process exits with `code`. Returns what a signal has raised before."""
     global _raised, _code
     _code = code
     raised, _raised = _raised, _raised or Stopped(signal.SIGTERM)
-    _tell(_ENDS)
+    _send_command(_FINISHED)
     return raised
 
 
 def dismiss() -> None:
-    """End the monitor: this process has handlers of its own, and takes its time."""
-    global _installed
-    if _installed is None:
+    """End the monitor, for a process with handlers and time limits of its own."""
+    global _monitor
+    if _monitor is None:
         return
     signal.set_wakeup_fd(-1)
-    os.close(_installed.line)
-    os.waitpid(_installed.monitor, 0)
-    _installed = None
+    os.close(_monitor.pipe)
+    os.waitpid(_monitor.pid, 0)
+    _monitor = None
 
 
 @contextlib.contextmanager
-def allow(what: bytes) -> Iterator[None]:
-    """Within it a signal leaves the process its grace time: to `SAVE`, after which it hangs, or to `KEEP` what it has found so far."""
-    _tell(what)
+def allow(mode: bytes) -> Iterator[None]:
+    """Grant grace time after a signal within the block: to `SAVE`, after which the process counts as hung, or to `KEEP` partial results."""
+    _send_command(mode)
     try:
         yield
     finally:
-        _tell(PROMPT)
+        _send_command(PROMPT)
 
 
 def stacks_to(path: Path) -> None:
-    """A file for the stacks of all threads, should the process hang; they are printed in any case."""
-    _tell(_STACKS_TO + os.fsencode(path.absolute()) + b"\0")
+    """Also write the stacks of a hung process to this file; they are printed in any case."""
+    _send_command(_STACKS_FILE + os.fsencode(path.absolute()) + b"\0")
 
 
 def grace_seconds() -> float:
-    """The grace time of this process. Raises UserError if the environment names no number of seconds."""
+    """Return the grace time of this process. Raises UserError if the environment's value is not a number of seconds."""
     text = os.environ.get(GRACE_VARIABLE)
     try:
         seconds = GRACE_SECONDS if text is None else float(text)
@@ -147,7 +148,7 @@ def grace_seconds() -> float:
 
 
 def _exit() -> None:
-    """End the process before the interpreter restores signal handlers and finalizes, which takes time and may crash."""
+    """Exit before the interpreter restores signal handlers and finalizes, which takes time and may crash."""
     if _code is None:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -156,151 +157,157 @@ def _exit() -> None:
     os._exit(_code)
 
 
-def _say_unless_stopped(what: "sys.UnraisableHookArgs") -> None:
-    """Python drops what a finalizer or a callback raises, and says so; for `Stopped` the monitor does what is left to do."""
-    if not isinstance(what.exc_value, Stopped):
-        sys.__unraisablehook__(what)
+def _unraisable_unless_stopped(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Print what a finalizer or a callback raises, except `Stopped`: the monitor ends the process then."""
+    if not isinstance(unraisable.exc_value, Stopped):
+        sys.__unraisablehook__(unraisable)
 
 
 def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """C extensions print what stops an import of theirs, as numpy's do, and raise an error of their own instead."""
+    """Print an exception except `Stopped`, which C extensions such as numpy's print, and replace, while they are imported."""
     if not isinstance(error, Stopped):
         sys.__excepthook__(kind, error, trace)
 
 
-def _tell(what: bytes) -> None:
-    if _installed is not None:
-        with contextlib.suppress(OSError):  # a monitor that somebody has killed or stopped must not cost the run
-            os.write(_installed.line, what)
+def _send_command(command: bytes) -> None:
+    if _monitor is not None:
+        with contextlib.suppress(OSError):  # a monitor that was killed or stopped must not end the run
+            os.write(_monitor.pipe, command)
 
 
-def _exit_by_signals() -> None:
-    """SIGQUIT and SIGTRAP end this process at once, with their number, which is the exit code: C's `_exit` is their handler."""
+def _install_exit_signals() -> None:
+    """Make C's `_exit` the handler of SIGQUIT and SIGTRAP: each ends the process at once, with its number as the exit code."""
     assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
+    for number in (ExitCode.STOPPED, ExitCode.HUNG):
+        set_c_handler(number, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
+
+
+def set_c_handler(number: int, handler: int | None) -> int | None:
+    """Set the C handler of a signal, an address, behind Python's back; return the previous one."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    for number in (ExitCode.STOPPED, ExitCode.HUNG):
-        libc.signal(int(number), ctypes.cast(libc._exit, ctypes.c_void_p))
+    previous: int | None = libc.signal(int(number), handler)
+    return previous
 
 
 @dataclass
 class _Monitor:
     """State of the monitor process: the pid it watches, its pipes, and the deadline once a signal has come."""
 
-    guarded: int
-    line: int
-    dump: int
+    pid: int  # of the monitored process
+    commands: int  # pipe with signals and commands
+    stacks: int  # pipe with stacks
     grace: float
-    parent: int | None
+    parent: int | None  # pipe that is closed when the launcher exits
     mode: bytes = PROMPT
-    stacks: Path | None = None
+    stacks_file: Path | None = None
     signal: int = 0
-    interrupted: float | None = None  # when SIGINT came
-    due: float | None = None
+    interrupted: float | None = None  # time of the first SIGINT
+    deadline: float | None = None
     code: ExitCode = ExitCode.STOPPED
-    _held: bytes = field(default=b"", repr=False)
+    _partial: bytes = field(default=b"", repr=False)  # an incomplete command
 
     def run(self) -> None:
-        """Until the guarded process is gone."""
+        """Watch the process until it exits."""
         while True:
-            pipes = [self.line, self.dump] + ([self.parent] if self.parent is not None else [])
-            left = None if self.due is None else max(0.0, self.due - time.monotonic())
+            pipes = [self.commands, self.stacks] + ([self.parent] if self.parent is not None else [])
+            left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
             ready, _, _ = select.select(pipes, [], [], left)
-            if self.line in ready:
-                told = os.read(self.line, 1 << 16)
-                if not told:
+            if self.commands in ready:
+                data = os.read(self.commands, 1 << 16)
+                if not data:
                     return
-                self._hear(told)
-            if self.dump in ready:  # its end comes with that of the line
-                self._print(os.read(self.dump, 1 << 16))
-            if self.parent in ready:  # only its end makes it readable
+                self._handle(data)
+            if self.stacks in ready:  # it is closed together with `commands`
+                self._print(os.read(self.stacks, 1 << 16))
+            if self.parent in ready:  # readable only once it is closed
                 self.parent = None
-                self._send(signal.SIGTERM)
-            if self.due is not None and time.monotonic() >= self.due:
+                self._kill(signal.SIGTERM)
+            if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._end()
                 return
 
-    def _hear(self, told: bytes) -> None:
-        told = self._held + told
-        while told:
-            first, told = told[:1], told[1:]
-            if first == _STACKS_TO:
-                path, end, rest = told.partition(b"\0")
+    def _handle(self, data: bytes) -> None:
+        data = self._partial + data
+        while data:
+            first, data = data[:1], data[1:]
+            if first == _STACKS_FILE:
+                path, end, rest = data.partition(b"\0")
                 if not end:
-                    self._held = first + told
+                    self._partial = first + data
                     return
-                self.stacks, told = Path(os.fsdecode(path)), rest
-            elif first in (PROMPT, KEEP, SAVE, _ENDS):
+                self.stacks_file, data = Path(os.fsdecode(path)), rest
+            elif first in (PROMPT, KEEP, SAVE, _FINISHED):
                 self.mode = first
-                if first == _ENDS:  # what the interpreter still does may hang, but loses nothing
+                if first == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
                     self.code = ExitCode.STOPPED
             elif first[0] in SIGNALS:
-                self._signalled(first[0], time.monotonic())
-        self._held = b""
+                self._handle_signal(first[0], time.monotonic())
+        self._partial = b""
 
-    def _signalled(self, number: int, now: float) -> None:
+    def _handle_signal(self, number: int, now: float) -> None:
         again = self.interrupted is not None and now - self.interrupted >= _SECOND_SECONDS
         if number == signal.SIGINT and again:
-            self.due, self.code = now, ExitCode.STOPPED
+            self.deadline, self.code = now, ExitCode.STOPPED
             return
         if number == signal.SIGINT:
             self.interrupted = self.interrupted or now
-        if self.due is not None:
+        if self.deadline is not None:
             return
         self.signal = number
-        if self.mode == SAVE:  # before `due`: the file for stacks is for those
+        if self.mode == SAVE:  # before the deadline is set: the stacks file is for stacks alone
             self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
         self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
-        self.due = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
+        self.deadline = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG:
             self._say(f"{_name(self.signal)} came {self.grace:g} s ago and the process has not ended; the stacks of all its threads:")
-            self._send(signal.SIGCONT)
-            self._send(STACKS_SIGNAL)
-            while select.select([self.dump], [], [], 0.5)[0] and (stacks := os.read(self.dump, 1 << 16)):
+            self._kill(signal.SIGCONT)
+            self._kill(STACKS_SIGNAL)
+            while select.select([self.stacks], [], [], 0.5)[0] and (stacks := os.read(self.stacks, 1 << 16)):
                 self._print(stacks)
         else:
             self._say(f"stopped by {_name(self.signal)}" + ("" if self.interrupted is None or self.mode != SAVE else ", twice: not saved"))
-        self._send(signal.SIGCONT)
-        self._send(self.code)
-        if not self._gone(2.0):
-            self._send(signal.SIGKILL)
+        self._kill(signal.SIGCONT)
+        self._kill(self.code)
+        if not self._exits_within(2.0):
+            self._kill(signal.SIGKILL)
 
-    def _gone(self, seconds: float) -> bool:
+    def _exits_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            if select.select([self.line], [], [], left)[0] and not os.read(self.line, 1 << 16):
+            if select.select([self.commands], [], [], left)[0] and not os.read(self.commands, 1 << 16):
                 return True
         return False
 
-    def _send(self, number: int) -> None:
+    def _kill(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if os.getppid() == self.guarded:  # else it is gone, and its number may be another's
-                os.kill(self.guarded, number)
+            if os.getppid() == self.pid:  # else it has exited, and its pid may be reused
+                os.kill(self.pid, number)
 
     def _say(self, text: str) -> None:
-        shown = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides the cursor
-        self._print(shown + f"maxlm: {text}\n".encode()[:_LONGEST_LINE])
+        show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides it
+        self._print(show_cursor + f"maxlm: {text}\n".encode()[:_MAX_WRITE])
 
     def _print(self, text: bytes) -> None:
-        """To stderr, as far as it takes it: who reads it may hang, too. And to the file for stacks."""
-        for start in range(0, len(text), _LONGEST_LINE):
+        """Print to stderr without blocking, since its reader may hang too; and to the stacks file."""
+        for start in range(0, len(text), _MAX_WRITE):
             if select.select([], [2], [], 1.0)[1]:
                 with contextlib.suppress(OSError):
-                    os.write(2, text[start : start + _LONGEST_LINE])
-        if self.stacks is not None and self.due is not None and self.code == ExitCode.HUNG:
-            with contextlib.suppress(OSError), self.stacks.open("ab") as file:
+                    os.write(2, text[start : start + _MAX_WRITE])
+        if self.stacks_file is not None and self.deadline is not None and self.code == ExitCode.HUNG:
+            with contextlib.suppress(OSError), self.stacks_file.open("ab") as file:
                 file.write(text)
 
 
-def _run_monitor(monitor: _Monitor, *others: int) -> NoReturn:
-    """The life of the child process."""
+def _monitor_main(monitor: _Monitor, *inherited: int) -> NoReturn:
+    """Run the monitor in the child process; closes the pipe ends that it `inherited`."""
     try:
-        for number in SIGNALS:  # a terminal sends them to both
+        for number in SIGNALS:  # a terminal sends them to both processes
             signal.signal(number, signal.SIG_IGN)
-        for end in (0, 1, *others):
-            with contextlib.suppress(OSError):  # closed before
+        for end in (0, 1, *inherited):
+            with contextlib.suppress(OSError):  # already closed
                 os.close(end)
         monitor.run()
     finally:

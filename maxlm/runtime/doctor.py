@@ -1,4 +1,4 @@
-"""`maxlm doctor`: what this machine has, what is missing, and how to get it."""
+"""`maxlm doctor`: checks of this machine, each with a fix."""
 
 import importlib.metadata
 import json
@@ -12,26 +12,32 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.host import host_memory
 from maxlm.runtime.accelerators import Accelerator, find_accelerators, remedy
 
 GIB = 2**30
+WIDTH = 10_000  # columns of the table: long findings are not wrapped, so that they can be searched
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that maxlm is tested on
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore")
 PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # extra -> the packages that bring the platform
 PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # extra -> jax's name for it
-PROBE_SECONDS = 120  # a TPU slice answers only when all of its hosts ask
-LOW_FILES = 1024  # open at a time
+PROBE_SECONDS = 120  # a TPU slice initializes only when all of its hosts do
+LOW_FILES = 1024  # open files
 LOW_MEMORY, LOW_DISK, NO_DISK = 4 * GIB, 10 * GIB, GIB
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. A problem stops training; a warning is something to know."""
+    """Result of one check. A problem prevents training; a warning does not."""
 
     name: str
     state: Literal["ok", "warning", "problem"]
@@ -41,25 +47,25 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was looked at, in words, and the figures behind it."""
+    """Results of all checks, and the figures behind them."""
 
     findings: tuple[Finding, ...]
     facts: dict[str, Any]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing stands in the way of training."""
+        """True if no problem was found."""
         return all(finding.state != "problem" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON holds it; bytes are bytes."""
+        """Convert to JSON types; memory and disk in bytes."""
         return {"healthy": self.healthy, "findings": [asdict(finding) for finding in self.findings], **self.facts}
 
 
-def examine() -> Report:
-    """Look at this machine. Changes nothing; devices are asked for in a process of their own, so a broken driver cannot take this one."""
+def diagnose() -> Report:
+    """Check this machine. Changes nothing; devices are probed in a separate process, which a broken driver may crash."""
     versions = {name: _version(name) for name in (*SHOWN, *(name for names in PLUGINS.values() for name in names))}
-    devices = ask_for_devices([sys.executable, "-m", "maxlm.runtime.probe"])
+    devices = ask_for_devices([sys.executable, "-m", "maxlm.runtime.device_probe"])
     disk, memory = shutil.disk_usage(Path.cwd()).free, host_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [
@@ -78,51 +84,54 @@ def examine() -> Report:
 
 
 def as_text(report: Report, ready: str = "This machine is ready.") -> str:
-    """A line a finding, its fix below it, and what it comes to: `ready` where nothing is amiss."""
-    width = max(len(finding.name) for finding in report.findings)
-    lines = []
+    """Format the findings with their fixes, and a summary: `ready` without problems and warnings."""
+    table = Table.grid(padding=(0, 2, 0, 0))
     for finding in report.findings:
-        lines.append(f"{finding.state:8} {finding.name:{width}}  {finding.found}")
-        if finding.fix:
-            lines.append(f"{'':8} {'':{width}}  fix: {finding.fix}")
+        table.add_row(finding.state, finding.name, Text(finding.found + (f"\nfix: {finding.fix}" if finding.fix else "")))
+    console = Console(width=WIDTH, file=StringIO())
+    with console.capture() as capture:
+        console.print(table)
     counts = Counter(finding.state for finding in report.findings)
-    told = [f"{counts[state]} {state}{'s' if counts[state] > 1 else ''}" for state in ("problem", "warning") if counts[state]]
-    return "\n".join([*lines, "", f"{' and '.join(told)}." if told else ready])
+    summary = [f"{counts[state]} {state}{'s' if counts[state] > 1 else ''}" for state in ("problem", "warning") if counts[state]]
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join([*lines, "", f"{' and '.join(summary)}." if summary else ready])
 
 
 def ask_for_devices(command: list[str], timeout: float = PROBE_SECONDS) -> dict[str, Any]:
-    """What the probe says: `platform`, `devices` and `compilation_cache`; or `error`, in a line, where jax could not start."""
-    nothing: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None, "training": None}
-    theirs, ours = os.pipe()  # the probe ends when ours is closed, be it by kill -9
+    """Run the device probe; return `platform`, `devices` and `compilation_cache`, or `error`, in a line, if jax could not start."""
+    unknown: dict[str, Any] = {"platform": None, "devices": [], "compilation_cache": None, "training": None}
+    read_end, write_end = os.pipe()  # the probe exits when `write_end` is closed, also by kill -9 of this process
     try:
-        answer = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=timeout, check=False)
+        answer = subprocess.run(command, stdin=read_end, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return {**nothing, "error": f"jax did not answer within {timeout:g} seconds; on a TPU slice all hosts must ask at the same time"}
+        return {
+            **unknown,
+            "error": f"jax did not answer within {timeout:g} seconds; on a TPU slice all hosts must run this at the same time",
+        }
     finally:
-        os.close(theirs)
-        os.close(ours)
+        os.close(read_end)
+        os.close(write_end)
     last = (answer.stdout.strip().splitlines() or [""])[-1]
     try:
-        return {**nothing, **json.loads(last), "error": None}
+        return {**unknown, **json.loads(last), "error": None}
     except json.JSONDecodeError:
-        said = [line for line in answer.stderr.splitlines() if line.strip()]
-        return {
-            **nothing,
-            "error": f"the devices cannot be asked for: {said[-1].strip() if said else f'it ended with {answer.returncode}'}",
-        }
+        errors = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        return {**unknown, "error": f"the device probe failed: {errors[-1] if errors else f'exit code {answer.returncode}'}"}
 
 
 def python_finding(version: tuple[int, ...]) -> Finding:
-    """Whether maxlm is tested on this Python."""
-    shown = platform.python_version()
+    """Check that maxlm is tested on this Python."""
+    full_version = platform.python_version()
     if version > PYTHONS[1]:
         newest = ".".join(map(str, PYTHONS[1]))
-        return Finding("python", "warning", f"{shown}, and maxlm is tested up to {newest}", f"use Python {newest} if something fails")
-    return Finding("python", "ok", shown)
+        return Finding(
+            "python", "warning", f"{full_version}, and maxlm is tested up to {newest}", f"use Python {newest} if something fails"
+        )
+    return Finding("python", "ok", full_version)
 
 
 def package_findings(requirements: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Whether every package that `requirements` name, as `name>=version`, is there and new enough."""
+    """Check that every package of `requirements`, as `name>=version`, is installed and new enough."""
     fix = f"run {_install(None)}"
     good = []
     for name, wanted in re.findall(r"^([\w.-]+)\s*(?:>=([\w.]+))?\s*$", "\n".join(requirements), re.MULTILINE):
@@ -139,7 +148,7 @@ def package_findings(requirements: list[str], version_of: Callable[[str], str | 
 def device_findings(
     devices: dict[str, Any], accelerators: list[Accelerator], versions: dict[str, str | None], platforms: str
 ) -> Iterator[Finding]:
-    """What jax sees, and every accelerator that is there and that it does not see."""
+    """Report the devices of jax, and every accelerator of the machine that jax does not use."""
     if devices["error"]:
         fix = f"unset JAX_PLATFORMS, which is {platforms}" if platforms else f"run {_install(None)} again"
         yield Finding("devices", "problem", devices["error"], fix)
@@ -150,22 +159,22 @@ def device_findings(
             continue
         plugin = next((f"{name} {versions[name]}" for name in PLUGINS[accelerator.kind] if versions.get(name)), None)
         fix = remedy(accelerator, plugin, f"run {_install(accelerator.kind)}", platforms)
-        hidden = fix.startswith("unset")  # on purpose, perhaps
+        hidden = fix.startswith("unset")  # perhaps intended
         name = {"tpu": "TPU", "cuda": "NVIDIA GPU"}[accelerator.kind]
-        yield Finding(name, "warning" if hidden else "problem", f"is there ({accelerator.trace}), and jax does not use it", fix)
+        yield Finding(name, "warning" if hidden else "problem", f"is present ({accelerator.trace}), and jax does not use it", fix)
     yield from _plugin_findings(versions)
 
 
 def _device_finding(backend: str, kind: str, memory: int | None, count: int) -> Finding:
-    held = f", {memory / GIB:.1f} GiB each for jax" if memory else ""
+    memory_text = f", {memory / GIB:.1f} GiB each for jax" if memory else ""
     if backend == "cpu":
         return Finding("devices", "ok", f"{count} x CPU; its peak is unknown, so no MFU is shown")
     chip = chip_of(kind)
     if chip is None:
         fix = "add the chip to maxlm/hardware/chips.py, with the source of its peak"
-        return Finding("devices", "warning", f"{count} x {kind}{held}; its peak is unknown, so no MFU is shown", fix)
+        return Finding("devices", "warning", f"{count} x {kind}{memory_text}; its peak is unknown, so no MFU is shown", fix)
     peak = f"{chip.peak_bf16_flops_per_device / 1e12:,.0f} TFLOP/s in bfloat16"
-    return Finding("devices", "ok", f"{count} x {kind} ({chip.name}){held}, {peak} each")
+    return Finding("devices", "ok", f"{count} x {kind} ({chip.name}){memory_text}, {peak} each")
 
 
 def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
@@ -182,7 +191,7 @@ def _plugin_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:
-    """True if an update of a small model, in the default precision, could be computed on one of the devices."""
+    """Report the probe's update of a small model in the default precision."""
     if devices["error"]:
         return
     if devices["training"] is None:
@@ -193,7 +202,7 @@ def training_findings(devices: dict[str, Any]) -> Iterator[Finding]:
 
 
 def files_finding(most: int) -> Finding:
-    """Check that a process may have as many files open as a run needs; `most` as the system says, which is negative for no limit."""
+    """Check the limit of open files; `most` is negative for no limit."""
     if 0 <= most < LOW_FILES:
         fix = f"raise it to {LOW_FILES}: ulimit -Hn {LOW_FILES}, or LimitNOFILE in systemd"
         return Finding("open files", "warning", f"{most} at most, and checkpoints of a large model and many hosts need more", fix)
@@ -201,11 +210,11 @@ def files_finding(most: int) -> Finding:
 
 
 def cache_findings(folder: str | None) -> Iterator[Finding]:
-    """Whether compiled programs can be kept in `folder`, so that a restart need not compile again."""
+    """Check that the compilation cache in `folder` is writable, so that a restart need not compile again."""
     if folder is None:
         return
-    there = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
-    if "://" in folder or os.access(there, os.W_OK):
+    existing = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
+    if "://" in folder or os.access(existing, os.W_OK):
         yield Finding("compiled programs", "ok", folder)
     else:
         fix = "set JAX_COMPILATION_CACHE_DIR to a folder that can"
@@ -213,30 +222,29 @@ def cache_findings(folder: str | None) -> Iterator[Finding]:
 
 
 def memory_finding(total: int | None) -> Finding:
-    """Whether the machine's memory, in bytes, holds more than a toy."""
+    """Check the machine's memory, in bytes."""
     if total is None:
         return Finding("memory", "ok", "unknown")
     if total < LOW_MEMORY:
-        return Finding(
-            "memory", "warning", f"{total / GIB:.1f} GiB", f"models beyond a few million parameters want {LOW_MEMORY // GIB} GiB"
-        )
+        fix = f"models beyond a few million parameters need {LOW_MEMORY // GIB} GiB"
+        return Finding("memory", "warning", f"{total / GIB:.1f} GiB", fix)
     return Finding("memory", "ok", f"{total / GIB:.1f} GiB")
 
 
 def disk_finding(free: int, folder: Path) -> Finding:
-    """Whether `folder`, where runs go by default, can be written and has room for checkpoints; `free` in bytes."""
-    found = f"{free / GIB:.1f} GiB free in {folder}"
+    """Check that `folder`, the default for runs, is writable and has space for checkpoints; `free` in bytes."""
+    space = f"{free / GIB:.1f} GiB free in {folder}"
     if not os.access(folder, os.W_OK):
         return Finding("disk", "warning", f"{folder} cannot be written", "give run.dir and data.store folders that can")
     if free < NO_DISK:
-        return Finding("disk", "problem", found, f"free {NO_DISK // GIB} GiB, or give run.dir and data.store another disk")
+        return Finding("disk", "problem", space, f"free {NO_DISK // GIB} GiB, or give run.dir and data.store another disk")
     if free < LOW_DISK:
-        return Finding("disk", "warning", found, "checkpoints of a larger model fill this: a parameter takes 12 bytes in each")
-    return Finding("disk", "ok", found)
+        return Finding("disk", "warning", space, "checkpoints of a larger model fill this: a parameter takes 12 bytes in each")
+    return Finding("disk", "ok", space)
 
 
 def _install(extra: str | None) -> str:
-    """The pip command that installs maxlm, as it was installed, with an extra."""
+    """Return the pip command that installs maxlm with an extra, from a clone or the registry as now."""
     suffix = f"[{extra}]" if extra else ""
     clone = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
     return f"pip install -e '.{suffix}' in the clone" if clone else f"pip install 'maxlm{suffix}'"

@@ -1,93 +1,76 @@
-"""`maxlm launch`: a command of maxlm, started again after a crash or a lost host, and left alone where starting it again is no help."""
+"""`maxlm launch`: run a command of maxlm, and restart it after a crash or a lost host unless the same end is certain."""
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
 from maxlm.runtime import deadline, progress_file
-from maxlm.runtime.cluster_env import called
-from maxlm.runtime.progress_file import Attempt
+from maxlm.runtime.progress_file import Progress
 
-NO_HELP: dict[int, str] = {  # exit codes after which nothing is started
+NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help
     ExitCode.DONE: "",
     ExitCode.WRONG_INPUT: "the input is wrong",
     ExitCode.UNHEALTHY: "training is unhealthy and would be again",
 }
-KILLS = (signal.SIGKILL, *deadline.SIGNALS)  # that come from outside, unlike those of a crash
-SAME_STEP = 3  # so many ends in a row at one step, of the same host if one was lost, and it is the step or the host that fails
-LONGEST_BACKOFF = 60.0  # seconds; below what a host waits for the others, so that those that pause and one that comes back do meet
-MARGIN_SECONDS = 10.0  # beyond its grace time, after which a run that was asked to end is killed
-FROZEN_SECONDS = 60.0  # after which a run that somebody has stopped (SIGSTOP) is killed and started again: the others wait for it
+EXTERNAL_SIGNALS = (signal.SIGKILL, *deadline.SIGNALS)  # sent from outside, unlike those of a crash
+CRASH_LOOP = 3  # consecutive ends at one step, with the same lost host if any, after which the step or the host is at fault
+MAX_BACKOFF_SECONDS = 60.0  # less than a host waits for the others, so that hosts that pause and one that returns find each other
+MARGIN_SECONDS = 10.0  # beyond its grace time, after which a run that received a signal is killed
+FROZEN_SECONDS = 60.0  # after which a run stopped by SIGSTOP is killed and restarted: the other hosts wait for it
 _POLL_SECONDS = 1.0
-KEPT_LINES = 200  # of what the run says to stderr, to find reasons in
-_LOST = re.compile(r"^maxlm: lost (.+? \(process \d+\))", re.MULTILINE)  # what the roll call says of a host that is gone
-_HANGS = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")  # and what jax's service says of a process that hangs
 
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended: its exit code (negative: by that signal), how far it came, and the last it said."""
+    """End of an attempt: its exit code (negative: by that signal) and its progress file."""
 
     code: int
-    came: Attempt
-    said: tuple[str, ...]
+    progress: Progress
     killed_for: str = ""  # why the supervisor killed it, if it did
 
     @property
-    def by_accident(self) -> bool:
+    def external(self) -> bool:
         """True if the cause is outside the run: it was killed or stopped, or a service failed that may come back."""
-        return self.waited or -self.code in KILLS or self.code in (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
+        return self.incomplete or -self.code in EXTERNAL_SIGNALS or self.code in (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
 
     @property
-    def waited(self) -> bool:
-        """Whether not all hosts were there to begin with."""
-        return self.code == ExitCode.HOST_LOST and not self.came.hosts
+    def incomplete(self) -> bool:
+        """True if some hosts never joined."""
+        return self.code == ExitCode.HOST_LOST and not self.progress.hosts
 
     def __str__(self) -> str:
-        if self.waited:
+        if self.incomplete:
             return "waited for hosts that did not come"
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with {self.code}"
         if self.killed_for:
             how = f"{self.killed_for} and was killed"
-        where = "" if self.came.step is None else f" after step {self.came.step:,}"
-        lost = self.lost_hosts()
-        return f"{how}{where}{'; lost: ' + ', '.join(lost) if lost else ''}"
-
-    def lost_hosts(self) -> list[str]:
-        """The hosts that are gone, or whose process hangs, if that was the end."""
-        said = "\n".join(self.said)
-        numbers = {int(number) for group in _HANGS.findall(said) for number in group.split()}
-        hanging = [called(self.came.hosts[number], number) for number in sorted(numbers) if number < len(self.came.hosts)]
-        return list(dict.fromkeys([*_LOST.findall(said), *hanging]))
+        where = "" if self.progress.step is None else f" after step {self.progress.step:,}"
+        return f"{how}{where}{'; lost: ' + ', '.join(self.progress.lost) if self.progress.lost else ''}"
 
 
 class Supervisor:
-    """Runs `command` until it is done, or starting it again is no help."""
+    """Run `command` until it is done, or a restart is no help."""
 
     def __init__(self, command: Sequence[str], *, restarts: int, backoff: float, say: Callable[[str], None]) -> None:
-        """`backoff`: seconds before the first restart, twice as long before each next one without progress; `say`: takes a line."""
+        """`backoff`: seconds before the first restart, doubled before each next one without progress; `say`: prints a line."""
         self._command, self._restarts, self._backoff, self._say = list(command), restarts, backoff, say
-        self._process: subprocess.Popen[str] | None = None
-        self._asked: int | None = None  # the signal that asked us to stop
-        self._asked_at = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signal: int | None = None  # the one that this process received
+        self._signal_at = 0.0
         self._stopped = threading.Event()
 
     def run(self) -> int:
-        """The exit code: that of the last attempt, 1 if it was killed, `STOPPED` if it was asked to stop."""
+        """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
         self._patience = deadline.grace_seconds() + MARGIN_SECONDS
         before = {number: signal.signal(number, self._forward) for number in deadline.SIGNALS}
         deadline.dismiss()  # a run may take its grace time
@@ -98,81 +81,67 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        ends: list[End] = []  # but not those of waiting for a host that was there once, which may take hours
+        ends: list[End] = []  # without those of waiting for a host that had joined before, which may take hours
         pause = self._backoff
         while True:
             end = self._attempt()
             code = self._code_of(end)
-            if end.waited and any(one.came.hosts for one in ends):
-                reason, which = (None if self._asked is None else ""), "trying again"
+            if end.incomplete and any(one.progress.hosts for one in ends):
+                reason, which = (None if self._signal is None else ""), "trying again"
             else:
                 ends.append(end)
-                reason, which = self._why_not_again(ends), f"restart {len(ends)} of {self._restarts}"
+                reason, which = self._final_reason(ends), f"restart {len(ends)} of {self._restarts}"
             if reason is not None:
                 if reason:
                     self._say(f"maxlm launch: the run {end}; not started again: {reason}")
                 return code
-            if end.waited or (len(ends) > 1 and (end.came.step or 0) > (ends[-2].came.step or 0)):
+            if end.incomplete or (len(ends) > 1 and (end.progress.step or 0) > (ends[-2].progress.step or 0)):
                 pause = self._backoff
             self._say(f"maxlm launch: the run {end}; {which} in {pause:g} s")
             if self._stopped.wait(pause):
                 return ExitCode.STOPPED
-            pause = min(2 * pause, LONGEST_BACKOFF)
+            pause = min(2 * pause, MAX_BACKOFF_SECONDS)
 
     def _code_of(self, end: End) -> int:
-        """What to end with, if this is the end: a run that died of being asked to stop had nothing to save yet, and may go on."""
+        """Return the exit code if this attempt is the last. A run that died of a forwarded signal had nothing to save yet: `STOPPED`."""
         if end.killed_for:
             return ExitCode.HUNG
-        if self._asked is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST):  # but one that crashed in its save has crashed
+        if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST):  # not one that crashed in its save
             return ExitCode.STOPPED
         return end.code if end.code >= 0 else 1
 
-    def _why_not_again(self, ends: Sequence[End]) -> str | None:
-        """Why the last end is the last, "" where that needs no words; None: start again."""
+    def _final_reason(self, ends: Sequence[End]) -> str | None:
+        """Return why there is no restart ("": nothing to report); None: restart."""
         end = ends[-1]
-        if self._asked is not None:
-            return "" if end.code in (0, ExitCode.STOPPED) else f"{_signal_name(self._asked)} asked for the end"
-        if end.code in NO_HELP:
-            return NO_HELP[end.code]
-        alike = (end.came.step, end.lost_hosts())
-        same = [one for one in ends[-SAME_STEP:] if (one.came.step, one.lost_hosts()) == alike and not one.by_accident]
-        if len(same) == SAME_STEP:
-            where = "before its first step" if end.came.step is None else f"after step {end.came.step:,}"
-            last = next((line for line in reversed(end.said) if line.strip()), "nothing")
-            return f"it has ended {where} {SAME_STEP} times in a row, so it is no accident; its last words: {last.strip()}"
+        if self._signal is not None:
+            return "" if end.code in (0, ExitCode.STOPPED) else f"{_signal_name(self._signal)} was received"
+        if end.code in NO_RESTART:
+            return NO_RESTART[end.code]
+        same = [one for one in ends[-CRASH_LOOP:] if not one.external and _failure_site(one) == _failure_site(end)]
+        if len(same) == CRASH_LOOP:
+            where = "before its first step" if end.progress.step is None else f"after step {end.progress.step:,}"
+            error = end.progress.error or "none on record, see its output"
+            return f"it has ended {where} {CRASH_LOOP} times in a row, so it is no accident; its last error: {error}"
         return None if len(ends) <= self._restarts else f"all {self._restarts} restarts are used up"
 
     def _attempt(self) -> End:
-        ours, theirs = os.pipe()  # its other end is closed when this process is gone, and the run then ends, too
+        parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
         with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
-            path = Path(folder) / "attempt"
-            environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(ours)}
+            path = Path(folder) / "progress.json"
+            environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
             try:
-                with signals_blocked():  # until it has handlers, see `deadline.start`
-                    self._process = subprocess.Popen(  # in a group of its own: of Ctrl-C it hears from us, once
-                        self._command,
-                        env=environment,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                        errors="replace",
-                        process_group=0,
-                        pass_fds=(ours,),
-                    )
-                os.close(ours)
-                if self._asked is not None:  # between two attempts
-                    self._process.send_signal(self._asked)
-                assert self._process.stderr is not None
-                said: deque[str] = deque(maxlen=KEPT_LINES)
-                reader = threading.Thread(target=_pass_on, args=(self._process.stderr, said), daemon=True)
-                reader.start()
+                with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
+                    self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))
+                os.close(parent_end)
+                if self._signal is not None:  # it came between two attempts
+                    self._process.send_signal(self._signal)
                 killed_for = self._wait(self._process)
-                reader.join(timeout=5)  # a grandchild may hold the pipe
-                return End(self._process.returncode, progress_file.read(path), tuple(said), killed_for)
+                return End(self._process.returncode, progress_file.read(path), killed_for)
             finally:
-                os.close(theirs)
+                os.close(write_end)
 
-    def _wait(self, process: "subprocess.Popen[str]") -> str:
-        """Until the run has ended, which it does in time, or is killed for a reason that is returned."""
+    def _wait(self, process: "subprocess.Popen[bytes]") -> str:
+        """Wait for the end of the run; return why it was killed if it did not end in time."""
         frozen_since = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -181,8 +150,8 @@ class Supervisor:
             now = time.monotonic()
             frozen_since = (frozen_since or now) if _is_frozen(process.pid) else None
             reason = ""
-            if self._asked is not None and now - self._asked_at >= self._patience:
-                reason = f"did not end within {self._patience:g} s of {_signal_name(self._asked)}"
+            if self._signal is not None and now - self._signal_at >= self._patience:
+                reason = f"did not end within {self._patience:g} s of {_signal_name(self._signal)}"
             elif frozen_since is not None and now - frozen_since >= FROZEN_SECONDS:
                 reason = f"was stopped (SIGSTOP) for {FROZEN_SECONDS:g} s"
             if reason:
@@ -192,14 +161,14 @@ class Supervisor:
                 return reason
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is None:
-            self._asked_at = time.monotonic()
-        self._asked = number
+        if self._signal is None:
+            self._signal_at = time.monotonic()
+        self._signal = number
         self._stopped.set()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-                self._process.send_signal(signal.SIGCONT)  # one that is stopped would not hear of it
+                self._process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
 
 
 def _is_frozen(pid: int) -> bool:
@@ -212,11 +181,9 @@ def _is_frozen(pid: int) -> bool:
         return False
 
 
-def _pass_on(stream: IO[str], said: "deque[str]") -> None:
-    for line in stream:
-        said.append(line.rstrip("\n"))
-        sys.stderr.write(line)
-        sys.stderr.flush()
+def _failure_site(end: End) -> tuple[int | None, tuple[str, ...]]:
+    """Step and lost hosts: ends that agree in both are repetitions of one failure."""
+    return end.progress.step, end.progress.lost
 
 
 def _signal_name(number: int) -> str:

@@ -1,52 +1,83 @@
-"""What a run tells the supervisor above it through a small file: that it joined, who is there, and the last step. Survives kill -9."""
+"""Progress and outcome of a run, for the supervisor: a small file that the run replaces atomically, so that it survives kill -9.
 
+A run that was killed, or crashed outside Python, leaves its last step and no outcome.
+"""
+
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.config.errors import UserError
 
-VARIABLE = "MAXLM_ATTEMPT"  # the file's path; set by the supervisor
-_WIDTH = 20  # of the step, which is written over and over in its place
+if TYPE_CHECKING:  # the command line imports this module
+    from maxlm.telemetry.observer import Event, StepRecord
+
+VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """How far a run came: `hosts` by process number once all had joined; `step`: the last that was told of, None before the first."""
+class Progress:
+    """Progress of a run, and why it ended."""
 
-    hosts: tuple[str, ...] = ()
-    step: int | None = None
+    hosts: tuple[str, ...] = ()  # by process number, once all processes have joined
+    step: int | None = None  # the last one logged; None before the first
+    error: str = ""  # one line; "" where none is on record
+    lost: tuple[str, ...] = ()  # labels of the processes whose loss ended the run
 
 
-def read(path: Path) -> Attempt:
-    """What the run that was told of `path` has written by now."""
+_current = Progress()
+_lock = threading.Lock()  # the thread that watches the other processes may end the run while a step is recorded
+
+
+def read(path: Path) -> Progress:
+    """Read what a run has recorded so far; the empty `Progress` if it recorded nothing."""
     try:
-        step, _, hosts = path.read_text(encoding="utf-8").partition("\n")
-    except OSError:
-        return Attempt()
-    return Attempt(tuple(json.loads(hosts)) if hosts else (), int(step) if step.strip() else None)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Progress()
+    return Progress(tuple(fields["hosts"]), fields["step"], fields["error"], tuple(fields["lost"]))
 
 
-def joined(hosts: Sequence[str]) -> None:
-    """All processes are there; `hosts`: their names in order. Does nothing where no supervisor asks."""
+def record_joined(hosts: Sequence[str]) -> None:
+    """Record that all processes have joined; `hosts`: their names by process number."""
+    _update(hosts=tuple(hosts))
+
+
+def record_error(error: str | BaseException, lost: str = "") -> None:
+    """Record why the run ends, unless a reason is on record: the first one is the cause. `lost`: label of the process that was lost."""
+    if isinstance(error, BaseException):
+        line = next(iter(str(error).strip().splitlines()), "")
+        error = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".rstrip(": ")
+    if not _current.error:
+        _update(error=error, lost=(lost,) if lost else ())
+
+
+def _update(**changes: object) -> None:
+    """Replace the file. Does nothing without a supervisor; a folder that is gone or full must not cost the run."""
+    global _current
     path = os.environ.get(VARIABLE)
-    if path:
-        Path(path).write_text(" " * _WIDTH + "\n" + json.dumps(list(hosts)), encoding="utf-8")
+    if not path:
+        return
+    with _lock, contextlib.suppress(OSError):
+        _current = replace(_current, **changes)  # type: ignore[arg-type]  # names and types of the fields, by the callers above
+        draft = Path(f"{path}.draft")
+        draft.write_text(json.dumps(asdict(_current)), encoding="utf-8")
+        draft.replace(path)
 
 
-class AttemptObserver:
-    """Writes down each step that is told of, in the file of the supervisor."""
+class ProgressObserver:
+    """Records each logged step."""
 
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY)
+    def on_step(self, record: "StepRecord") -> None:
+        _update(step=record.step)
 
-    def on_step(self, record: StepRecord) -> None:
-        os.pwrite(self._file, f"{record.step:{_WIDTH}}".encode(), 0)
-
-    def on_event(self, event: Event) -> None:
-        """Of no interest."""
+    def on_event(self, event: "Event") -> None:
+        """Steps are all that is recorded."""
 
     def close(self) -> None:
-        os.close(self._file)
+        """Nothing is kept open."""

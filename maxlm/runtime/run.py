@@ -1,4 +1,4 @@
-"""A run from its config to its report: joins what the layers below build separately."""
+"""A training run from its config to its report: assembles the layers below."""
 
 import contextlib
 import functools
@@ -15,21 +15,20 @@ from rich.console import Console
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import first_line
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
 from maxlm.data.input_pipeline import Pipeline
-from maxlm.data.prepare import prepare
+from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer_store import keep_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster, deadline, lock, progress_file
-from maxlm.runtime.changes import changes, lost_checkpoints
+from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.digests import code_digest, digest
-from maxlm.runtime.expected import check_cluster
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
@@ -47,7 +46,7 @@ from maxlm.training.program import Program, build_program
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
-# What a checkpoint must share with the run that continues it: the model, what defines the data order, and the shape of the state.
+# Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
 IDENTITY = (
     "train.seed",
     "train.global_batch",
@@ -58,103 +57,105 @@ IDENTITY = (
     "diloco.workers",
 )
 
-ENDS_SECONDS = 10.0  # beyond its grace time, in which a run that was asked to end is gone for certain
+LOCK_FIX = "end that first, or choose another run.name or run.dir"
+LOCK_MARGIN_SECONDS = 10.0  # beyond the grace time, in which a run that received a signal has ended for certain
 
 
-class Showing(Protocol):
-    """Shows what the parameters of a finished run can do; ends early once `asked()`."""
+class SamplePrinter(Protocol):
+    """Prints samples of the parameters of a finished run; returns early once `stopped()`."""
 
-    def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None: ...
+    def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, stopped: Callable[[], bool]) -> None: ...
 
 
-def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] | None = None) -> int:
-    """Train as `config` says; returns the process's exit code. `show` is called at the end of a finished run, `named` is what the command
-    line says of the cluster.
+def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, named: Mapping[str, str] | None = None) -> int:
+    """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
     if config.wandb is not None:
         check_wandb(config.wandb.project)
-    look_for_devices()
+    select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
     with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
-        return _run(config, phases, show, here, log)
+        return _run(config, phases, print_samples, here, log)
 
 
-def _run(config: Config, phases: Phases, show: Showing, here: Cluster, log: RunLog) -> int:
+def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Cluster, log: RunLog) -> int:
     goodput = Goodput(began=phases.began)
     _check_machine(config, phases, here)
-    data, held_out = _open_alike(config, phases)
+    data, held_out = _open_data_on_all_hosts(config, phases)
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, _processes_here(here))
+    start = _start(config, phases, program, checkpoints, _local_processes(here))
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
-    with _stopping() as stop:  # to the very end, so that a signal cannot cost the report
+    with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with _observing(config, directory, phases.console, phases.primary) as observers:
             start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             observers.on_event(Event("start", start.step, data=facts))
-            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.gives_up), start)
+            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.abandon_batch), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
         if phases.primary:
-            _conclude(config, directory, phases.console, outcome, functools.partial(show, asked=lambda: stop.asked is not None))
+            _conclude(
+                config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)
+            )
     return EXIT_CODES[outcome.status]
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
-    """Refuse what the devices that are here cannot do, before anything is built. Raises UserError, on all hosts alike where they differ."""
+    """Check versions, devices and memory before anything is built. Raises UserError, on all hosts alike where they differ."""
     with phases("looking for devices"):
-        keep_compiled_programs()
+        enable_compilation_cache()
     if jax.process_count() > 1:
-        cluster.agree({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+        require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     phases.primary = jax.process_index() == 0
-    progress_file.joined(here.hosts)
-    check_cluster(config, jax.devices())
-    fits.check(config, dict(build_mesh(config).shape), jax.devices(), _processes_here(here))
+    progress_file.record_joined(here.hosts)
+    check_devices(config, jax.devices())
+    fits.check(config, dict(build_mesh(config).shape), jax.devices(), _local_processes(here))
 
 
-def _processes_here(here: Cluster) -> int:
-    """Processes of this host, which share its memory."""
+def _local_processes(here: Cluster) -> int:
+    """Number of processes on this host, which share its memory."""
     return max(here.hosts.count(here.hosts[jax.process_index()]), 1)
 
 
 def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Checkpoints:
-    """The checkpoints of this run. Raises UserError if hosts do not share their folder, or if those that were saved are gone."""
+    """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
     folder = config.checkpoint.dir or str(directory.checkpoints)
-    cluster.check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
+    check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, data.tokenizer_hash))
-    gone = checkpoints.latest() is None and directory.primary
-    problem = lost_checkpoints(directory, folder, checkpoints.strays()) if gone else ""
-    cluster.agree({}, UserError(problem) if problem else None)
+    missing = checkpoints.latest() is None and directory.primary
+    problem = lost_checkpoints(directory, folder, checkpoints.strays()) if missing else ""
+    require_equal({}, UserError(problem) if problem else None)
     return checkpoints
 
 
-def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, processes_here: int) -> Start:
-    """Restore or initialize the state, with the step compiled. A foreign checkpoint is refused before anything is written beside it."""
+def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, local_processes: int) -> Start:
+    """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
     with phases(f"{restoring}compiling the step"):
         start = restore_or_init(program, checkpoints)
         if start.step < config.total_steps:
-            fits.check_compiled(program.step, jax.local_devices()[0], processes_here)
+            fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
     return start
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:
-    """Keep config and tokenizer with the run. Returns `start`, with what has changed since the attempt that wrote its checkpoint.
+    """Write config and tokenizer to the run directory. Return `start` with the settings changed since its checkpoint was written.
 
-    With nothing left to train, the config stays that of the steps that were trained.
+    With no steps left to train, the old config stays.
     """
     if start.step >= config.total_steps and directory.config.is_file():
         return start
     if directory.primary and start.restored is not None:
-        changed = changes(directory, config, start, data.fingerprint)
+        changed = changed_settings(directory, config, start, data.fingerprint)
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
     directory.write_config(dump(config))
     if directory.primary:
@@ -163,7 +164,7 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
 
 
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
-    """The training batches, and the held-out ones if evaluation is on. Raises UserError for a store that cannot be used."""
+    """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = functools.partial(
         Pipeline.create, config.data, global_batch=config.train.global_batch, seed=config.train.seed, vocab_size=config.model.vocab_size
     )
@@ -171,15 +172,15 @@ def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
 
 
 def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
-    """Field -> value of what must not change under a checkpoint."""
+    """Return field -> value of the settings that a checkpoint must match."""
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}
 
 
-def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
-    """`open_data` on every host, prepared before if it may be. Raises UserError on all of them if one cannot, or reads other tokens."""
+def _open_data_on_all_hosts(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
+    """Prepare the data if configured, and open it. Raises UserError on all hosts if one cannot, or if their stores differ."""
     opened, problem = None, None
     try:
         if config.data.prepare is not None:
@@ -189,21 +190,21 @@ def _open_alike(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | No
             opened = open_data(config)
     except UserError as error:
         problem = error
-    cluster.agree({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
-    assert opened is not None, "what could not be opened was told"
+    require_equal({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
+    assert opened is not None, "a failure was raised above"
     return opened
 
 
 def _prepare(config: Config) -> None:
     if jax.process_count() == 1:
-        prepare(config.data)
+        prepare_store(config.data)
     elif not Path(config.data.store or "", "store.json").exists():
         raise UserError(
             f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training."
         )
 
 
-def _facts(config: Config, joined: str, folder: Path) -> dict[str, Any]:
+def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, Any]:
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
@@ -214,16 +215,16 @@ def _facts(config: Config, joined: str, folder: Path) -> dict[str, Any]:
         "total_tokens": config.total_steps * config.tokens_per_step,
         "folder": str(folder),
         "version": maxlm.__version__,
-        "cluster": joined,
+        "cluster": cluster_description,
     }
 
 
 @contextlib.contextmanager
 def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
-    """Observers that are closed, however the block ends; what they could not write is told."""
+    """Observers, closed however the block ends; prints the problems of those that failed."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if progress_file.VARIABLE in os.environ:
-        active.append(progress_file.AttemptObserver(os.environ[progress_file.VARIABLE]))
+        active.append(progress_file.ProgressObserver())
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     if config.wandb is not None and primary:
@@ -237,49 +238,40 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[StopSignal]:
-    stop = StopSignal()
-    try:
-        yield stop
-    finally:
-        stop.close()
-
-
-@contextlib.contextmanager
 def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
-    """No other run writes in the directories of this one, which can be written. A run that was asked to end is given its grace time.
+    """Lock the directories that this run writes. A run that holds them and received a signal is given its grace time.
 
-    Raises UserError in all processes alike.
+    Raises UserError in all processes alike: another run holds one, or one is not writable.
     """
-    places = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
+    folders = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
-        places.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # by two names it would wait for itself
+        folders.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # under two names it would wait for itself
     with contextlib.ExitStack() as locks:
         problem = None
         try:
-            for place, field in places.items() if jax.process_index() == 0 else ():
-                locks.enter_context(lock.held(place, field, deadline.grace_seconds() + ENDS_SECONDS, say))
+            for folder, field in folders.items() if jax.process_index() == 0 else ():
+                locks.enter_context(directory_lock.locked(folder, field, deadline.grace_seconds() + LOCK_MARGIN_SECONDS, say, LOCK_FIX))
         except UserError as error:
             problem = error
         except OSError as error:
-            problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(place))
-        cluster.agree({}, problem)
+            problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(folder))
+        require_equal({}, problem)
         yield
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, show: Callable[..., None]) -> None:
-    """Write the report, show what the model can do, and say where the report is. Training is over: no failure here changes its outcome."""
+def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
+    """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
     try:
-        told = f"report: {write_report([directory.path], directory.report)}"
+        message = f"report: {write_report([directory.path], directory.report)}"
     except Exception as error:
-        told = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
+        message = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
-            show(config, directory.path, outcome.state.params, console)
+            print_samples(config, directory.path, outcome.state.params, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
         if config.samples is not None:
             console.rule(style="dim")
-    say(told)
+    say(message)

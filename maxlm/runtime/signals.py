@@ -1,4 +1,4 @@
-"""Signals during training: SIGTERM, SIGINT and SIGHUP ask for a save and an orderly end, within the grace time of `deadline`."""
+"""Signals during training: SIGTERM, SIGINT and SIGHUP request a save and an orderly end, within the grace time of `deadline`."""
 
 import contextlib
 import ctypes
@@ -11,53 +11,50 @@ from jax.experimental import multihost_utils
 
 from maxlm.runtime import deadline
 
-_preemption_services: list[Callable[[int], None]] = []  # jax's own C handler of SIGTERM, where a cluster was joined
+_preemption_services: list[Callable[[int], None]] = []  # jax's own C handler of SIGTERM, in a cluster
 
 
 class StopSignal:
-    """Ask it before every step: the reason to stop there, on all processes alike, or None.
+    """Call it before every step: returns the reason to stop there, the same on all processes, or None.
 
-    Alone, a process decides by itself. In a cluster jax's preemption service is told of the signal and agrees on a step with the others.
+    In a cluster the signal is forwarded to jax's preemption service, which agrees on a step with the other processes.
     """
 
     def __init__(self) -> None:
-        self.asked: str | None = None  # the signal that came to this process, if one did
+        self.received: str | None = None  # name of the signal that this process received
         self._alone = jax.process_count() == 1
-        self._kept = contextlib.ExitStack()
-        self._kept.enter_context(deadline.allow(deadline.SAVE))
+        self._restore = contextlib.ExitStack()
+        self._restore.enter_context(deadline.allow(deadline.SAVE))
         for number in deadline.SIGNALS:
-            self._kept.callback(signal.signal, number, signal.signal(number, self._ask))
+            self._restore.callback(signal.signal, number, signal.signal(number, self._receive))
 
     def __call__(self, step: int) -> str | None:
         if self._alone:
-            return self.asked
-        return self.asked or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
+            return self.received
+        return self.received or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
 
-    def gives_up(self) -> bool:
-        """True if the loop need not wait for its next batch any more. In a cluster the others would wait for this process instead."""
-        return self._alone and self.asked is not None
+    def abandon_batch(self) -> bool:
+        """True if the loop need not wait for its next batch. In a cluster the others would wait for this process instead."""
+        return self._alone and self.received is not None
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
-        self._kept.close()
+        """Restore the previous signal handlers."""
+        self._restore.close()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self.asked or signal.Signals(number).name
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
         for service in _preemption_services:
             service(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def beside_preemption_service() -> Iterator[None]:
-    """Around `jax.distributed.initialize`, whose service takes SIGTERM for itself: then it is ours again, and `StopSignal` tells jax."""
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    """Wrap `jax.distributed.initialize`, whose service takes SIGTERM: restore our handler, and let `StopSignal` call jax's."""
     handler = signal.getsignal(signal.SIGTERM)
-    number = int(signal.SIGTERM)
-    ours = libc.signal(number, int(signal.SIG_IGN))
-    libc.signal(number, ours)
+    ours = deadline.set_c_handler(signal.SIGTERM, int(signal.SIG_IGN))
+    deadline.set_c_handler(signal.SIGTERM, ours)
     yield
-    theirs = libc.signal(number, ours)
-    signal.signal(number, handler)  # as Python sets it: what waits in C is interrupted
-    if theirs != ours:
+    theirs = deadline.set_c_handler(signal.SIGTERM, ours)
+    signal.signal(signal.SIGTERM, handler)  # through Python, so that system calls are interrupted
+    if theirs is not None and theirs != ours:
         _preemption_services[:] = [ctypes.CFUNCTYPE(None, ctypes.c_int)(theirs)]

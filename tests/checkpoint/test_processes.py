@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError, Checkpoints
 from maxlm.config.schema import CheckpointConfig
-from maxlm.runtime.jax_setup import keep_compiled_programs
+from maxlm.runtime.jax_setup import enable_compilation_cache
 
 address, rank, task, directory, fsdp = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
-keep_compiled_programs()
+enable_compilation_cache()
 mesh = jax.make_mesh((int(fsdp), 8 // int(fsdp)), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 @jax.jit

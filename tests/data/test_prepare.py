@@ -220,7 +220,7 @@ def test_a_store_that_cannot_be_is_one_line(source, tmp_path, store):
 
 
 def test_two_at_once_do_not_write_over_each_other(source, tmp_path):
-    with module._locked(str(tmp_path / "store")), pytest.raises(UserError, match="another process"):
+    with module._locked(str(tmp_path / "store")), pytest.raises(UserError, match="uses it; wait for it to end"):
         make(prepare_config(tmp_path / "store", source))
     assert make(prepare_config(tmp_path / "store", source))
 

@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
 
 
 def run(program: str, *arguments: str) -> str:
-    """What the program prints. It must succeed."""
+    """Run the program, which must succeed; return its output."""
     done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 6, "a line for each failed save, no page of a library"

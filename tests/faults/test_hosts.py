@@ -11,7 +11,7 @@ from hosts import Hosts, Run, can_make_hosts
 from small_run import command, environment, events, exact, finish, make_workspace, metrics, saved_state, start
 
 from maxlm.config.errors import ExitCode
-from maxlm.runtime.line import SILENCE_SECONDS
+from maxlm.runtime.message_socket import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
@@ -39,7 +39,7 @@ def workspaces(prepared, tmp_path):
 
 
 def reached(folder, step):
-    """Whether that step was told of, and a checkpoint before it is there to go back to."""
+    """True if that step was logged, with a checkpoint before it to restart from."""
     path = folder / "runs" / "small" / "metrics.jsonl"
     return path.exists() and f'"step":{step},' in path.read_text() and (path.parent / "checkpoints" / f"{step // 10 * 10}").exists()
 
@@ -98,9 +98,9 @@ def cut_in_the_middle(folder, victim):
         hosts.cut(victim)
         began = time.monotonic()
         others = [name for name in hosts.names if name != victim]
-        run.wait(lambda: all("lost: " in run.said(name) for name in others), "the end of the run", 2 * SILENCE_SECONDS)
+        run.wait(lambda: all("lost: " in run.said(name) for name in others), "the end of the run", 2 * KEEPALIVE_SECONDS)
         print(f"{victim} was cut off: the others ended after {time.monotonic() - began:.0f} s")
-        assert all(f"maxlm: lost {victim} (process {victim[-1]}): nothing came from it for 30 s" in run.said(name) for name in others)
+        assert all(f"maxlm: lost {victim} (process {victim[-1]}): its host did not answer for 30 s" in run.said(name) for name in others)
         time.sleep(max(0.0, began + 60 - time.monotonic()))
         hosts.mend(victim)
         run.finish()
@@ -108,12 +108,12 @@ def cut_in_the_middle(folder, victim):
 
 
 def test_a_host_without_network_is_named_by_all(tmp_path):
-    """The roll call alone, with less patience: within twice the silence, on both sides of the cut."""
+    """The rendezvous and process group alone, with a short keep-alive: within twice its time, on both sides of the cut."""
     silence = 6
     program = (
-        "import sys, time\nfrom maxlm.runtime import line, roll_call\nfrom maxlm.runtime.cluster_env import Place\n"
-        f"line.SILENCE_SECONDS = {silence}\n"
-        "roll_call.meet(Place(3, int(sys.argv[1]), 'host0:7000', 'a test'), 30)\nprint('met', flush=True)\ntime.sleep(60)"
+        "import sys, time\nfrom maxlm.runtime import message_socket, rendezvous\nfrom maxlm.runtime.cluster_env import ProcessSpec\n"
+        f"message_socket.KEEPALIVE_SECONDS = {silence}\n"
+        "rendezvous.join(ProcessSpec(3, int(sys.argv[1]), 'host0:7000', 'a test'), 30)\nprint('met', flush=True)\ntime.sleep(60)"
     )
     with Hosts(tmp_path, 3) as hosts:
         started = {
@@ -126,13 +126,13 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
         began = time.monotonic()
         ends = {name: process.communicate(timeout=2 * silence)[1] for name, process in started.items()}
         assert time.monotonic() - began > silence / 2
-    lost = "maxlm: lost {} (process {}): nothing came from it for 6 s\n"
+    lost = "maxlm: lost {} (process {}): its host did not answer for 6 s\n"
     assert ends == {"host0": lost.format("host1", 1), "host1": lost.format("host0", 0), "host2": lost.format("host1", 1)}
     assert {process.returncode for process in started.values()} == {ExitCode.HOST_LOST}
 
 
 def test_commands_know_their_host(tmp_path):
-    """What a test starts on a host has its name and reaches the others by theirs."""
+    """A process started on a host has its name and reaches the others by theirs."""
     with Hosts(tmp_path, 2) as hosts:
         ask = "import socket; print(socket.gethostname(), socket.gethostbyname('host0'))"
         answer = hosts.start("host1", [*command()[:1], "-c", ask], stdout=-1).communicate(timeout=30)[0]

@@ -87,7 +87,7 @@ def workspace(tmp_path_factory) -> Path:
 
 
 def refusal(workspace: Path, *overrides: str) -> str | None:
-    """What is said of a config before anything of size is built; None if it is accepted."""
+    """Return the error for a config before anything of size is built; None if it is accepted."""
     try:
         config = load(str(workspace / "small.yml"), list(overrides)).config
         devices = jax.devices()[:1]

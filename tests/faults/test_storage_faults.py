@@ -27,7 +27,7 @@ def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkey
 
     monkeypatch.setattr(run, "open_data", fails)
     with pytest.raises(UserError, match=str(error)) as caught:
-        run._open_alike(Data(), Phases(Console()))
+        run._open_data_on_all_hosts(Data(), Phases(Console()))
     assert caught.value.exit_code == code
 
 

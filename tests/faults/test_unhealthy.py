@@ -11,16 +11,16 @@ ENDING_BADLY = """
 import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
-from maxlm.runtime.run import run
+from maxlm.runtime.run import run_training
 from maxlm.telemetry.phases import Phases
 
-def show(config, directory, params, console, *, asked):
+def show(config, directory, params, console, *, stopped):
     os.kill(os.getpid(), signal.SIGTERM)
-    while not asked():
+    while not stopped():
         time.sleep(0.01)
     raise RuntimeError("no room for a sample")
 
-sys.exit(run(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
+sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
 """
 
 
@@ -31,7 +31,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(workspace):
-    """What a run of 10 steps printed, whose samples failed."""
+    """Output of a run of 10 steps whose samples failed."""
     program = [sys.executable, "-c", ENDING_BADLY, "train.steps=10"]
     done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr

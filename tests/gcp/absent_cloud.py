@@ -58,7 +58,7 @@ class Cloud:
         self._rules: list[str] = []
 
     def answer(self, match: str, out: str = "", err: str = "", code: int = 0, times: int = -1, wait: float = 0) -> None:
-        """What the next calls that hold `match` give; `times`: how many of them, -1: all; rules that were told first come first."""
+        """Set the answer of the next `times` calls that contain `match` (-1: all); earlier rules come first."""
         self._rules.append("\x1f".join([match, str(times), str(code), str(wait), out, err]) + "\x1e")
         (self.home / "answers").write_text("".join(self._rules))
 
@@ -67,7 +67,7 @@ class Cloud:
         (self.home / "answers").unlink()
 
     def state(self, unit: str, state: str, run: str | None = None, owner: str = OWNER, times: int = -1) -> None:
-        """What a machine's description says of it."""
+        """Set the description of a machine."""
         for verb in ("describe", "get jobset"):
             self.answer(f"{verb} {unit} ", f"{state},{run or unit},{owner}\n", times=times)
 

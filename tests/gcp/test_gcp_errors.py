@@ -1,4 +1,4 @@
-"""What the cloud refuses is said in a line that can be acted on, with the original below it; and nothing goes on as if it had worked."""
+"""Errors of the cloud are explained in a line with a fix, above the original message, and stop the command."""
 
 import shlex
 import subprocess

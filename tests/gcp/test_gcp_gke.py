@@ -39,7 +39,7 @@ def test_tpus(cloud, run, accelerator, topology, slices, hosts, chips):
 
 @pytest.mark.parametrize(("machine", "accelerator"), [("a3-megagpu-8g", "nvidia-h100-mega-80gb"), ("a3-highgpu-8g", "nvidia-h100-80gb")])
 def test_gpus_find_each_other(cloud, machine, accelerator):
-    """What maxlm makes of the environment that the manifest and Kubernetes give a pod."""
+    """Return the process specification from the environment of a pod."""
     document, job, pod = manifest(cloud, *GPU, "--accelerator", machine)
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": accelerator}
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (1, 2)

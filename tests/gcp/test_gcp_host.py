@@ -1,4 +1,4 @@
-"""What runs on a host, run here: with the startup script that maxlm-gcp makes, folders for buckets, and a stand-in for maxlm itself."""
+"""The host's startup script, run here with folders for buckets and a stand-in for maxlm itself."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_the_run_is_started_with_restarts_and_its_end_is_told(cloud, host, code)
 
 @pytest.fixture
 def earlier(cloud):
-    """What an earlier machine of the run has left in the bucket."""
+    """Files of an earlier machine of the run in the bucket."""
     folder = cloud.bucket / "llama3-8b-v5p-128/run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step":0}\n')

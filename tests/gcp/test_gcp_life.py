@@ -14,7 +14,7 @@ TPU_VM = ["gcloud", "compute", "tpus", "tpu-vm"]
 
 
 def write_run(cloud, outcome="running", run="llama3-8b-v5p-128"):
-    """What a host has left in the bucket: 300 steps of 2 s each, in 1,000 s."""
+    """Write a host's files to the bucket: 300 steps of 2 s each, in 1,000 s."""
     folder = cloud.bucket / run
     (folder / "run").mkdir(parents=True)
     records = [{"step": step, "loss": 2.5, "tokens_per_s": 1e6, "step_time_s": 2.0} for step in (299, 300)]
@@ -79,7 +79,7 @@ def test_watch_goes_on_after_a_look_that_failed(cloud):
 
 
 def test_watch_waits_for_room_where_there_is_none(cloud):
-    """What was preempted is deleted, and cannot be made again at once: as a rule, for it was taken because there is no room."""
+    """A preempted machine is deleted, and usually cannot be recreated at once, for lack of capacity."""
     write_run(cloud, "running")
     cloud.state(NAME, "PREEMPTED", times=2)
     cloud.answer("tpu-vm create", err="ERROR: There is no more capacity in the zone\n", code=1, times=2)

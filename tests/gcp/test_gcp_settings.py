@@ -1,4 +1,4 @@
-"""What a config and a machine's name mean on Google Cloud; and the table of machines against what maxlm knows of hardware."""
+"""Translation of a config and a machine's name to Google Cloud; the table of machines against maxlm's hardware facts."""
 
 import importlib.util
 import re
@@ -112,7 +112,7 @@ def test_runs_whose_names_a_cloud_does_not_take_do_not_meet():
         ([V5P], {"bucket": ""}, "--bucket (none): must be gs://NAME"),
         ([V5P], {"accelerator": "a3-megagpu-8g"}, "cluster.topology = v5p:4x4x4: is not what a3-megagpu-8g is made of"),
         (["runs/quickstart", "cluster.topology=h100:1x1x4"], {}, "has 8 GPUs"),
-        (["runs/quickstart", "cluster.topology=a100-80gb:1x1x8"], {}, "is no machine of Google Cloud that we know"),
+        (["runs/quickstart", "cluster.topology=a100-80gb:1x1x8"], {}, "is not a known machine of Google Cloud"),
         (["runs/quickstart"], {"accelerator": "a3-megagpu-8g", "queued": True}, "--queued: a queue is lent for TPUs only"),
     ],
 )

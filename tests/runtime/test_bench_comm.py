@@ -17,9 +17,9 @@ from maxlm.hardware.chips import chip_of
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import device_groups
 from maxlm.runtime.comm import sizes
-from maxlm.runtime.comm.measure import Row, fitting, free_host_memory, measure
-from maxlm.runtime.comm.operations import OPERATIONS, actual, chain, put_in
-from maxlm.runtime.comm.render import draw
+from maxlm.runtime.comm.measure import Row, fitting_sizes, free_host_memory, measure
+from maxlm.runtime.comm.operations import OPERATIONS, actual, looped, make_input
+from maxlm.runtime.comm.render import plot
 
 OPCODES = {"permute": "collective-permute"}
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
@@ -33,7 +33,7 @@ def mesh():
 
 
 def by_numpy(name, x_NRM):
-    """What each of n devices gets out of what they put in."""
+    """Expected output of each of n devices for their inputs."""
     n = len(x_NRM)
     return {
         "all-reduce": lambda: np.broadcast_to(x_NRM.sum(0), x_NRM.shape),
@@ -47,7 +47,7 @@ def by_numpy(name, x_NRM):
 @each_operation
 def test_turns_compute_what_the_operation_means(mesh, operation):
     """Three turns, each of which hands a number of its result to the next: as numpy has it, in every group of the axis."""
-    given = put_in(mesh, "fsdp", operation, 4 * 16)
+    given = make_input(mesh, "fsdp", operation, 4 * 16)
     x = np.arange(given.size, dtype=np.float32).reshape(2, 4, *given.shape[1:])
     for group in x:
         wanted = group.copy()
@@ -55,7 +55,7 @@ def test_turns_compute_what_the_operation_means(mesh, operation):
             wanted[:, 0, 0] = by_numpy(operation.name, wanted)[:, 0, 0]
         group[...] = wanted
     start = jax.device_put(np.arange(given.size, dtype=np.float32).reshape(given.shape), given.sharding)
-    got = chain(mesh, "fsdp", operation)(start, np.int32(3))
+    got = looped(mesh, "fsdp", operation)(start, np.int32(3))
     np.testing.assert_array_equal(got, x.reshape(given.shape))
 
 
@@ -64,7 +64,7 @@ def test_turns_compute_what_the_operation_means(mesh, operation):
 def test_the_program_holds_one_collective_a_turn_and_none_beside(mesh, operation, axis):
     """In the loop's body, of the full size, over the groups of the axis; nothing as large is copied around it."""
     size = 64 * KB
-    program = chain(mesh, axis, operation).lower(put_in(mesh, axis, operation, size), np.int32(5)).compile()
+    program = looped(mesh, axis, operation).lower(make_input(mesh, axis, operation, size), np.int32(5)).compile()
     module = read(program.as_text())
     (body,) = [op.calls[0] for op in module.computations[module.entry].ops if op.opcode == "while"]
     known = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
@@ -83,7 +83,7 @@ def test_the_program_holds_one_collective_a_turn_and_none_beside(mesh, operation
 def test_bandwidths_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md: S / t, times 2(n-1)/n, (n-1)/n or 1."""
     wanted = {"all-reduce": 1.75, "all-gather": 0.875, "reduce-scatter": 0.875, "all-to-all": 0.875, "permute": 1.0}
-    assert {name: operation.crossing(8) for name, operation in OPERATIONS.items()} == wanted
+    assert {name: operation.bus_factor(8) for name, operation in OPERATIONS.items()} == wanted
     row = Row("fsdp", 8, "all-reduce", 8000, 2e-3, 0.0, 1.75, None)
     assert (row.algorithm_bytes_per_s, row.bus_bytes_per_s) == (pytest.approx(4e6), pytest.approx(7e6))
     assert row.to_json()["bus_bytes_per_s"] == row.bus_bytes_per_s
@@ -138,7 +138,7 @@ NVLINK, NIC = 18 * 2.5e10, 5e10  # of H100
 )
 def test_a_limit_is_that_of_the_links_under_the_axis(mesh, axis, name, limit):
     assert limit is None or chip_of(mesh.devices.flat[0].device_kind) is not None
-    found = bus_limit(mesh, axis, name, OPERATIONS[name].crossing(mesh.shape[axis]), [f"host{number}" for number in range(8)])
+    found = bus_limit(mesh, axis, name, OPERATIONS[name].bus_factor(mesh.shape[axis]), [f"host{number}" for number in range(8)])
     assert found == (None if limit is None else pytest.approx(limit, rel=1e-3))
 
 
@@ -200,13 +200,13 @@ def test_the_mesh_of_a_config_is_taken():
 
 def test_a_size_that_memory_does_not_hold_is_left_out():
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    assert fitting(mesh, [KB, 2**30, 2**60], ["host"]) in ([KB], [KB, 2**30])
+    assert fitting_sizes(mesh, [KB, 2**30, 2**60], ["host"]) in ([KB], [KB, 2**30])
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--operation", "all-reduse"], "--operation = all-reduse: is none of all-reduce, all-gather, reduce-scatter"),
+        (["--operation", "all-reduse"], "--operation = all-reduse: must be one of all-reduce, all-gather, reduce-scatter"),
         (["--operation", "allgather"], "the nearest is all-gather."),
         (["--largest", "1 fortnight"], "--largest = 1 fortnight: must be a whole number above 0 of bytes, KB, MB or GB; as in 64KB."),
         (["--smallest", "0"], "--smallest = 0: must be"),
@@ -239,11 +239,11 @@ def test_sizes_are_read(text, size):
 
 
 def test_sizes_go_in_fours():
-    assert sizes.between("1KB", "1GB") == [1024 * 4**power for power in range(11)]
-    assert sizes.between("1KB", "10KB") == [1024, 4096]
-    assert [sizes.in_words(size) for size in (12, 1024, 1000 * 1024, 2**20, 3 * 2**29)] == ["12 B", "1 KB", "1000 KB", "1 MB", "1.5 GB"]
+    assert sizes.size_range("1KB", "1GB") == [1024 * 4**power for power in range(11)]
+    assert sizes.size_range("1KB", "10KB") == [1024, 4096]
+    assert [sizes.format_size(size) for size in (12, 1024, 1000 * 1024, 2**20, 3 * 2**29)] == ["12 B", "1 KB", "1000 KB", "1 MB", "1.5 GB"]
     with pytest.raises(UserError, match="the nearest is permute"):
-        sizes.chosen(["permut"])
+        sizes.choose_operations(["permut"])
 
 
 def test_memory_is_what_the_container_may_still_take(tmp_path):
@@ -259,5 +259,5 @@ def test_memory_is_what_the_container_may_still_take(tmp_path):
 
 
 def test_a_picture_of_one_size_is_drawn(tmp_path):
-    draw([Row("fsdp", 8, name, KB, 1e-3, 0.0, 1.0, 1e9) for name in OPERATIONS], "one", tmp_path / "one.png")
+    plot([Row("fsdp", 8, name, KB, 1e-3, 0.0, 1.0, 1e9) for name in OPERATIONS], "one", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

@@ -11,8 +11,8 @@ import pytest
 from hosts import Hosts, can_make_hosts
 from small_run import command, environment, free_port
 
-from maxlm.runtime.comm.examine import SLOW, slow_hosts, speed_findings
-from maxlm.runtime.comm.hosts import Figures, around, rounds
+from maxlm.runtime.comm.cluster_doctor import SLOW, slow_hosts, speed_findings
+from maxlm.runtime.comm.hosts import Figures, pair_rounds, ring_order
 
 DOCTOR = ("doctor", "--cluster", "--json")
 
@@ -30,7 +30,7 @@ def until(process, line):
 
 
 def report_of(processes, code):
-    """What process 0 prints, which is one JSON object and nothing else; the others print nothing."""
+    """Return what process 0 prints, one JSON object and nothing else; the others print nothing."""
     for process in processes:
         process.said = process.communicate(timeout=240)
     for process in processes:
@@ -119,18 +119,18 @@ def test_the_rule():
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
 def test_every_host_meets_both_neighbours_and_one_at_a_time(n):
-    met = [pair for pairs in rounds(n) for pair in pairs]
+    met = [pair for pairs in pair_rounds(n) for pair in pairs]
     assert {frozenset(pair) for pair in met} == {frozenset((place, (place + 1) % n)) for place in range(n)}
     assert len(met) == (1 if n == 2 else n), "once each"
-    for pairs in rounds(n):
+    for pairs in pair_rounds(n):
         hosts = [host for pair in pairs for host in pair]
         assert len(set(hosts)) == len(hosts)
 
 
 @pytest.mark.parametrize("names", [["a"] * 8 + ["b"] * 8, ["a", "a", "b", "b", "c", "c"], ["a", "b", "c"], ["a"]])
 def test_neighbours_are_of_different_hosts(names):
-    """Or a host whose processes reach each other through its memory would hide a network card that is dead."""
-    ring = around(names)
+    """Otherwise processes that exchange through a host's memory would hide a dead network card."""
+    ring = ring_order(names)
     assert sorted(ring) == list(range(len(names)))
     if len(set(names)) > 1:
         assert all(names[ring[place - 1]] != names[ring[place]] for place in range(len(ring)))

@@ -1,9 +1,9 @@
-"""Where a process is in a cluster, by what each launcher says."""
+"""Detection of a process's cluster from each launcher's environment."""
 
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.runtime.cluster_env import VARIABLES, find, first_node, split
+from maxlm.runtime.cluster_env import VARIABLES, find, first_node, split_arguments
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -104,7 +104,7 @@ def test_processes_of_a_node_share_its_gpus(environ, n_gpus, devices):
     [
         ({}, {"coordinator": "a:1"}, "process_count nor process_id: add process_count=... process_id=..."),
         ({"JAX_NUM_PROCESSES": "2"}, {}, "JAX_COORDINATOR_ADDRESS nor JAX_PROCESS_ID"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {}, "an MPI launcher (PMI)) does not say coordinator: add coordinator=..."),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, {}, "an MPI launcher (PMI)) does not set coordinator: add coordinator=..."),
         ({}, {**EXPLICIT, "coordinator": "node0"}, "coordinator = node0: must be HOST:PORT"),
         ({}, {**EXPLICIT, "coordinator": "node0:65535"}, "coordinator = node0:65535: the port must be 1 to 65534"),
         ({}, {**EXPLICIT, "process_id": "4"}, "process_id = 4: must be a number below process_count, 4"),
@@ -190,9 +190,9 @@ def test_a_node_without_a_number_of_tasks_is_the_processs_own():
 
 
 def test_two_places_at_once_are_refused():
-    assert split(["process_id=1", "process_id=1"])[0] == {"process_id": "1"}
+    assert split_arguments(["process_id=1", "process_id=1"])[0] == {"process_id": "1"}
     with pytest.raises(UserError, match="process_id is given twice, as 1 and as 2"):
-        split(["process_id=1", "process_id=2"])
+        split_arguments(["process_id=1", "process_id=2"])
 
 
 def test_gpus_that_do_not_divide_are_refused():
@@ -209,6 +209,6 @@ def test_the_first_node_of_a_list(nodes, first):
 
 
 def test_a_cluster_is_no_setting():
-    named, rest = split(["train.steps=3", "coordinator=a:1", "process_id=0", "coordinator", "run.name=coordinator=x"])
+    named, rest = split_arguments(["train.steps=3", "coordinator=a:1", "process_id=0", "coordinator", "run.name=coordinator=x"])
     assert named == {"coordinator": "a:1", "process_id": "0"}
     assert rest == ["train.steps=3", "coordinator", "run.name=coordinator=x"]

@@ -55,7 +55,7 @@ def run():
 
 
 def end(process, *numbers, code):
-    """What is said on stderr, and the seconds from the last signal to the end."""
+    """Return stderr, and the seconds from the last signal to the end."""
     for index, number in enumerate(numbers):
         time.sleep(0.3 if index else 0)  # as a person does it
         process.send_signal(number)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.runtime import doctor, probe
+from maxlm.runtime import device_probe, doctor
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.doctor import (
     GIB,
@@ -45,7 +45,7 @@ def machine(root: Path, *, nodes=(), pci=(), driver=None) -> Path:
 
 
 def missing(root: Path, versions=NOTHING, platforms="", devices=CPU) -> list[Finding]:
-    """What is said of accelerators that jax does not use."""
+    """Return the findings on accelerators that jax does not use."""
     return [f for f in device_findings(devices, find_accelerators(root), versions, platforms) if "does not use it" in f.found]
 
 
@@ -137,8 +137,8 @@ def test_packages_are_held_to_what_maxlm_asks_for():
     [
         ("import time; time.sleep(600)", 0.5, "did not answer within 0.5 seconds"),
         ("import sys; print('noise', file=sys.stderr); sys.exit('RuntimeError: no GPU')", 60, "RuntimeError: no GPU"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, "ended with -11"),
-        ("print('not json')", 60, "ended with 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, "exit code -11"),
+        ("print('not json')", 60, "exit code 0"),
     ],
 )
 def test_a_driver_that_hangs_or_dies_is_told_and_survived(code, timeout, says):
@@ -166,7 +166,7 @@ def test_every_finding_that_is_not_ok_says_how_to_get_well(tmp_path, monkeypatch
     machine(tmp_path, nodes=["dev/nvidia0", "dev/accel0"], driver="535.1")
     monkeypatch.setattr(doctor, "find_accelerators", lambda: find_accelerators(tmp_path))
     monkeypatch.setattr(doctor, "ask_for_devices", lambda command: CPU | {"error": "broken"})
-    report = doctor.examine()
+    report = doctor.diagnose()
     assert not report.healthy
     assert all(finding.fix for finding in report.findings if finding.state != "ok")
     text = as_text(report)
@@ -199,9 +199,9 @@ def test_a_machine_that_cannot_train_is_not_ready():
 
 def test_the_probe_trains_as_a_run_does(monkeypatch):
     """In the default precision; where XLA refuses a matmul, it says so."""
-    assert probe.try_to_train() is None
-    monkeypatch.setattr(probe.fits, "host_memory", lambda: 10**6)
-    assert "of memory" in (probe.try_to_train() or "")
+    assert device_probe.try_to_train() is None
+    monkeypatch.setattr(device_probe.fits, "host_memory", lambda: 10**6)
+    assert "of memory" in (device_probe.try_to_train() or "")
 
 
 def test_few_open_files_are_told():

@@ -1,4 +1,4 @@
-"""What jax is told before it touches a device."""
+"""Configuration of jax before it touches a device."""
 
 import os
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
@@ -22,7 +22,7 @@ def test_jax_takes_what_planning_counts_on_unless_told_otherwise(monkeypatch, ow
         monkeypatch.delenv(name)
     for name, share in own.items():
         monkeypatch.setenv(name, share)
-    look_for_devices()
+    select_platform()
     assert {name: os.environ[name] for name in (OLD, NEW) if name in os.environ} == then
 
 
@@ -30,10 +30,10 @@ def test_programs_of_several_cpu_devices_are_not_kept(monkeypatch, tmp_path):
     """Loaded again they forget the order of their collectives, and a run may stop for ever."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     try:
-        assert keep_compiled_programs() is None
+        assert enable_compilation_cache() is None
         assert jax.config.jax_compilation_cache_dir is None
         monkeypatch.setattr(jax, "device_count", lambda: 1)
-        assert keep_compiled_programs() == jax.config.jax_compilation_cache_dir == str(tmp_path)
+        assert enable_compilation_cache() == jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
         monkeypatch.undo()
-        keep_compiled_programs()
+        enable_compilation_cache()

@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 from small_run import command, environment
 
+from maxlm.runtime import progress_file
 from maxlm.runtime.launch import Supervisor
 
 PRELUDE = """
-import json, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
-path, tries = Path(os.environ["MAXLM_ATTEMPT"]), Path("tries")
+from types import SimpleNamespace
+from maxlm.runtime import progress_file
+tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
-    path.write_text(f"{step:20}" + chr(10) + json.dumps(hosts))
+    progress_file.record_joined(hosts)
+    progress_file.ProgressObserver().on_step(SimpleNamespace(step=step))
 """
 
 
@@ -54,9 +58,9 @@ def test_what_would_end_the_same_way_is_not_started_again(supervise, code, words
 
 
 def test_a_step_that_fails_three_times_is_no_accident(supervise):
-    code, said, tries = supervise("came(7)\nprint('RuntimeError: boom', file=sys.stderr)\nsys.exit(1)", restarts=50)
+    code, said, tries = supervise("came(7)\nprogress_file.record_error(RuntimeError('boom'))\nsys.exit(1)", restarts=50)
     assert (code, tries) == (1, 3)
-    assert said[-1].endswith("it has ended after step 7 3 times in a row, so it is no accident; its last words: RuntimeError: boom")
+    assert said[-1].endswith("it has ended after step 7 3 times in a row, so it is no accident; its last error: RuntimeError: boom")
 
 
 def test_progress_between_crashes_is_no_loop_and_restarts_are_counted(supervise):
@@ -77,15 +81,9 @@ def test_a_host_that_is_not_back_yet_is_waited_for(supervise):
     assert supervise("if number == 0: came(5)\nsys.exit([6, 2][number])")[::2] == (2, 2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "maxlm: lost b (process 1): it has ended without a word",
-        "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed.",
-    ],
-)
-def test_a_lost_host_is_named_and_one_that_is_lost_again_and_again_is_no_accident(supervise, words):
-    script = f"came(7)\nprint({words!r}, file=sys.stderr)\nsys.exit(6)"
+def test_a_lost_host_is_named_and_one_that_is_lost_again_and_again_is_no_accident(supervise):
+    """The first reason on record is the cause; the errors that follow from it change nothing."""
+    script = "came(7)\nfor lost in ('b (process 1)', ''): progress_file.record_error('lost', lost)\nsys.exit(6)"
     code, said, tries = supervise(script)
     assert (code, tries) == (6, 3)
     assert "after step 7; lost: b (process 1); restart 1 of 5" in said[0]
@@ -93,9 +91,7 @@ def test_a_lost_host_is_named_and_one_that_is_lost_again_and_again_is_no_acciden
 
 
 def test_losing_one_host_after_the_other_is_no_crash_loop(supervise):
-    script = (
-        "came(7, 'abcd')\nprint(f'maxlm: lost host{number} (process {number}): gone', file=sys.stderr)\nsys.exit(0 if number == 4 else 6)"
-    )
+    script = "came(7, 'abcd')\nprogress_file.record_error('lost', f'host{number} (process {number})')\nsys.exit(0 if number == 4 else 6)"
     assert supervise(script)[::2] == (0, 5)
 
 
@@ -211,7 +207,7 @@ def test_a_run_that_is_stopped_by_sigstop_hears_of_the_end(tmp_path):
 
 
 def test_a_run_ends_with_its_launcher(tmp_path):
-    """Also where the launcher dies by kill -9: the run saves and ends in order."""
+    """Even if the launcher dies by kill -9: the run saves and ends in order."""
     script = (
         "from maxlm import __main__, cli\nfrom maxlm.runtime import deadline\n"
         "def command():\n"
@@ -226,3 +222,31 @@ def test_a_run_ends_with_its_launcher(tmp_path):
     while not (tmp_path / "ended").exists():
         assert time.monotonic() < until, "the run lives on"
         time.sleep(0.02)
+
+
+def test_a_run_that_dies_without_an_outcome_keeps_its_progress(supervise):
+    """Killed, or crashed outside Python: the steps are on record, and what the last crash left is not attributed to the next."""
+    crash = "came(7)\nif number == 0: progress_file.record_error('boom')\nimport faulthandler; os.kill(os.getpid(), signal.SIGSEGV)"
+    code, said, tries = supervise(crash)
+    assert (code, tries) == (1, 3)
+    assert "was killed by SIGSEGV after step 7; restart 1 of 5" in said[0]
+    assert said[-1].endswith("its last error: none on record, see its output")
+
+
+@pytest.mark.parametrize(
+    ("raises", "code", "error"),
+    [
+        ("raise RuntimeError('boom')", 1, "RuntimeError: boom"),
+        ("raise UserError('no such field')", 2, "no such field"),
+        ("raise OSError(28, 'No space left', 'disk')", 7, "disk: cannot be read or written: No space left."),
+    ],
+)
+def test_a_command_records_why_it_ended(tmp_path, raises, code, error):
+    program = (
+        "from maxlm import __main__, cli\nfrom maxlm.config.errors import UserError\n"
+        f"def fails(**how):\n    {raises}\ncli.app = fails\n__main__.main()"
+    )
+    path = tmp_path / "progress.json"
+    environ = {**os.environ, progress_file.VARIABLE: str(path)}
+    answer = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert (answer.returncode, progress_file.read(path).error) == (code, error), answer.stderr

@@ -1,1 +1,1 @@
-"""How fast devices and hosts talk to each other: `maxlm bench-comm`, and `maxlm doctor --cluster`."""
+"""Benchmarks of collectives and comparison of hosts: `maxlm bench-comm`, and `maxlm doctor --cluster`."""

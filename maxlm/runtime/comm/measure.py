@@ -1,7 +1,6 @@
-"""How long collectives take: a median of runs, each of enough turns to see, on the clock of the slowest process."""
+"""Timing of collectives: the median of several runs of many iterations each, on the clock of the slowest process."""
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +12,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxlm.hardware.host import host_memory
 from maxlm.runtime import host_allgather
-from maxlm.runtime.comm.operations import Operation, actual, chain, put_in
+from maxlm.runtime.comm.operations import Operation, actual, looped, make_input
 
-RUN_SECONDS, LONG_SECONDS = 0.1, 1.0  # of a run: what is aimed at, and what is too long to do often
-LEAST_TURNS, MOST_TURNS = 3, 3000  # in a run; the first writes pages that nobody has touched
+RUN_SECONDS, LONG_SECONDS = 0.1, 1.0  # duration of a run: the target, and above which fewer are made
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 3000  # in a run; the first one touches new pages
 RUNS, LONG_RUNS = 5, 3
-COPIES = 4  # of its size that a device holds meanwhile: what goes in, what comes out, and what the library keeps for itself
-Turns = Callable[[int], float]  # how many turns -> seconds that they took here
+COPIES = 4  # buffers of its size that a device holds: input, output, and the library's own
+TimedLoop = Callable[[int], float]  # number of iterations -> seconds in this process
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation over one axis at one size. `bytes`: of a device's full buffer, see `Operation`; `seconds`: of one operation."""
+    """Measurement of one operation over one axis. `bytes`: of a device's full buffer, see `Operation`; `seconds`: of one operation."""
 
     axis: str
     devices: int  # along the axis
@@ -33,7 +33,7 @@ class Row:
     bytes: int
     seconds: float
     spread: float  # (longest - shortest run) / median
-    crossing: float  # of a byte, what must cross a device's link
+    bus_factor: float  # bytes that cross a device's link for each byte of the buffer
     limit: float | None  # bytes/s of the link; None: not known
 
     @property
@@ -42,33 +42,33 @@ class Row:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What a device's link carries, whatever the number of devices: to be held against `limit`."""
-        return self.algorithm_bytes_per_s * self.crossing
+        """Bytes/s over a device's link, comparable to `limit` for any number of devices."""
+        return self.algorithm_bytes_per_s * self.bus_factor
 
     def to_json(self) -> dict[str, Any]:
-        """The row as JSON holds it: bytes, seconds, bytes/s."""
+        """Convert to JSON types; bytes, seconds, bytes/s."""
         rates = {"algorithm_bytes_per_s": self.algorithm_bytes_per_s, "bus_bytes_per_s": self.bus_bytes_per_s}
-        return {**{key: value for key, value in asdict(self).items() if key != "crossing"}, **rates}
+        return {**{key: value for key, value in asdict(self).items() if key != "bus_factor"}, **rates}
 
 
 def measure(
     mesh: Mesh, operations: Sequence[Operation], sizes: Sequence[int], limit: Callable[[str, str], float | None] = lambda axis, name: None
 ) -> Iterator[Row]:
-    """A row for every axis of more than one device, operation and size in bytes; all processes get the same.
+    """Yield a row for every axis of more than one device, operation and size in bytes; the same in all processes.
 
-    `limit`: (axis, operation) -> bytes/s of its links, where they are known.
+    `limit`: (axis, operation) -> bytes/s of its links, or None.
     """
     for axis, n in mesh.shape.items():
         for operation in operations if n > 1 else ():
             for size in sizes:
-                seconds, spread = time_turns(turns(mesh, axis, operation, size))
-                yield Row(axis, n, operation.name, actual(n, size), seconds, spread, operation.crossing(n), limit(axis, operation.name))
+                seconds, spread = time_loop(timed_loop(mesh, axis, operation, size))
+                yield Row(axis, n, operation.name, actual(n, size), seconds, spread, operation.bus_factor(n), limit(axis, operation.name))
 
 
-def turns(mesh: Mesh, axis: str, operation: Operation, size: int) -> Turns:
-    """The operation, compiled and run once."""
-    program = chain(mesh, axis, operation)
-    x = program(put_in(mesh, axis, operation, size), np.int32(1))
+def timed_loop(mesh: Mesh, axis: str, operation: Operation, size: int) -> TimedLoop:
+    """Compile the operation's loop and run it once."""
+    program = looped(mesh, axis, operation)
+    x = program(make_input(mesh, axis, operation, size), np.int32(1))
     jax.block_until_ready(x)
 
     def run(count: int) -> float:
@@ -80,38 +80,38 @@ def turns(mesh: Mesh, axis: str, operation: Operation, size: int) -> Turns:
     return run
 
 
-def time_turns(run: Turns) -> tuple[float, float]:
-    """(median, spread) of the seconds of a turn, of the slowest process in each run."""
-    seconds = np.max(each_process(run), axis=0)
+def time_loop(run: TimedLoop) -> tuple[float, float]:
+    """Return (median, spread) of the seconds of an iteration, of the slowest process in each run."""
+    seconds = np.max(times_by_process(run), axis=0)
     middle = statistics.median(seconds.tolist())
     return middle, float(np.ptp(seconds)) / middle
 
 
-def each_process(run: Turns) -> np.ndarray:
-    """Seconds of a turn, of (process, run). Processes do as many turns and runs as the slowest of them finds right."""
+def times_by_process(run: TimedLoop) -> np.ndarray:
+    """Return the seconds of an iteration, of shape (process, run). The slowest process determines how many are made."""
     count, took = 1, _slowest(run(1))
-    while took < RUN_SECONDS / 2 and count < MOST_TURNS:  # what one turn takes says little of a thousand
-        count = min(MOST_TURNS, math.ceil(count * min(100.0, max(2.0, RUN_SECONDS / took))))
+    while took < RUN_SECONDS / 2 and count < MAX_ITERATIONS:  # one iteration is no measure of a thousand
+        count = min(MAX_ITERATIONS, math.ceil(count * min(100.0, max(2.0, RUN_SECONDS / took))))
         took = _slowest(run(count))
-    count = max(count, LEAST_TURNS)
+    count = max(count, MIN_ITERATIONS)
     times = [run(count) / count for _ in range(LONG_RUNS if took > LONG_SECONDS else RUNS)]
-    return host_allgather.rows(np.array(times, np.float32))
+    return host_allgather.allgather(np.array(times, np.float32))
 
 
-def fitting(mesh: Mesh, sizes: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Those of `sizes`, in bytes, that the memory of every device holds; `names`: the host of each process."""
+def fitting_sizes(mesh: Mesh, sizes: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Return those of `sizes`, in bytes, that fit the memory of every device; `names`: the host of each process."""
     sharing = jax.local_device_count() * names.count(names[jax.process_index()])
-    rooms = [_room(device, sharing) for device in mesh.local_devices]
-    room = float(host_allgather.rows(np.array([min(rooms)], np.float32)).min())
-    return [size for size in sizes if COPIES * size <= room]
+    free = min(_free_memory(device, sharing) for device in mesh.local_devices)
+    free = float(host_allgather.allgather(np.array([free], np.float32)).min())
+    return [size for size in sizes if COPIES * size <= free]
 
 
 def _slowest(seconds: float) -> float:
-    return float(host_allgather.rows(np.array([seconds], np.float32)).max())
+    return float(host_allgather.allgather(np.array([seconds], np.float32)).max())
 
 
-def _room(device: jax.Device, sharing: int) -> float:
-    """Bytes that `device` has free: of a CPU device its share of the host's, among `sharing` alike."""
+def _free_memory(device: jax.Device, sharing: int) -> float:
+    """Return free bytes of `device`: of a CPU device its share of the host's, among `sharing` devices."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -119,13 +119,13 @@ def _room(device: jax.Device, sharing: int) -> float:
 
 
 def free_host_memory(root: Path = Path("/")) -> float:
-    """Bytes that this machine can still give, or its container may still take; half of all where it does not say."""
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    """Return free bytes of this machine, or of its container; half of its memory where the system does not say."""
+    free = (host_memory(root) or 0) / 2
     try:
         known = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
         free = 1024.0 * int(known["MemAvailable"].split()[0])
         group = root / "sys/fs/cgroup"
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, KeyError, ValueError):  # `max` is no limit
+    except (OSError, KeyError, ValueError):  # `max`: no limit
         pass
     return free

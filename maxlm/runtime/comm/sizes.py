@@ -1,4 +1,4 @@
-"""Sizes as people write them: `64KB` is 64 x 1024 bytes, as nccl-tests have it. No jax here: a mistake is told at once."""
+"""Parsing and formatting of buffer sizes: `64KB` is 64 x 1024 bytes, as in nccl-tests. Imports no jax: errors are instant."""
 
 import re
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ NAMES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
 
 
 def parse(text: str, option: str) -> int:
-    """Bytes of `text`. Raises UserError that names `option`."""
+    """Parse bytes. Raises UserError that names `option`."""
     match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(?:I?B)?", text.strip().upper())
     if match is None or not int(match[1]):
         raise UserError(f"{option} = {text}: must be a whole number above 0 of bytes, KB, MB or GB; as in 64KB.")
     return int(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2])
 
 
-def between(smallest: str, largest: str) -> list[int]:
-    """From one to the other, each four times the one before. Raises UserError."""
+def size_range(smallest: str, largest: str) -> list[int]:
+    """Return sizes from `smallest` to `largest`, each four times the one before. Raises UserError."""
     first, last = parse(smallest, "--smallest"), parse(largest, "--largest")
     if first > last:
         raise UserError(f"--smallest = {smallest}: is more than --largest = {largest}; give a smaller one.")
@@ -30,19 +30,19 @@ def between(smallest: str, largest: str) -> list[int]:
     return sizes
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """The operations asked for, all if none is. Raises UserError with the nearest name."""
+def choose_operations(names: Sequence[str]) -> list[str]:
+    """Validate operations; all if `names` is empty. Raises UserError with the nearest name."""
     for name in names:
         if name not in NAMES:
             near = get_close_matches(name.lower(), NAMES, n=1, cutoff=0.4)
             raise UserError(
-                f"--operation = {name}: is none of {', '.join(NAMES)}" + (f"; the nearest is {near[0]}." if near else "; use one.")
+                f"--operation = {name}: must be one of {', '.join(NAMES)}" + (f"; the nearest is {near[0]}." if near else "; use one.")
             )
     return list(dict.fromkeys(names)) or list(NAMES)
 
 
-def in_words(size: int) -> str:
-    """1024 -> 1 KB; what is no whole number of a unit to three digits."""
+def format_size(size: int) -> str:
+    """Format bytes with three digits: 1024 is `1 KB`."""
     unit = 0
     while unit + 1 < len(UNITS) and size >= 1024 ** (unit + 1):
         unit += 1

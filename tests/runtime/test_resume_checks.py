@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config.loader import dump
-from maxlm.runtime.changes import RATE, STORE, changes, lost_checkpoints
+from maxlm.runtime.resume_checks import RATE, STORE, changed_settings, lost_checkpoints
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -21,9 +21,9 @@ def directory(tmp_path):
 
 
 def attempt(directory, config, step, store="a" * 64, recorded="a" * 64, skipped=0):
-    """What is said as a run goes on from `step`, with the config written afterwards."""
+    """Return the changed settings as a run continues from `step`, with the config written afterwards."""
     start = SimpleNamespace(step=step, state=SimpleNamespace(skipped=skipped), position={"next_step": step, "store": recorded})
-    said = changes(directory, config, start, store)
+    said = changed_settings(directory, config, start, store)
     directory.write_config(dump(config))
     return said
 
@@ -95,7 +95,7 @@ def test_a_config_of_another_version_is_kept_and_said(directory):
 def test_a_checkpoint_that_does_not_say_its_data_is_no_change(directory):
     directory.write_config(dump(A))
     start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position={"next_step": 5})
-    assert changes(directory, A, start, "b" * 64) == {}
+    assert changed_settings(directory, A, start, "b" * 64) == {}
 
 
 def test_a_run_that_has_saved_does_not_begin_anew_because_its_checkpoints_are_gone(directory):

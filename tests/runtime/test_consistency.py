@@ -1,4 +1,4 @@
-"""A config's `cluster` section promises a machine: training refuses another one."""
+"""Training refuses devices other than those of the config's `cluster` section."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError
-from maxlm.runtime.expected import check_cluster
+from maxlm.runtime.consistency import check_devices
 
 
 def config(topology: str | None, slices: int = 1):
@@ -21,15 +21,15 @@ def devices(kind: str, count: int):
 
 
 def test_the_machine_that_is_promised_is_taken():
-    check_cluster(config("v5p:2x2x1"), devices("TPU v5", 4))
-    check_cluster(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
-    check_cluster(config("tpu7x:2x2x1"), devices("TPU7x", 8))
-    check_cluster(config("h200:1x1x8"), devices("NVIDIA H200", 8))
-    check_cluster(config(None), devices("cpu", 1))
+    check_devices(config("v5p:2x2x1"), devices("TPU v5", 4))
+    check_devices(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
+    check_devices(config("tpu7x:2x2x1"), devices("TPU7x", 8))
+    check_devices(config("h200:1x1x8"), devices("NVIDIA H200", 8))
+    check_devices(config(None), devices("cpu", 1))
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cpu", 1), ("cpu", 4), ("TPU v5", 8), ("TPU v6 lite", 4), ("NVIDIA H100 80GB HBM3", 4)])
 def test_another_machine_is_refused(kind, count):
-    with pytest.raises(UserError, match=rf"v5p:2x2x1 is 4 x TPU v5, and here is {count} x {kind}: .*cluster=null") as told:
-        check_cluster(config("v5p:2x2x1"), devices(kind, count))
+    with pytest.raises(UserError, match=rf"v5p:2x2x1 is 4 x TPU v5, and this run has {count} x {kind}: .*cluster=null") as told:
+        check_devices(config("v5p:2x2x1"), devices(kind, count))
     assert told.value.exit_code == 2

@@ -12,39 +12,41 @@ import pytest
 from small_run import environment, free_port
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import line, listening
-from maxlm.runtime.line import Line, LineError, StrangerError, shared_secret
-from maxlm.runtime.listening import listen
+from maxlm.runtime import listener, message_socket
+from maxlm.runtime.listener import listen
+from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, MessageSocket, shared_secret
 
 SECRET = "a secret of the tests, long enough"
 PROGRAM = """
 import json, sys, time
 import os
 from maxlm.config.errors import UserError
-from maxlm.runtime import line, meeting as established, roll_call
-from maxlm.runtime.cluster_env import Place
+from maxlm.runtime import message_socket, process_group as established, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
 established.SETTLE_SECONDS = 0.5
-if "STOPPED_SECONDS" in os.environ:
-    established.BEAT_SECONDS, established.SUSPECT_SECONDS, established.STOPPED_SECONDS = 0.5, 1.5, float(os.environ["STOPPED_SECONDS"])
+if "HEARTBEAT_TIMEOUT_SECONDS" in os.environ:
+    established.HEARTBEAT_SECONDS, established.SUSPECT_SECONDS = 0.5, 1.5
+    established.HEARTBEAT_TIMEOUT_SECONDS = float(os.environ["HEARTBEAT_TIMEOUT_SECONDS"])
 say = lambda text: print(text, file=sys.stderr, flush=True)
 try:
-    meeting = roll_call.meet(Place(count, process, f"localhost:{port}", "a test"), seconds, line.shared_secret(os.environ), say)
+    spec = ProcessSpec(count, process, f"localhost:{port}", "a test")
+    group = rendezvous.join(spec, seconds, message_socket.shared_secret(os.environ), say)
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
-print(json.dumps(meeting.hosts), flush=True)
+print(json.dumps(group.hosts), flush=True)
 if then == "stay":
     time.sleep(60)
 elif then in ("crash", "crash-later", "wrong"):
     time.sleep(3 if then == "crash-later" else 0)
     why = "RuntimeError: boom" if then != "wrong" else "train.steps = x: must be a number"
     print(f"maxlm: {why}", file=sys.stderr, flush=True)
-    meeting.part(why, 1 if then != "wrong" else 2)
+    group.leave(why, 1 if then != "wrong" else 2)
     sys.exit(1 if then != "wrong" else 2)
 else:
     time.sleep(float(then))
-    meeting.part()
+    group.leave()
     time.sleep(1)
 """
 
@@ -59,7 +61,7 @@ def start():
 
     def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, **extra):
         program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
-        how = {line.SECRET: secret, **extra}
+        how = {message_socket.SECRET: secret, **extra}
         started.append(subprocess.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
@@ -91,7 +93,7 @@ def test_one_that_is_killed_is_named_by_all_others_at_once(start, victim):
     began = time.monotonic()
     everyone[victim].send_signal(signal.SIGKILL)
     others = [end(process) for number, process in enumerate(everyone) if number != victim]
-    assert others == [(6, f"maxlm: lost {socket.gethostname()} (process {victim}): it has ended without a word")] * 2
+    assert others == [(6, f"maxlm: lost {socket.gethostname()} (process {victim}): connection closed")] * 2
     assert time.monotonic() - began < 5
 
 
@@ -117,7 +119,7 @@ def test_a_crash_that_comes_of_a_lost_host_is_not_blamed(start):
     for process in everyone:
         assert process.stdout.readline()
     everyone[2].send_signal(signal.SIGKILL)
-    lost = (6, f"maxlm: lost {socket.gethostname()} (process 2): it has ended without a word")
+    lost = (6, f"maxlm: lost {socket.gethostname()} (process 2): connection closed")
     assert [end(everyone[0]), end(everyone[1])] == [lost, lost]
 
 
@@ -132,13 +134,13 @@ def test_who_did_not_come_is_said_by_those_who_did(start):
 def test_another_count_is_refused_at_once(start):
     ends = [end(one) for one in (start(0, 2), start(1, 2, told=3))]
     assert ends[0] == ends[1]
-    assert ends[0][1].endswith(f"was told of 3 processes, and {socket.gethostname()} of 2: start all with the same number.")
+    assert ends[0][1].endswith(f"was started for 3 processes, and {socket.gethostname()} for 2: start all with the same number.")
 
 
 def test_the_same_number_twice_is_refused(start):
     ends = [end(one) for one in (start(0, 3), start(1, 3), start(1, 3))]
     assert {code for code, _ in ends} == {2}
-    assert all("both say that they are process 1" in line for _, line in ends)
+    assert all("were both started as process 1" in line for _, line in ends)
 
 
 def test_one_that_died_while_it_waited_may_come_again(start):
@@ -160,12 +162,12 @@ def test_one_that_vanished_while_it_waited_may_come_again(start):
 
 @pytest.mark.parametrize(("hard", "code"), [(4096, 0), (24, 2)])
 def test_more_processes_than_files_are_allowed(hard, code):
-    """As of a thousand hosts, where 1,024 is the usual limit: it is raised, and one that cannot be is named."""
+    """A thousand hosts exceed the usual limit of 1,024: it is raised, or the error names it."""
     port, count = free_port(), 26
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
     first = subprocess.Popen(
         [sys.executable, "-c", limited, *map(str, (port, count, 0, 60, 0.1))],
-        env=environment(**{line.SECRET: SECRET}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(**{message_socket.SECRET: SECRET}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     others = []
     for number in range(1, count):
@@ -176,8 +178,8 @@ def test_more_processes_than_files_are_allowed(hard, code):
             other.send("hello", process=number, count=count, host="h")
         others.append(other)
     for other in others if code == 0 else ():
-        assert other.receive(time.monotonic() + 30)["kind"] == "ask"
-        other.send("here")
+        assert other.receive(time.monotonic() + 30)["kind"] == "ping"
+        other.send("pong")
     _, err = first.communicate(timeout=60)
     assert first.returncode == code, err
     assert code == 0 or "raise ulimit -n" in err
@@ -197,9 +199,9 @@ def connect(port, there, address="127.0.0.1"):
 def greeted(port, secret, there):
     """A line to process 0 on which a hello can be sent; None when it has ended."""
     while (connection := connect(port, there)) is not None:
-        with contextlib.suppress(LineError, OSError):
-            found = Line(connection, secret.encode(), server=False)
-            found.wait_for_greeting(time.monotonic() + 10)
+        with contextlib.suppress(ConnectionLostError, OSError):
+            found = MessageSocket(connection, secret.encode(), server=False)
+            found.finish_handshake(time.monotonic() + 10)
             return found
     return None
 
@@ -216,7 +218,7 @@ def test_strangers_are_sent_away(start):
 def test_idle_and_slow_strangers_keep_nobody_waiting(start):
     """More idle sockets than are kept for an address, and a byte now and then: a process of another address, and of the same, gets in."""
     first = start(0, 2, then=0.1)
-    idle = [connect(start.port, first, "127.0.0.7" if number % 2 else "127.0.0.1") for number in range(2 * listening.MAX_PER_ADDRESS + 40)]
+    idle = [connect(start.port, first, "127.0.0.7" if number % 2 else "127.0.0.1") for number in range(2 * listener.MAX_PER_ADDRESS + 40)]
     idle[-1].sendall(b"m")
     began = time.monotonic()
     assert end(start(1, 2, then=0.1))[0] == 0
@@ -244,21 +246,21 @@ def test_without_a_secret_a_conflict_is_believed_by_nobody_but_its_sender(start)
     """It may be a stranger: it is told, and process 0 waits for the right one."""
     first = start(0, 2, then=0.1, secret="")
     wrong = end(start(1, 2, told=3, secret=""))
-    assert wrong == (2, f"{(own := socket.gethostname())} was told of 3 processes, and {own} of 2: start all with the same number.")
+    assert wrong == (2, f"{(own := socket.gethostname())} was started for 3 processes, and {own} for 2: start all with the same number.")
     right = start(1, 2, then=0.1, secret="")
     assert end(right)[0] == 0
     _, err = first.communicate(timeout=20)
     assert first.returncode == 0
     assert err.startswith("MAXLM_CLUSTER_SECRET is not set, so anybody who reaches localhost:")
     assert "export MAXLM_CLUSTER_SECRET=$(openssl rand -hex 32)\n" in err
-    assert f"refused 127.0.0.1: {own} was told of 3 processes" in err or f"refused ::1: {own} was told of 3" in err
+    assert f"refused 127.0.0.1: {own} was started for 3 processes" in err or f"refused ::1: {own} was started for 3" in err
 
 
 def test_without_a_secret_the_second_of_a_number_is_refused_alone(start):
     everyone = [start(0, 3, then=0.1, secret=""), start(1, 3, then=0.1, secret="")]
     time.sleep(2)
     code, said = end(start(1, 3, secret=""))
-    assert code == 2 and "both say that they are process 1" in said
+    assert code == 2 and "were both started as process 1" in said
     everyone.append(start(2, 3, then=0.1, secret=""))
     assert [end(one)[0] for one in everyone] == [0, 0, 0]
 
@@ -267,7 +269,7 @@ def test_what_was_refused_is_said_when_time_is_up(start):
     first = start(0, 2, seconds=4, secret="")
     assert end(start(1, 2, told=3, secret=""))[0] == 2
     code, said = end(first)
-    assert code == 6 and "process 1 did not come" in said and "was told of 3 processes, and" in said
+    assert code == 6 and "process 1 did not come" in said and "was started for 3 processes, and" in said
 
 
 @pytest.mark.parametrize("secrets", [(SECRET, "another secret, just as long"), (SECRET, ""), ("", SECRET)])
@@ -280,9 +282,9 @@ def test_another_secret_is_named_on_both_sides(start, secrets):
 
 
 def test_a_secret_that_can_be_guessed_is_refused():
-    assert shared_secret({}) == shared_secret({line.SECRET: " "}) == b""
+    assert shared_secret({}) == shared_secret({message_socket.SECRET: " "}) == b""
     with pytest.raises(UserError, match=r"MAXLM_CLUSTER_SECRET has 5 characters.*openssl rand"):
-        shared_secret({line.SECRET: "short"})
+        shared_secret({message_socket.SECRET: "short"})
 
 
 @pytest.fixture
@@ -294,9 +296,12 @@ def ends():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             opened.append(socket.create_connection(listener.getsockname()))
             opened.append(listener.accept()[0])
-        client, server = Line(opened[-2], secret, server=False), Line(opened[-1], secret if other is None else other, server=True)
-        client.wait_for_greeting(time.monotonic() + 5)
-        server.wait_for_greeting(time.monotonic() + 5)
+        client, server = (
+            MessageSocket(opened[-2], secret, server=False),
+            MessageSocket(opened[-1], secret if other is None else other, server=True),
+        )
+        client.finish_handshake(time.monotonic() + 5)
+        server.finish_handshake(time.monotonic() + 5)
         return client, server
 
     yield make
@@ -316,11 +321,11 @@ def test_messages_arrive_in_order_and_only_with_the_secret(ends):
     for process in range(3):
         client.send("hello", process=process, count=9, host="h")
     assert [server.receive(soon())["process"] for _ in range(3)] == [0, 1, 2]
-    server.send("ask")
-    assert client.receive(soon()) == {"kind": "ask"}
+    server.send("ping")
+    assert client.receive(soon()) == {"kind": "ping"}
     client, server = ends(b"s" * 16, b"t" * 16)
     client.send("hello", **HELLO)
-    with pytest.raises(StrangerError, match="does not share this process's MAXLM_CLUSTER_SECRET"):
+    with pytest.raises(AuthenticationError, match="does not share this process's MAXLM_CLUSTER_SECRET"):
         server.receive(soon())
 
 
@@ -332,16 +337,16 @@ def test_a_recorded_message_is_of_no_use(ends):
     for other in (ends()[0], client):
         other.connection.sendall(recorded)
     assert server.receive(soon()) == {"kind": "hello", **HELLO}
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         server.receive(soon())
     third, fourth = ends()
     third.connection.sendall(recorded)
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         fourth.receive(soon())
     first, second = ends()
-    first.send("here")
+    first.send("pong")
     second.connection.sendall(second.connection.recv(4096))
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         first.receive(soon())
 
 
@@ -360,11 +365,11 @@ def test_a_recorded_message_is_of_no_use(ends):
         '{"kind": "hello", "process": 1, "count": 2, "host": "%s"}' % ("h" * 65),
         '{"kind": "hello", "process": 1, "count": 2, "host": "h", "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
-        '{"kind": "beat", "silent": [true]}',
-        '{"kind": "end", "why": "x", "code": 0}',
-        '{"kind": "end", "why": "x", "code": 300}',
-        '{"kind": ["end"]}',
-        '{"kind": "met", "hosts": [1]}',
+        '{"kind": "heartbeat", "suspects": [true]}',
+        '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
+        '{"kind": "abort", "reason": "x", "code": 300, "lost": ""}',
+        '{"kind": ["abort"]}',
+        '{"kind": "members", "hosts": [1]}',
         "[" * 4000,
         '{"kind":' * 500,
         "[]",
@@ -374,30 +379,30 @@ def test_a_recorded_message_is_of_no_use(ends):
     ],
 )
 def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
-    """Also of one that has the secret."""
+    """Even from a peer with the secret."""
     client, server = ends()
-    monkeypatch.setattr(line.json, "dumps", lambda message: text)
+    monkeypatch.setattr(message_socket.json, "dumps", lambda message: text)
     client.send("hello")
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         server.receive(soon())
 
 
 def test_lines_are_bounded(ends):
     """Before and after the other end is accepted, and however long it sends."""
     client, server = ends()
-    client.send("end", why="x" * line.MAX_HELLO_BYTES, code=1)
-    with pytest.raises(StrangerError):
+    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
+    with pytest.raises(AuthenticationError):
         server.receive(soon())
     client, server = ends()
-    server.limit = line.MAX_BYTES
-    client.send("end", why="x" * line.MAX_HELLO_BYTES, code=1)
+    server.limit = message_socket.MAX_BYTES
+    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
     assert server.receive(soon())["code"] == 1
-    with pytest.raises(LineError, match="nothing came"):
+    with pytest.raises(ConnectionLostError, match="no message"):
         server.receive(time.monotonic() + 0.1)
 
 
 def test_a_million_bytes_hold_the_names_of_as_many_hosts_as_are_allowed():
-    assert line.MAX_PROCESSES * (line.MAX_NAME + len('"", ')) + 100 < line.MAX_BYTES
+    assert message_socket.MAX_PROCESSES * (message_socket.MAX_NAME + len('"", ')) + 100 < message_socket.MAX_BYTES
 
 
 def test_where_process_0_listens(monkeypatch):
@@ -433,7 +438,7 @@ def test_after_the_meeting_nobody_listens(start):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_that_is_stopped_is_named_by_all_others(start, victim):
     """Its kernel still answers for it."""
-    everyone = [start(number, 3, STOPPED_SECONDS="4") for number in range(3)]
+    everyone = [start(number, 3, HEARTBEAT_TIMEOUT_SECONDS="4") for number in range(3)]
     for process in everyone:
         assert process.stdout.readline()
     everyone[victim].send_signal(signal.SIGSTOP)
@@ -447,7 +452,7 @@ def test_one_that_is_stopped_is_named_by_all_others(start, victim):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
     """Such as a collective that gives up waiting for it."""
-    everyone = [start(number, 3, then="crash-later" if number == 1 else "stay", STOPPED_SECONDS="9") for number in range(3)]
+    everyone = [start(number, 3, then="crash-later" if number == 1 else "stay", HEARTBEAT_TIMEOUT_SECONDS="9") for number in range(3)]
     for process in everyone:
         assert process.stdout.readline()
     everyone[victim].send_signal(signal.SIGSTOP)
@@ -457,8 +462,8 @@ def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
 
 
 def test_a_process_that_was_stopped_for_a_while_blames_nobody(start):
-    """What the others sent meanwhile counts."""
-    everyone = [start(number, 3, then=9, STOPPED_SECONDS="5") for number in range(3)]
+    """Messages sent meanwhile count."""
+    everyone = [start(number, 3, then=9, HEARTBEAT_TIMEOUT_SECONDS="5") for number in range(3)]
     for process in everyone:
         assert process.stdout.readline()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Settings in which a resumed run differs from those its checkpoint was trained with. They are allowed, and reported."""
+"""Checks of a resumed run: settings that differ from those of its checkpoint, which are reported, and missing checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,51 +15,51 @@ from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.loop import Start
 from maxlm.training.lr_schedule import learning_rate
 
-ELSEWHERE = ("run.", "cluster.")  # settings that change no step
+IGNORED = ("run.", "cluster.")  # settings that change no step
 STORE, RATE = "contents of the data store", "learning rate of the next update"
 
 
-def changes(directory: RunDirectory, config: Config, start: Start, fingerprint: str) -> dict[str, list[Any]]:
-    """Setting -> [before, now] of all that differ, with the learning rate and the data's fingerprint. The config before is kept.
+def changed_settings(directory: RunDirectory, config: Config, start: Start, fingerprint: str) -> dict[str, list[Any]]:
+    """Return setting -> [before, now] of all that differ, with the learning rate and the data's fingerprint. Keeps the old config.
 
-    Call it before the new config is written, in the process that writes. `fingerprint`: of the data store.
+    Call it before the new config is written, in the process that writes it. `fingerprint`: of the data store.
     """
     replaced = directory.replaced_configs()
-    at = next((step for step in replaced if step >= start.step), None)  # that config trained the steps up to there
+    at = next((step for step in replaced if step >= start.step), None)  # its config trained the steps up to it
     source = directory.config if at is None else directory.config_until(at)
     changed = _differences(source, config, start) if source.is_file() else {}
     if changed or at is not None:
         write_text(directory.config_until(start.step), source.read_text())
     for step in replaced:
-        if step > start.step:  # these steps are trained anew
+        if step > start.step:  # these steps are trained again
             directory.config_until(step).unlink()
-    known = start.position.get("store", fingerprint)
-    return changed if known == fingerprint else {**changed, STORE: [known[:12], fingerprint[:12]]}
+    before = start.position.get("store", fingerprint)
+    return changed if before == fingerprint else {**changed, STORE: [before[:12], fingerprint[:12]]}
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:
-    """Reason that a run whose `checkpoints` hold none, but perhaps `strays`, must not begin at step 0: it has saved before; or ""."""
+    """Return why a run without checkpoints, but perhaps with `strays`, must not begin at step 0: it has saved before; else ""."""
     if not directory.events.is_file():
         return ""
     events = [event for item in read_objects(directory.events) if item is not None and (event := Event.of(item)) is not None]
     saved = [event.step for event in events if event.kind == "save"]
     if not saved:
         return ""
-    found = "; ".join([f"{checkpoints} holds no checkpoint", *strays])
+    problem = "; ".join([f"{checkpoints} holds no checkpoint", *strays])
     return (
-        f"{found}; but this run has saved step {saved[-1]:,} ({directory.events}): put its checkpoints back, set checkpoint.dir to where "
+        f"{problem}; but this run has saved step {saved[-1]:,} ({directory.events}): put its checkpoints back, set checkpoint.dir to where "
         f"they are, choose another run.name, or delete {directory.path} to begin anew. Nothing was changed."
     )
 
 
 def _differences(source: Path, config: Config, start: Start) -> dict[str, list[Any]]:
-    """Settings that differ between the config in `source` and this one."""
+    """Return the settings that differ between the config in `source` and this one."""
     try:
         before = load(str(source.absolute()), any_mesh=True).config
     except UserError as error:
         return {"config": [f"one that this maxlm cannot read: {error}", "this one"]}
     old, new = (dict(flatten(one.model_dump(mode="json"))) for one in (before, config))
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(ELSEWHERE)]
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(IGNORED)]
     changed = {key: [old.get(key), new.get(key)] for key in differing}
     updates = start.step - int(jax.device_get(start.state.skipped))
     rates = [float(learning_rate(one)(updates)) for one in (before, config)]

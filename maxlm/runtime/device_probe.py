@@ -1,6 +1,6 @@
-"""`python -m maxlm.runtime.probe` prints the devices that a run would find, and whether they train, as one JSON line.
+"""`python -m maxlm.runtime.device_probe`: print the devices that a run would find, and a test of training on them, as one JSON line.
 
-A process of its own, because a broken driver can hang or kill it: `doctor` lives to tell.
+`doctor` runs it as a separate process, because a broken driver can hang or kill it.
 """
 
 import json
@@ -15,11 +15,11 @@ import numpy as np
 from maxlm.config import UserError
 from maxlm.config.schema import Config
 from maxlm.parallel import build_mesh
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.training import fits
 from maxlm.training.program import build_program
 
-SMALL = {  # what is tried; the default precision, and every other default that a run has
+SMALL = {  # the test: default precision, and every other default of a run
     "model": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 128},
     "data": {"store": "none", "seq_len": 256},
     "train": {"steps": 1, "global_batch": 2},
@@ -27,15 +27,15 @@ SMALL = {  # what is tried; the default precision, and every other default that 
 
 
 def describe_devices() -> dict[str, Any]:
-    """Platform and, for each device of this process, its kind and bytes of memory (null where the backend does not say)."""
-    look_for_devices()
+    """Return the platform and, for each device of this process, its kind and bytes of memory (null if unknown)."""
+    select_platform()
     devices = [{"kind": device.device_kind, "memory_bytes": _memory(device)} for device in jax.local_devices()]
-    platform, folder = jax.default_backend(), keep_compiled_programs()
+    platform, folder = jax.default_backend(), enable_compilation_cache()
     return {"platform": platform, "devices": devices, "compilation_cache": folder, "training": try_to_train()}
 
 
 def try_to_train() -> str | None:
-    """Reason that an update of a small model cannot be computed here on one device, in a line; None if it can."""
+    """Train a small model for one update on one device; return the reason in a line if that fails, else None."""
     config = Config.model_validate(SMALL)
     try:
         with fits.explain_out_of_memory("training a small model"):
@@ -55,8 +55,8 @@ def _memory(device: jax.Device) -> int | None:
 
 
 def _end_with_parent() -> None:
-    """End when the pipe that `doctor` gives as stdin is closed."""
-    os.read(0, 1)  # not sys.stdin, whose lock the end of the interpreter asks for
+    """Exit when the pipe that `doctor` passes as stdin is closed."""
+    os.read(0, 1)  # not sys.stdin: interpreter shutdown needs its lock
     os._exit(1)
 
 

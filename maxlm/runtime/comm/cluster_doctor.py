@@ -1,4 +1,4 @@
-"""`maxlm doctor --cluster`: whether the hosts of a cluster are alike, how fast they talk, and which is slow."""
+"""`maxlm doctor --cluster`: compare the hosts of a cluster, measure collectives, and name slow hosts."""
 
 import json
 import math
@@ -14,19 +14,18 @@ from jax.sharding import Mesh
 from maxlm.config.errors import UserError
 from maxlm.runtime import cluster
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.cluster_env import called
+from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.comm.hosts import Figures, measure_hosts
-from maxlm.runtime.comm.measure import Row, fitting, measure
+from maxlm.runtime.comm.measure import Row, fitting_sizes, measure
 from maxlm.runtime.comm.operations import OPERATIONS
-from maxlm.runtime.comm.output import only_ours
-from maxlm.runtime.comm.render import in_time
-from maxlm.runtime.comm.sizes import in_words
+from maxlm.runtime.comm.render import format_seconds
+from maxlm.runtime.comm.sizes import format_size
 from maxlm.runtime.doctor import Finding, Report, as_text
-from maxlm.runtime.host_allgather import words
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.host_allgather import allgather_lines
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 SLOW = 1.5  # times as long as the median of the others
-SIZES = (2**12, 2**22)  # bytes: one that shows what a message costs, one that shows what the links carry
+SIZES = (2**12, 2**22)  # bytes: one for latency, one for bandwidth
 SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 FIXES = {
     "matmul": "see what else runs there, its clocks and its temperature; or leave the host out",
@@ -35,20 +34,20 @@ FIXES = {
 }
 
 
-def run(named: Mapping[str, str], *, as_json: bool) -> int:
-    """Look at the cluster and print what was found, on process 0 alone; 0 where all is well, else 2, on all."""
-    look_for_devices()
+def run_cluster_doctor(named: Mapping[str, str], *, as_json: bool) -> int:
+    """Check the cluster and print a report on process 0. Returns 0 where all is well, else 2, on all processes."""
+    select_platform()
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    with only_ours(), cluster.joined(named, say) as here:
-        keep_compiled_programs()
-        report = examine_cluster(here, say)
+    with cluster.stdout_to_stderr(), cluster.joined(named, say) as here:
+        enable_compilation_cache()
+        report = diagnose_cluster(here, say)
     if jax.process_index() == 0:
         print(json.dumps(report.to_json()) if as_json else as_text(report, "These hosts are alike."), flush=True)
     return 0 if report.healthy else 2
 
 
-def examine_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
-    """Look at the cluster, on all hosts at once; all get the same report. `say` is told what goes on.
+def diagnose_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
+    """Check the cluster, on all hosts at once; all get the same report. `say`: prints progress.
 
     Raises UserError where there is one process only.
     """
@@ -57,27 +56,27 @@ def examine_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
             "--cluster: there is one process, and nothing to compare it with: start the same command on every host, "
             "with coordinator=HOST:PORT process_count=N process_id=I where no launcher says them."
         )
-    kinds = [lines[0] for lines in words(jax.local_devices()[0].device_kind)]
-    names = [called(host, number) for number, host in enumerate(here.hosts)]
+    kinds = [lines[0] for lines in allgather_lines(jax.local_devices()[0].device_kind)]
+    names = [process_label(host, number) for number, host in enumerate(here.hosts)]
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]
     say("measuring each host, and its links to its neighbours")
     figures = measure_hosts(here.hosts)
     say("measuring all hosts together")
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    rows = list(measure(mesh, list(OPERATIONS.values()), fitting(mesh, SIZES, here.hosts)))
+    rows = list(measure(mesh, list(OPERATIONS.values()), fitting_sizes(mesh, SIZES, here.hosts)))
     findings = [
         Finding("cluster", "ok", f"{len(names)} processes with {jax.device_count()} devices; {here.description}"),
         *device_findings(names, devices),
         *(finding for one in figures for finding in speed_findings(names, one)),
-        *talk_findings(rows),
+        *collective_findings(rows),
     ]
-    known = {one.what: [None if math.isnan(value) else value for value in one.values] for one in figures}
+    known = {one.quantity: [None if math.isnan(value) else value for value in one.values] for one in figures}
     return Report(tuple(findings), {"hosts": names, "devices": devices, "speeds": known, "rows": [row.to_json() for row in rows]})
 
 
 def device_findings(names: Sequence[str], devices: Sequence[str]) -> Iterator[Finding]:
-    """Hosts whose devices are not those that most have."""
+    """Report hosts whose devices differ from the majority's."""
     ((usual, count), *_) = Counter(devices).most_common()
     for name, found in zip(names, devices, strict=True):
         if found != usual:
@@ -88,22 +87,22 @@ def device_findings(names: Sequence[str], devices: Sequence[str]) -> Iterator[Fi
 
 
 def speed_findings(names: Sequence[str], figures: Figures) -> Iterator[Finding]:
-    """Hosts that are slow: they take more than `SLOW` times as long as the median of the others."""
+    """Report slow hosts: more than `SLOW` times as long as the median of the others."""
     known = {name: value for name, value in zip(names, figures.values, strict=True) if not math.isnan(value)}
     middle = statistics.median(known.values())
     slow = slow_hosts(known)
     for name, times in slow.items():
         found = f"{name} is slow: {_rate(known[name])}{figures.unit}, {times:.1f} times as long as the median of the others takes"
-        yield Finding(figures.what, "problem", found, FIXES[figures.what])
+        yield Finding(figures.quantity, "problem", found, FIXES[figures.quantity])
     if not slow:
         last = min(known, key=lambda name: known[name])
-        told = f"{_rate(middle)}{figures.unit} in the median, {_rate(known[last])}{figures.unit} at least, {last}"
-        alone = "; of two hosts, a slow link is of both" if figures.what == "links" and len(known) == 2 else ""
-        yield Finding(figures.what, "ok", told + alone)
+        rates = f"{_rate(middle)}{figures.unit} in the median, {_rate(known[last])}{figures.unit} at least, {last}"
+        shared = "; of two hosts, a slow link slows both" if figures.quantity == "links" and len(known) == 2 else ""
+        yield Finding(figures.quantity, "ok", rates + shared)
 
 
 def slow_hosts(speeds: Mapping[str, float]) -> dict[str, float]:
-    """Host -> how many times as long as the median of the others it takes, where that is more than `SLOW`; slowest first."""
+    """Return host -> time relative to the median of the others, where that is more than `SLOW`; slowest first."""
     times = {
         name: statistics.median(other for key, other in speeds.items() if key != name) / value
         for name, value in speeds.items()
@@ -112,16 +111,16 @@ def slow_hosts(speeds: Mapping[str, float]) -> dict[str, float]:
     return {name: ratio for name, ratio in sorted(times.items(), key=lambda item: -item[1]) if ratio > SLOW}
 
 
-def talk_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """The short form of `maxlm bench-comm`: one axis over all devices, a line an operation."""
+def collective_findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Report each collective over all devices in a line: the short form of `maxlm bench-comm`."""
     for name in dict.fromkeys(row.operation for row in rows):
-        sizes = [f"{in_words(row.bytes)} in {in_time(row.seconds)}" for row in rows if row.operation == name]
+        sizes = [f"{format_size(row.bytes)} in {format_seconds(row.seconds)}" for row in rows if row.operation == name]
         last = [row for row in rows if row.operation == name][-1]
         yield Finding(name, "ok", f"{', '.join(sizes)}: {_rate(last.bus_bytes_per_s)}B/s of bus bandwidth")
 
 
 def _rate(value: float) -> str:
-    """`1.2 T`, before a unit."""
+    """Format a rate with three digits and a unit prefix, such as `1.2 T`."""
     for scale, letter in SCALES:
         if value >= scale:
             return f"{value / scale:.3g} {letter}"

@@ -1,4 +1,4 @@
-"""The command `maxlm bench-comm`: how fast the devices that are here talk to each other."""
+"""`maxlm bench-comm`: measure collectives between the devices of this process or cluster."""
 
 import json
 import sys
@@ -16,20 +16,19 @@ from maxlm.config.errors import UserError
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster
 from maxlm.runtime.comm import render
-from maxlm.runtime.comm.measure import Row, fitting, measure
+from maxlm.runtime.comm.measure import Row, fitting_sizes, measure
 from maxlm.runtime.comm.operations import OPERATIONS
-from maxlm.runtime.comm.output import only_ours
-from maxlm.runtime.comm.sizes import in_words
-from maxlm.runtime.jax_setup import keep_compiled_programs, look_for_devices
+from maxlm.runtime.comm.sizes import format_size
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
-PLAIN = "runs/quickstart"  # whose mesh, one axis over all devices, is taken where no config is named
-WIDTH = 128  # columns that a table of all operations needs
+DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
+WIDTH = 128  # columns of a table with all operations
 Limit = Callable[[Mesh, str, str, float, Sequence[str]], float | None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: the mesh of `config`, or one of its own if `whole` is False; sizes in bytes, smallest first."""
+    """Request for the mesh of `config`, or for its mesh section over all devices if `whole` is False; sizes in bytes, ascending."""
 
     config: Config
     whole: bool
@@ -39,7 +38,7 @@ class Request:
 
     @staticmethod
     def mesh_of(arguments: Sequence[str]) -> tuple[Config, bool]:
-        """The config that holds the mesh, and whether it was named. Raises UserError."""
+        """Return the config with the mesh, and True if the arguments name it. Raises UserError."""
         names = [one for one in arguments if "=" not in one]
         settings = [one for one in arguments if "=" in one]
         if len(names) > 1:
@@ -49,37 +48,40 @@ class Request:
         other = next((one for one in settings if not one.startswith("mesh.")), None)
         if other is not None:
             raise UserError(f"{other}: without a CONFIG only the mesh can be set, as in mesh.data=2 mesh.fsdp=4.")
-        return load(PLAIN, settings, any_mesh=True).config, False
+        return load(DEFAULT_CONFIG, settings, any_mesh=True).config, False
 
 
-def run(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bool) -> int:
-    """Measure, and print a table an axis, or one JSON object, on process 0; 0. Raises UserError, before anything is measured.
+def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bool) -> int:
+    """Measure, and print a table for each axis, or one JSON object, on process 0. Returns 0. Raises UserError before measuring.
 
-    `named`: what the command line says of the cluster; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
+    `named`: settings of the cluster on the command line; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
     """
     if request.out is not None and not request.out.absolute().parent.is_dir():
         raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")
     log = Console(stderr=True)
-    look_for_devices()
-    with only_ours(), cluster.joined(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True)) as here:
-        keep_compiled_programs()
-        rows, left_out = _measured(request, here.hosts, limit, log)
+    select_platform()
+    with (
+        cluster.stdout_to_stderr(),
+        cluster.joined(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True)) as here,
+    ):
+        enable_compilation_cache()
+        rows, left_out = _measure(request, here.hosts, limit, log)
     if jax.process_index() == 0:
-        _tell(rows, left_out, here.hosts, request.out, as_json=as_json)
+        _print(rows, left_out, here.hosts, request.out, as_json=as_json)
     return 0
 
 
-def _measured(request: Request, names: Sequence[str], limit: Limit, log: Console) -> tuple[list[Row], list[int]]:
-    """Rows, and the sizes that do not fit; `names`: of each process's host; `log` is told how far it is."""
+def _measure(request: Request, names: Sequence[str], limit: Limit, log: Console) -> tuple[list[Row], list[int]]:
+    """Return rows, and the sizes that do not fit; `names`: host of each process; `log`: shows progress."""
     mesh = _mesh(request)
-    sizes = fitting(mesh, request.sizes, names)
+    sizes = fitting_sizes(mesh, request.sizes, names)
     if not sizes:
-        raise UserError(f"--smallest = {in_words(request.sizes[0])}: not even that fits the devices' memory; give a smaller one.")
-    of = lambda axis, name: limit(mesh, axis, name, OPERATIONS[name].crossing(mesh.shape[axis]), names)  # noqa: E731
+        raise UserError(f"--smallest = {format_size(request.sizes[0])}: not even that fits the devices' memory; give a smaller one.")
+    limit_of = lambda axis, name: limit(mesh, axis, name, OPERATIONS[name].bus_factor(mesh.shape[axis]), names)  # noqa: E731
     rows = []
     with log.status("") as status:
-        for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes, of):
-            status.update(f"{row.axis}: {row.operation} of {in_words(row.bytes)} done")
+        for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes, limit_of):
+            status.update(f"{row.axis}: {row.operation} of {format_size(row.bytes)} done")
             rows.append(row)
     return rows, [size for size in request.sizes if size not in sizes]
 
@@ -88,7 +90,7 @@ def _mesh(request: Request) -> Mesh:
     devices = jax.devices()
     if len(devices) == 1:
         raise UserError(
-            "there is one device, which has nobody to talk to: start one process a host, with coordinator=, process_count= and process_id= "
+            "there is one device, and nothing to measure: start one process a host, with coordinator=, process_count= and process_id= "
             "where no launcher says them; for several devices of a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8."
         )
     if request.whole:
@@ -96,7 +98,7 @@ def _mesh(request: Request) -> Mesh:
     return lay_mesh(request.config.mesh, rules.resolve_mesh(request.config.mesh, len(devices)), devices)
 
 
-def _tell(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], out: Path | None, *, as_json: bool) -> None:
+def _print(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], out: Path | None, *, as_json: bool) -> None:
     kind = jax.devices()[0].device_kind
     where = f"{jax.device_count()} x {kind} in {len(hosts)} process{'es' if len(hosts) > 1 else ''}, jax {jax.__version__}"
     if as_json:
@@ -104,18 +106,18 @@ def _tell(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], ou
         sys.stdout.write(json.dumps({**facts, "rows": [row.to_json() for row in rows], "left_out_bytes": list(left_out)}) + "\n")
     else:
         console = Console()
-        console = Console(width=max(WIDTH, console.width))  # a narrow terminal wraps lines, which can be read; rich would cut words
+        console = Console(width=max(WIDTH, console.width))  # a narrow terminal wraps lines; rich would cut words
         say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
         say(where)
-        render.show(rows, console)
+        render.print_tables(rows, console)
         if left_out:
-            say(f"Left out, since the devices' memory may not hold them: {', '.join(map(in_words, left_out))}.")
+            say(f"Left out, since they may not fit the devices' memory: {', '.join(map(format_size, left_out))}.")
         if not any(row.limit for row in rows):
             say(f"The speed of the links between {kind} devices is not known, so no limit is shown.")
     if out is not None:
         try:
-            render.draw(rows, where, out)
+            render.plot(rows, where, out)
         except OSError as error:
-            raise UserError(f"--out {out} cannot be written: {error.strerror}; give another place.") from None
+            raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another path.") from None
         if not as_json:
-            say(f"drawn: {out}")
+            say(f"plot: {out}")

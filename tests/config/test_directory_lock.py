@@ -9,12 +9,13 @@ import pytest
 from small_run import finish, make_workspace, metrics, start, wait_for_step
 from tiny import tiny_config
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
-from maxlm.runtime import lock, run
+from maxlm.runtime import run
 
 HOLD = (
-    "import sys, time\nfrom pathlib import Path\nfrom maxlm.runtime import lock\n"
-    "with lock.held(Path(sys.argv[1]), 'run.dir', 0, print):\n    print('held', flush=True)\n    time.sleep(60)"
+    "import sys, time\nfrom pathlib import Path\nfrom maxlm.config.directory_lock import locked\n"
+    "with locked(Path(sys.argv[1]), 'run.dir', 0, print, 'end that first'):\n    print('held', flush=True)\n    time.sleep(60)"
 )
 
 
@@ -29,8 +30,8 @@ def holder(tmp_path):
 
 
 def take(folder, seconds=0.0, say=print):
-    with lock.held(folder, "run.dir", seconds, say):
-        assert (folder / lock.NAME).exists()
+    with directory_lock.locked(folder, "run.dir", seconds, say, "end that first"):
+        assert (folder / directory_lock.NAME).exists()
 
 
 def test_the_holder_is_named(holder, tmp_path):
@@ -41,9 +42,9 @@ def test_the_holder_is_named(holder, tmp_path):
 def test_a_holder_that_is_killed_holds_nothing(holder, tmp_path):
     holder.kill()
     holder.wait()
-    assert (tmp_path / "run" / lock.NAME).exists()
+    assert (tmp_path / "run" / directory_lock.NAME).exists()
     take(tmp_path / "run")
-    assert not (tmp_path / "run" / lock.NAME).exists()
+    assert not (tmp_path / "run" / directory_lock.NAME).exists()
 
 
 def test_a_holder_that_ends_in_time_is_waited_for(holder, tmp_path):
@@ -57,14 +58,14 @@ def test_a_holder_that_ends_in_time_is_waited_for(holder, tmp_path):
 def test_nothing_is_left_of_what_was_only_locked(tmp_path):
     take(tmp_path / "runs" / "mine")
     assert not list(tmp_path.iterdir())
-    with lock.held(tmp_path / "runs" / "mine", "run.dir", 0, print):
+    with directory_lock.locked(tmp_path / "runs" / "mine", "run.dir", 0, print, "end that first"):
         (tmp_path / "runs" / "mine" / "file").touch()
     assert [file.name for file in (tmp_path / "runs" / "mine").iterdir()] == ["file"]
 
 
 def test_a_folder_that_cannot_be_written_is_not_locked(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError), lock.held(tmp_path / "file" / "run", "run.dir", 0, print):
+    with pytest.raises(NotADirectoryError), directory_lock.locked(tmp_path / "file" / "run", "run.dir", 0, print, "end that first"):
         pass
 
 
@@ -83,13 +84,13 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     finish(first, code=3)
     steps = [record["step"] for record in metrics(folder)]
     assert steps == list(range(1, len(steps) + 1))
-    assert not (folder / "runs" / "small" / lock.NAME).exists()
+    assert not (folder / "runs" / "small" / directory_lock.NAME).exists()
 
 
 def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not_wait_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ENDS_SECONDS", -1e9)
+    monkeypatch.setattr(run, "LOCK_MARGIN_SECONDS", -1e9)
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("runs")
     config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
     with run._locked(config, print):
-        assert (tmp_path / "runs" / "a" / lock.NAME).exists()
+        assert (tmp_path / "runs" / "a" / directory_lock.NAME).exists()

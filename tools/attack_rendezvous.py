@@ -1,15 +1,14 @@
-"""Strangers on the network attack process 0 while three processes of a cluster meet there.
+"""Attack the rendezvous of three processes with untrusted connections ("strangers").
 
-usage: python tools/attack_roll_call.py [--strangers 500] [--seed 0] [--no-secret]
+    python tools/attack_rendezvous.py --strangers 500 --seed 0 [--no-secret]
 
-Each stranger connects from a loopback address of its own choice and sends random bytes, HTTP, 200,000 brackets, `Infinity`, a byte at a
-time, nothing, half a greeting, a hello recorded earlier, a hello with a wrong count, or one that is right in all but the secret. Process 0
-starts first, the second process when a third of the strangers have been there, the last one among the last sixth of them. Prints one JSON
-line; exit code 1 if the three did not meet in time, if they were told of other hosts, or if a stranger was admitted. Without a secret an
-impostor cannot be told, so none is sent.
+Each stranger connects from a random loopback address and sends random bytes, HTTP, 200,000 brackets, `Infinity`, a byte at a time,
+nothing, half a handshake, a recorded hello, a hello with a wrong count, or one that is right in all but the secret. Process 0 starts
+first, the second process after a third of the strangers, the last one among the last sixth. Prints one JSON line; exit code 1 if the
+three did not meet in time, if they got other hosts, or if a stranger was admitted. Without a secret an impostor cannot be recognized, so
+none is sent.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,24 +22,26 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Annotated, Any
 
-from maxlm.runtime.line import SECRET, Line, LineError
+import typer
+
+from maxlm.runtime.message_socket import SECRET, ConnectionLostError, MessageSocket
 
 COUNT, LIMIT_SECONDS, AT_ONCE = 3, 120, 48
 Act = Callable[[socket.socket, random.Random], None]
 HOSTS = [f"real{number}" for number in range(COUNT)]
 PROGRAM = """
 import json, os, socket, sys, time
-from maxlm.runtime import line, roll_call
-from maxlm.runtime.cluster_env import Place
+from maxlm.runtime import message_socket, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
 number, count, port, seconds = map(int, sys.argv[1:])
 socket.gethostname = lambda: f"real{number}"
 print("ready", flush=True)
-meeting = roll_call.meet(Place(count, number, f"127.0.0.1:{port}", "a test"), seconds, line.shared_secret(os.environ))
-print(json.dumps(meeting.hosts), flush=True)
+group = rendezvous.join(ProcessSpec(count, number, f"127.0.0.1:{port}", "a test"), seconds, message_socket.shared_secret(os.environ))
+print(json.dumps(group.hosts), flush=True)
 time.sleep(0.5 * (number == 0))
-meeting.part()
+group.leave()
 """
 
 
@@ -48,39 +49,29 @@ class Strangers:
     """Attacks on the listener at `port`."""
 
     def __init__(self, port: int, secret: bytes, seed: int, idle_seconds: float) -> None:
-        """`secret`: of the real ones, used only to make a hello to be replayed; `idle_seconds`: that a stranger does nothing, at most."""
+        """`secret`: of the cluster, used only to record a hello for replay; `idle_seconds`: pause of a stranger, at most."""
         self.port, self.random, self.idle_seconds = port, random.Random(seed), idle_seconds
         self.recorded = recorded_hello(secret) if secret else b""
-        self.came: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.admitted: list[str] = []
         self._secret_in_use = bool(secret)
 
     def kinds(self) -> list[Act]:
-        """What a stranger may do; an impostor only where it can be told from a real one."""
-        always: list[Act] = [
-            self.garbage,
-            self.http,
-            self.brackets,
-            self.infinity,
-            self.slow,
-            self.idle,
-            self.half_greeting,
-            self.reset,
-            self.wrong_count,
-        ]
-        return [*always, self.replay, self.impostor] if self._secret_in_use else always
+        """Return the kinds of attack; those that claim an identity only if a secret can refute it."""
+        always: list[Act] = [self.garbage, self.http, self.brackets, self.infinity, self.slow, self.idle, self.half_handshake, self.reset]
+        return [*always, self.wrong_count, *([self.replay, self.impostor] if self._secret_in_use else [])]
 
     def plan(self, count: int) -> list[tuple[Act, int, str]]:
-        """(what, a seed, source address) of each stranger."""
+        """Return (kind, seed, source address) of each stranger."""
         addresses = [f"127.0.0.{number}" for number in range(1, 12)]
         kinds = self.kinds()
         return [(self.random.choice(kinds), self.random.getrandbits(32), self.random.choice(addresses)) for _ in range(count)]
 
-    def come(self, act: Act, seed: int, address: str) -> None:
-        """One stranger, who does what it does and goes."""
-        with contextlib.suppress(OSError, LineError):  # it was sent away
+    def run(self, act: Act, seed: int, address: str) -> None:
+        """Connect as one stranger, attack, and disconnect."""
+        with contextlib.suppress(OSError, ConnectionLostError):  # it was refused
             connection = socket.create_connection(("127.0.0.1", self.port), timeout=10, source_address=(address, 0))
-            self.came[act.__name__] += 1
+            self.counts[act.__name__] += 1
             with connection:
                 act(connection, random.Random(seed))
 
@@ -103,15 +94,15 @@ class Strangers:
         connection.recv(1000)
 
     def slow(self, connection: socket.socket, dice: random.Random) -> None:
-        for byte in f"maxlm-roll-call/1 {dice.randbytes(32).hex()}"[: dice.randrange(5, 60)]:
+        for byte in f"maxlm-rendezvous/1 {dice.randbytes(32).hex()}"[: dice.randrange(5, 60)]:
             connection.sendall(byte.encode())
             time.sleep(self.idle_seconds / 30)
 
     def idle(self, connection: socket.socket, dice: random.Random) -> None:
         time.sleep(dice.uniform(0, self.idle_seconds))
 
-    def half_greeting(self, connection: socket.socket, dice: random.Random) -> None:
-        connection.sendall(b"maxlm-roll-call/1 ")
+    def half_handshake(self, connection: socket.socket, dice: random.Random) -> None:
+        connection.sendall(b"maxlm-rendezvous/1 ")
         connection.shutdown(socket.SHUT_WR)
         time.sleep(dice.uniform(0, self.idle_seconds))
 
@@ -130,37 +121,37 @@ class Strangers:
         self._hello(connection, dice.choice([b"", dice.randbytes(32)]), process=dice.randrange(COUNT), count=COUNT)
 
     def _hello(self, connection: socket.socket, secret: bytes, *, process: int, count: int) -> None:
-        line = Line(connection, secret, server=False)
-        line.wait_for_greeting(time.monotonic() + 5)
+        line = MessageSocket(connection, secret, server=False)
+        line.finish_handshake(time.monotonic() + 5)
         line.send("hello", process=process, count=count, host="stranger")
-        while (answer := line.receive(time.monotonic() + 5))["kind"] == "ask":
-            line.send("here")
-        if answer["kind"] == "met":
+        while (answer := line.receive(time.monotonic() + 5))["kind"] == "ping":
+            line.send("pong")
+        if answer["kind"] == "members":
             self.admitted.append(f"process {process}")
 
 
 def greet(connection: socket.socket, dice: random.Random) -> None:
-    """A greeting as it should be."""
-    connection.sendall(f"maxlm-roll-call/1 {dice.randbytes(32).hex()}\n".encode())
+    """Send a correct handshake."""
+    connection.sendall(f"maxlm-rendezvous/1 {dice.randbytes(32).hex()}\n".encode())
 
 
 def recorded_hello(secret: bytes) -> bytes:
-    """All bytes that a real process has sent on another connection."""
+    """Return all bytes that a real process sends on another connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as ours,
         listener.accept()[0] as theirs,
     ):
-        line = Line(ours, secret, server=False)
-        theirs.sendall(f"maxlm-roll-call/1 {secrets.token_hex(32)}\n".encode())
-        line.wait_for_greeting(time.monotonic() + 5)
+        line = MessageSocket(ours, secret, server=False)
+        theirs.sendall(f"maxlm-rendezvous/1 {secrets.token_hex(32)}\n".encode())
+        line.finish_handshake(time.monotonic() + 5)
         line.send("hello", process=1, count=COUNT, host="stranger")
         time.sleep(0.1)
         return theirs.recv(10_000)
 
 
 def attack(count: int, seed: int, *, with_secret: bool = True, idle_seconds: float = 3.0) -> dict[str, Any]:
-    """Run the attack of `count` strangers; see the top of the file. `seconds`: from the start of the last process until all had met."""
+    """Run `count` strangers; see the module docstring. `seconds` in the result: from the start of the last process until all had met."""
     secret = secrets.token_hex(32) if with_secret else ""
     port = free_port()
     environment = {**{name: value for name, value in os.environ.items() if name != SECRET}, **({SECRET: secret} if secret else {})}
@@ -177,11 +168,11 @@ def attack(count: int, seed: int, *, with_secret: bool = True, idle_seconds: flo
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             wait_until_listening(port)
-            wait([pool.submit(strangers.come, *one) for one in plan[: count // 3]])
+            wait([pool.submit(strangers.run, *one) for one in plan[: count // 3]])
             begin(1)
-            wait([pool.submit(strangers.come, *one) for one in plan[count // 3 : -count // 6]])
+            wait([pool.submit(strangers.run, *one) for one in plan[count // 3 : -count // 6]])
             for one in plan[-count // 6 :]:
-                pool.submit(strangers.come, *one)
+                pool.submit(strangers.run, *one)
             begin(2)
             started[2].stdout.readline()  # type: ignore[union-attr]
             started[1].stdout.readline()  # type: ignore[union-attr]
@@ -200,13 +191,13 @@ def attack(count: int, seed: int, *, with_secret: bool = True, idle_seconds: flo
     return {
         "good": good,
         "hosts": ends, "codes": codes, "admitted": strangers.admitted, "seconds": round(seconds, 2),
-        "came": dict(sorted(strangers.came.items())),
-        "said": [process.stderr.read()[-500:] for process in started],  # type: ignore[union-attr]
+        "strangers": dict(sorted(strangers.counts.items())),
+        "stderr": [process.stderr.read()[-500:] for process in started],  # type: ignore[union-attr]
     }  # fmt: skip
 
 
 def wait_until_listening(port: int) -> None:
-    """Raises OSError if nobody listens at `port` within a while."""
+    """Wait for a listener at `port`. Raises OSError after 30 s."""
     until = time.monotonic() + 30
     while True:
         try:
@@ -220,21 +211,17 @@ def wait_until_listening(port: int) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses."""
+    """Return an unused port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strangers", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-secret", action="store_true")
-    arguments = parser.parse_args()
-    result = attack(arguments.strangers, arguments.seed, with_secret=not arguments.no_secret)
+def main(strangers: int = 500, seed: int = 0, secret: Annotated[bool, typer.Option("--secret/--no-secret")] = True) -> None:
+    """Attack, print the result, and exit with 1 if the rendezvous failed."""
+    result = attack(strangers, seed, with_secret=secret)
     print(json.dumps(result))
-    return 0 if result["good"] else 1
+    raise typer.Exit(0 if result["good"] else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,0 +1,176 @@
+"""Group of processes after the rendezvous: each keeps its connection to process 0, and all end when any other does.
+
+A process that dies closes its connection; a host that the network loses no longer answers the kernel's keep-alive probes; a stopped process
+sends no heartbeats although its kernel answers; a process that ends in order, or crashes, sends a message before. All print the same line.
+"""
+
+import contextlib
+import math
+import os
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxlm.config.errors import ExitCode
+from maxlm.runtime import progress_file
+from maxlm.runtime.cluster_env import ProcessSpec, process_label
+from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
+
+SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
+DRAIN_SECONDS = 5.0  # that process 0 outlives the others at most: its exit ends jax's service, which would abort them
+HEARTBEAT_SECONDS = 5.0  # between heartbeats
+SUSPECT_SECONDS = 15.0  # without a heartbeat, after which a crash elsewhere is attributed to this process
+HEARTBEAT_TIMEOUT_SECONDS = 45.0  # without a heartbeat, after which a process is lost; the thread runs during tracing and compilation
+_TICK_SECONDS = 1.0
+
+
+class ProcessGroup:
+    """Connected processes that watch each other, in a thread, until they leave."""
+
+    def __init__(self, spec: ProcessSpec, hosts: Sequence[str], sockets: Mapping[int, MessageSocket]) -> None:
+        """`hosts`: names by process number; `sockets`: to process 0, or from it to every other process."""
+        self.hosts = tuple(hosts)
+        self._spec, self._sockets = spec, dict(sockets)  # those that are open
+        self._leaving: set[int] = set()  # processes that have announced their end
+        self._last_message = dict.fromkeys(sockets, time.monotonic())
+        self._suspected: frozenset[int] = frozenset()  # as process 0 has reported
+        self._last_heartbeat = self._last_tick = time.monotonic()
+        self._left, self._all_closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="maxlm-process-group", daemon=True)
+        self._thread.start()
+
+    def local_addresses(self) -> set[str]:
+        """Addresses of this host at which the connections end."""
+        addresses = set()
+        for one in list(self._sockets.values()):
+            with contextlib.suppress(OSError):
+                addresses.add(one.local_address())
+        return addresses
+
+    def leave(self, reason: str | None = None, code: int = ExitCode.CRASHED) -> None:
+        """Announce the end of this process: in order, or for `reason`, upon which all end with `code`.
+
+        Does not return if it turns out that another process was lost or crashed before, and that ends this process too.
+        """
+        if reason is not None and code not in (ExitCode.WRONG_INPUT, ExitCode.STOPPED):
+            time.sleep(SETTLE_SECONDS)  # most likely the end of another process is the cause, and its message on the way
+            if suspects := self._suspects():
+                self._end_for_missing_heartbeat(min(suspects))
+        self._left.set()
+        if reason is None:
+            self._broadcast("leave")
+        else:
+            self._broadcast("abort", reason=reason, code=int(code), lost="")
+            self._drain_peers()
+
+    def own_label(self) -> str:
+        """Label of this process."""
+        return self._label(self._spec.process)
+
+    def _listen(self, until: float = math.inf) -> None:
+        with selectors.DefaultSelector() as selector:
+            for number, connection in list(self._sockets.items()):
+                selector.register(connection, selectors.EVENT_READ, number)
+                self._read(number, connection)  # messages right behind the last one of the rendezvous
+            while time.monotonic() < until:
+                for closed in [key.fileobj for key in selector.get_map().values() if key.data not in self._sockets]:
+                    selector.unregister(closed)
+                if not selector.get_map():
+                    break
+                for key, _ in selector.select(_TICK_SECONDS):
+                    assert isinstance(key.fileobj, MessageSocket)
+                    self._read(key.data, key.fileobj)
+                self._tick()
+        self._all_closed.set()
+
+    def _read(self, number: int, connection: MessageSocket) -> None:
+        try:
+            while (message := connection.poll()) is not None:
+                self._last_message[number] = time.monotonic()
+                self._handle(number, message)
+        except ConnectionLostError as error:
+            self._sockets.pop(number, None)
+            if number not in self._leaving:
+                self._end_for_lost(number, str(error))
+
+    def _handle(self, number: int, message: Mapping[str, Any]) -> None:
+        if message["kind"] == "leave":
+            self._leaving.add(number)
+        elif message["kind"] == "heartbeat":
+            self._suspected = frozenset(one for one in message["suspects"] if one < self._spec.count)
+        elif message["kind"] == "abort":
+            self._leaving.add(number)
+            if message["code"] == ExitCode.CRASHED and (suspects := self._suspects()):
+                self._end_for_missing_heartbeat(min(suspects))
+            self._end(message["reason"], message["code"], lost=message["lost"])
+
+    def _tick(self) -> None:
+        """Send a heartbeat if it is due, and end the run if one is missing for long."""
+        now = time.monotonic()
+        delay = now - self._last_tick - _TICK_SECONDS
+        self._last_tick = now
+        if delay > _TICK_SECONDS:  # this process did not run: messages sent meanwhile may be unread
+            self._last_message = {number: received + delay for number, received in self._last_message.items()}
+        if self._left.is_set():
+            return
+        if now >= self._last_heartbeat + HEARTBEAT_SECONDS:
+            self._last_heartbeat = now
+            self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)))
+        if overdue := self._overdue(HEARTBEAT_TIMEOUT_SECONDS):
+            self._end_for_missing_heartbeat(min(overdue))
+
+    def _overdue(self, seconds: float) -> set[int]:
+        """Directly connected processes that sent no message for `seconds`."""
+        now = time.monotonic()
+        return {number for number in list(self._sockets) if number not in self._leaving and now > self._last_message[number] + seconds}
+
+    def _suspects(self) -> set[int]:
+        """Processes without a recent heartbeat, at this process or at process 0."""
+        return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
+
+    def _end_for_missing_heartbeat(self, number: int) -> None:
+        seconds = time.monotonic() - self._last_message[number] if number in self._last_message else SUSPECT_SECONDS
+        reason = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
+        self._end_for_lost(number, reason, still_connected=True)
+
+    def _end_for_lost(self, number: int, reason: str, *, still_connected: bool = False) -> None:
+        label = self._label(number)
+        self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, lost=label, connected=number if still_connected else None)
+
+    def _end(self, reason: str, code: int, *, lost: str = "", connected: int | None = None) -> None:
+        """End all processes because of another one; returns only if this process is ending by itself.
+
+        `lost`: label of the lost process; `connected`: number of a process that will not close its connection.
+        """
+        if self._left.is_set():
+            return
+        self._broadcast("abort", reason=reason, code=int(code), lost=lost)
+        if connected is not None:
+            self._sockets.pop(connected, None)
+        if code == ExitCode.WRONG_INPUT and self._left.wait(SETTLE_SECONDS):  # the same input is wrong here: the main thread prints it
+            return
+        self._left.set()
+        progress_file.record_error(reason, lost)
+        sys.stderr.write(f"maxlm: {reason}\n")
+        sys.stderr.flush()
+        self._drain_peers()
+        os._exit(code)  # the main thread may wait for the lost process for ever
+
+    def _drain_peers(self) -> None:
+        """Let process 0 exit last: jax's service ends with it, and aborts the others before they have printed the reason."""
+        if self._spec.process != 0:
+            return
+        if threading.current_thread() is self._thread:
+            self._listen(time.monotonic() + DRAIN_SECONDS)
+        else:
+            self._all_closed.wait(DRAIN_SECONDS)
+
+    def _broadcast(self, kind: str, **fields: Any) -> None:
+        for one in list(self._sockets.values()):
+            one.try_send(kind, **fields)
+
+    def _label(self, number: int) -> str:
+        return process_label(self.hosts[number], number)
