@@ -42,9 +42,8 @@ from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe
 from maxlm.data.manifest import SPLITS, StoreInfo
-from maxlm.data.store import TokenStore
-from maxlm.data.tokenizer import hash_of_json
-from maxlm.data.tokenizer_store import open_tokenizer
+from maxlm.data.token_store import TokenStore
+from maxlm.data.tokenizer import hash_of_json, open_tokenizer
 from maxlm.data.writer import SplitWriter
 
 GOOD, BAD = ("noticed", "harmless"), ("silent", "traceback")

@@ -34,6 +34,12 @@ def local(path: str) -> str:
     return _expanded(path)
 
 
+def readable(path: str) -> str:
+    """A path of this machine, `~` expanded, or a URL that fsspec may read. Raises PydanticCustomError for anything else with a scheme."""
+    scheme = SCHEME.match(path)
+    return path if scheme is not None and scheme[1] != "file" and path[scheme.end() :].strip("/") and "://" in path else local(path)
+
+
 def stored(path: str) -> str:
     """A folder of this machine or of a bucket, gs://bucket/folder. Raises PydanticCustomError for any other scheme."""
     scheme = SCHEME.match(path)

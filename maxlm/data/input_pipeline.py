@@ -19,7 +19,7 @@ from maxlm.data.manifest import Split
 from maxlm.data.order import SampleOrder
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.storage import DamagedStoreError
-from maxlm.data.store import TokenStore, read_context
+from maxlm.data.token_store import TokenStore, read_context
 
 if TYPE_CHECKING:
     import jax

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Bpe
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.data import storage
+from maxlm.data import manifest, storage
+from maxlm.data.sources import read_url, reading
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
@@ -89,38 +90,69 @@ def hash_of_json(text: str | bytes) -> str:
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_tokenizer_json(path: str) -> str:
-    """The text of the tokenizer.json at `path`, local or gs://."""
-    folder, _, name = path.rpartition("/") if storage.is_remote(path) else (str(Path(path).parent), "", Path(path).name)
-    content = storage.read_bytes(folder, name)
+def tokenizer_hash(path: str) -> str:
+    """sha256, in hex, of the tokenizer.json at `path`, local or a URL, as canonical JSON.
+
+    Raises:
+        UserError: the file is missing or no JSON.
+    """
+    try:
+        return hash_of_json(_tokenizer_json(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from error
+
+
+def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
+    """The tokenizer.json at `path`, local or a URL; `end_of_document` must be one of its special tokens."""
+    return Tokenizer(_tokenizer_json(path), end_of_document, path)
+
+
+def stored_tokenizer(store: str, end_of_document: str) -> Tokenizer | None:
+    """The tokenizer of a token store that may be unfinished; None if it has none yet."""
+    path, content = f"{store}/{manifest.TOKENIZER}", storage.read_bytes(store, manifest.TOKENIZER)
+    return None if content is None else Tokenizer(_decoded(content, path), end_of_document, path)
+
+
+def open_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote. Raises UserError if it is missing."""
+    info = manifest.load(folder)
+    if info is None:
+        raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
+    manifest.check_files(folder, info, [manifest.TOKENIZER])
+    tokenizer = stored_tokenizer(folder, info.settings["data.prepare.tokenizer.end_of_document"])
+    if tokenizer is None:
+        raise UserError(f"{folder}/{manifest.TOKENIZER} is missing; {manifest.REMAKE}.")
+    return tokenizer
+
+
+def copy_tokenizer(store: str, folder: Path) -> None:
+    """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store."""
+    for name in (manifest.TOKENIZER, manifest.MANIFEST):
+        content = storage.read_bytes(store, name)
+        assert content is not None, "a store that opened has both"
+        storage.write_bytes(str(folder), name, content)
+
+
+def _tokenizer_json(path: str) -> str:
+    if "://" in path:
+        content = read_url(path)
+    else:
+        with reading(path):
+            content = Path(path).expanduser().read_bytes() if Path(path).expanduser().exists() else None
     if content is None:
         raise UserError(f"{path}: there is no such tokenizer.json.")
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8.") from error
 
 
-def tokenizer_hash(path: str) -> str:
-    """sha256, in hex, of the tokenizer.json at `path` as canonical JSON.
-
-    Raises:
-        UserError: the file is missing or no JSON.
-    """
-    text = read_tokenizer_json(path)
-    try:
-        return hash_of_json(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not a tokenizer.json: {error}") from error
-
-
-def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
-    """The tokenizer.json at `path`, local or gs://; `end_of_document` must be one of its special tokens."""
-    return Tokenizer(read_tokenizer_json(path), end_of_document, path)
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
-    """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` words; fewer where the text yields no more.
+    """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` tokens; fewer if the text yields no more.
 
     The same texts give the same tokenizer, whatever the number of threads.
     """

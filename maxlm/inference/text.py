@@ -10,8 +10,7 @@ from rich.console import Console
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
 from maxlm.config.rules import most_generated
-from maxlm.data.tokenizer import Tokenizer
-from maxlm.data.tokenizer_store import open_tokenizer
+from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models import abstract_parameters
 from maxlm.models.parameters import Parameters

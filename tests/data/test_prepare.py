@@ -18,7 +18,7 @@ from maxlm.config.schema import DataConfig
 from maxlm.data import encoding, manifest
 from maxlm.data import prepare as module
 from maxlm.data.prepare import prepare
-from maxlm.data.store import TokenStore
+from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
 
 TEXTS = some_texts(60)
