@@ -120,7 +120,7 @@ def test_even_load_and_idle_experts_are_said():
     assert in_words(load_run_of(even())) == "At step 9, load is even: no expert takes more than 1.00 times its share."
     load_LE = even()
     load_LE[3, 2:5] = 0
-    assert "Experts that met no token in that time: 3 of 8 in layer 5." in in_words(load_run_of(load_LE))
+    assert "Experts without a token in that time: 3 of 8 in layer 5." in in_words(load_run_of(load_LE))
     assert "4 of 8 in layer 2, 4 of 8 in layer 3, 4 of 8 in layer 4, and some in 1 more layer." in in_words(
         load_run_of(np.where(np.arange(8) < 4, even(), 0))
     )
@@ -166,7 +166,7 @@ def test_a_dense_run_has_no_section_no_map_and_no_colours(tmp_path, make):
 def test_a_dense_run_beside_one_with_experts(tmp_path, make):
     html = report_of(tmp_path, make("dense", None), make("moe", lambda step: even()))
     assert html.count('class="heat"') == 4
-    section = html.split("How experts share the work")[1].split("</section>")[0]
+    section = html.split("Expert load")[1].split("</section>")[0]
     assert re.findall(r"<h3>(.*?)</h3>", section) == ["moe"]
 
 
