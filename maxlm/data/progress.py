@@ -1,8 +1,7 @@
-"""Where an unfinished prepare stands, saved beside the arrays so that the same command can go on from there.
+"""Progress of an unfinished prepare, saved beside the arrays, so that the same command can continue.
 
-Order is everything: first what is held in memory goes to a fresh prefix, then preparing.json names it, then the old one is
-deleted. Whatever moment it is killed at, preparing.json names a whole state. Shards written after it are written again,
-with the same content.
+A save first writes the buffered elements to a new prefix, then preparing.json that names it, then deletes the old prefix:
+at every moment preparing.json names a complete state. Shards written after it are written again, with the same content.
 """
 
 import json
@@ -15,16 +14,16 @@ from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS
 from maxlm.data.writer import SplitWriter
 
-HELD = "preparing"  # prefix of what was held in memory
+BUFFERED = "preparing"  # prefix of the elements that were in memory
 
 
 def begin(store: str, fingerprint: str) -> None:
-    """Mark the folder as a store being made, with nothing in it yet."""
+    """Mark the folder as an unfinished store without documents."""
     _write(store, {"fingerprint": fingerprint, "saves": 0, "documents": 0, "splits": None})
 
 
 def load(store: str) -> dict[str, Any] | None:
-    """What preparing.json says, or None where there is none."""
+    """Content of preparing.json, or None if it does not exist."""
     text = storage.read_bytes(store, PROGRESS)
     if text is None:
         return None
@@ -36,39 +35,41 @@ def load(store: str) -> dict[str, Any] | None:
 
 
 def save(store: str, progress: dict[str, Any], documents: int, writers: dict[str, SplitWriter]) -> dict[str, Any]:
-    """Save that `documents` of the sources are in `writers`; returns the new progress."""
+    """Save `writers`, which hold `documents` documents of the sources; returns the new progress."""
     number = progress["saves"] + 1
     splits: dict[str, dict[str, int]] = {}
     for split, writer in writers.items():
         splits[split] = {}
         for name, array in writer.arrays().items():
-            storage.write_bytes(store, f"{HELD}/{number}/{split}.{name}", array.rest().tobytes())
+            storage.write_bytes(store, f"{BUFFERED}/{number}/{split}.{name}", array.rest().tobytes())
             splits[split][name] = array.written
     new = {"fingerprint": progress["fingerprint"], "saves": number, "documents": documents, "splits": splits}
     _write(store, new)
-    storage.delete_prefix(store, f"{HELD}/{number - 1}/")
+    storage.delete_prefix(store, f"{BUFFERED}/{number - 1}/")
     return new
 
 
 def restore(store: str, progress: dict[str, Any], dtype: np.dtype) -> dict[str, SplitWriter]:
-    """Writers that stand where the saved ones stood; new ones where nothing was saved."""
+    """Writers in the saved state; empty ones if nothing was saved."""
     if not progress["splits"]:
         return {split: SplitWriter(store, split, dtype) for split in SPLITS}
     writers = {}
     for split, arrays in progress["splits"].items():
         resume = {}
         for name, written in arrays.items():
-            held = storage.read_bytes(store, f"{HELD}/{progress['saves']}/{split}.{name}")
-            if held is None:
-                raise UserError(f"{store} lost what an interrupted prepare had saved; delete it and prepare it again.")
-            resume[name] = (written, np.frombuffer(held, dtype if name == "tokens" else np.uint64))
+            buffered = storage.read_bytes(store, f"{BUFFERED}/{progress['saves']}/{split}.{name}")
+            if buffered is None:
+                raise UserError(
+                    f"{store}: saved progress of the interrupted preparation is missing; delete the store and prepare it again."
+                )
+            resume[name] = (written, np.frombuffer(buffered, dtype if name == "tokens" else np.uint64))
         writers[split] = SplitWriter(store, split, dtype, resume)
     return writers
 
 
 def end(store: str) -> None:
-    """Clear away what only an unfinished prepare needs."""
-    storage.delete_prefix(store, f"{HELD}/")
+    """Delete the saved progress."""
+    storage.delete_prefix(store, f"{BUFFERED}/")
     storage.delete_prefix(store, PROGRESS)
 
 

@@ -20,7 +20,7 @@ PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs som
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written in a text are text: only we put ids with a meaning."""
+    """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
 
     def __init__(self, text: str, end_of_document: str, source: str) -> None:
         """`text` is a tokenizer.json; `source` names it in errors.
@@ -57,7 +57,7 @@ class Tokenizer:
         """Ids of each text, uint32, closed by the end-of-document token.
 
         Raises:
-            UserError: the end-of-document token came out of a text, so documents could not be told apart.
+            UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
         pieces = [list(_pieces(text)) for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
@@ -71,12 +71,12 @@ class Tokenizer:
         return documents
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; special tokens are left out."""
+        """Text of ids, without special tokens."""
         return self._bpe.decode([int(token) for token in ids], skip_special_tokens=True)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most about PIECE_CHARS characters, cut after a line where there is one."""
+    """Pieces of `text` of at most PIECE_CHARS characters, cut at line ends if possible."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
@@ -86,7 +86,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def hash_of_json(text: str | bytes) -> str:
-    """sha256, in hex, of JSON whatever its spacing and key order."""
+    """sha256, in hex, of JSON, independent of spacing and key order."""
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
