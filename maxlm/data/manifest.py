@@ -6,7 +6,7 @@ STORE/<split>/tokens           flat token ids, each document closed by the end-o
 STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
 STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
 STORE/sources.json             digests of the sources: unchanged files are not read again
-STORE/preparing.json           progress of a prepare that has not finished
+STORE/preparing.npz            progress of a prepare that has not finished
 
 store.json carries a checksum of itself and those of the small files; tokens and documents carry a checksum for every chunk.
 """
@@ -28,7 +28,7 @@ FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
 WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
-PROGRESS = "preparing.json"
+PROGRESS = "preparing.npz"
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig, PrepareConfig
@@ -138,18 +138,17 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
 def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     store, console = job.store, job.console
     fingerprint = manifest.fingerprint(settings)
-    state = saved.load(store)
-    if state is None or state["fingerprint"] != fingerprint:
-        saved.begin(store, fingerprint)  # drops what was prepared with other settings
+    done = saved.load(store)
+    if done is None or done.fingerprint != fingerprint:
+        saved.save(store, fingerprint)  # drops what was prepared with other settings
         storage.delete_prefix(store, manifest.TOKENIZER)
-        state = saved.load(store)
-    assert state is not None, "it was just written"
+        done = saved.Progress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(saved.restore(store, state, dtype), job.config.eval_fraction)
-    if state["documents"]:
-        console.print(f"{store}: continuing after {state['documents']:,} documents")
-    splits = _write(job, tokenizer, router, state)
+    router = Router(saved.restore(store, done, dtype), job.config.eval_fraction)
+    if done.documents:
+        console.print(f"{store}: continuing after {done.documents:,} documents")
+    splits = _write(job, tokenizer, router, done)
     storage.write_bytes(store, SOURCES, json.dumps(job.digests).encode())
     info = StoreInfo(
         tokenizer_hash=tokenizer.hash,
@@ -161,14 +160,14 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         splits=splits,
     )
     info = manifest.save(store, info)
-    saved.end(store)
+    storage.delete_prefix(store, manifest.PROGRESS)
     return info
 
 
-def _write(job: _Job, tokenizer: Tokenizer, router: Router, state: dict[str, Any]) -> dict[manifest.Split, manifest.SplitInfo]:
-    """Tokenize the documents after those that `state` counts as done, and write each to its split."""
+def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress) -> dict[manifest.Split, manifest.SplitInfo]:
+    """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
-    seen, last_save = state["documents"], time.monotonic()
+    seen, last_save = done.documents, time.monotonic()
     documents = islice(documents_in(job.files, job.config.text_field), seen, None)
     with _bar(job.console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
@@ -178,7 +177,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, state: dict[str, Any
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
-                state = saved.save(job.store, state, seen, router.writers)
+                saved.save(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
     return router.finish()
 
@@ -213,8 +212,7 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
 
 
 def _bar(console: Console) -> Progress:
-    percent = TextColumn("{task.percentage:>3.0f}%")
-    return Progress(TextColumn("{task.description}"), BarColumn(), percent, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+    return Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
 
 
 @contextlib.contextmanager

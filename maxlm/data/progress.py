@@ -1,10 +1,12 @@
-"""Progress of an unfinished prepare, saved beside the arrays, so that the same command can continue.
+"""Progress of an unfinished prepare: one object beside the arrays, replaced atomically, from which the same command continues.
 
-A save first writes the buffered elements to a new prefix, then preparing.json that names it, then deletes the old prefix:
-at every moment preparing.json names a complete state. Shards written after it are written again, with the same content.
+Shards written after the last save are written again, with the same content.
 """
 
+import io
 import json
+import zipfile
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,64 +16,45 @@ from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS
 from maxlm.data.writer import SplitWriter
 
-BUFFERED = "preparing"  # prefix of the elements that were in memory
+
+@dataclass(frozen=True)
+class Progress:
+    """Arrays are named split/array, as train/tokens."""
+
+    fingerprint: str  # of the settings
+    documents: int = 0  # of the sources, in the arrays
+    written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
+    buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
 
 
-def begin(store: str, fingerprint: str) -> None:
-    """Mark the folder as an unfinished store without documents."""
-    _write(store, {"fingerprint": fingerprint, "saves": 0, "documents": 0, "splits": None})
+def save(store: str, fingerprint: str, documents: int = 0, writers: dict[str, SplitWriter] | None = None) -> None:
+    """Save that the first `documents` documents of the sources are in `writers`; without writers, mark the store as begun."""
+    arrays = {f"{split}/{name}": array for split, writer in (writers or {}).items() for name, array in writer.arrays().items()}
+    state = {"fingerprint": fingerprint, "documents": documents, "written": {name: array.written for name, array in arrays.items()}}
+    content = io.BytesIO()
+    buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
+    np.savez(content, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **buffered)
+    storage.write_bytes(store, PROGRESS, content.getvalue())
 
 
-def load(store: str) -> dict[str, Any] | None:
-    """Content of preparing.json, or None if it does not exist."""
-    text = storage.read_bytes(store, PROGRESS)
-    if text is None:
+def load(store: str) -> Progress | None:
+    """The saved progress, or None if there is none."""
+    content = storage.read_bytes(store, PROGRESS)
+    if content is None:
         return None
     try:
-        progress = json.loads(text)
-        return {key: progress[key] for key in ("fingerprint", "saves", "documents", "splits")}
-    except (ValueError, KeyError, TypeError) as error:
+        with np.load(io.BytesIO(content)) as arrays:
+            buffered = dict(arrays)
+        return Progress(**json.loads(buffered.pop("state").tobytes()), buffered=buffered)
+    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
 
 
-def save(store: str, progress: dict[str, Any], documents: int, writers: dict[str, SplitWriter]) -> dict[str, Any]:
-    """Save `writers`, which hold `documents` documents of the sources; returns the new progress."""
-    number = progress["saves"] + 1
-    splits: dict[str, dict[str, int]] = {}
-    for split, writer in writers.items():
-        splits[split] = {}
-        for name, array in writer.arrays().items():
-            storage.write_bytes(store, f"{BUFFERED}/{number}/{split}.{name}", array.rest().tobytes())
-            splits[split][name] = array.written
-    new = {"fingerprint": progress["fingerprint"], "saves": number, "documents": documents, "splits": splits}
-    _write(store, new)
-    storage.delete_prefix(store, f"{BUFFERED}/{number - 1}/")
-    return new
-
-
-def restore(store: str, progress: dict[str, Any], dtype: np.dtype) -> dict[str, SplitWriter]:
+def restore(store: str, progress: Progress, dtype: np.dtype) -> dict[str, SplitWriter]:
     """Writers in the saved state; empty ones if nothing was saved."""
-    if not progress["splits"]:
-        return {split: SplitWriter(store, split, dtype) for split in SPLITS}
-    writers = {}
-    for split, arrays in progress["splits"].items():
-        resume = {}
-        for name, written in arrays.items():
-            buffered = storage.read_bytes(store, f"{BUFFERED}/{progress['saves']}/{split}.{name}")
-            if buffered is None:
-                raise UserError(
-                    f"{store}: saved progress of the interrupted preparation is missing; delete the store and prepare it again."
-                )
-            resume[name] = (written, np.frombuffer(buffered, dtype if name == "tokens" else np.uint64))
+    writers: dict[str, SplitWriter] = {}
+    for split in SPLITS:
+        names = [name for name in progress.written if name.startswith(f"{split}/")]
+        resume = {name.removeprefix(f"{split}/"): (progress.written[name], progress.buffered[name]) for name in names}
         writers[split] = SplitWriter(store, split, dtype, resume)
     return writers
-
-
-def end(store: str) -> None:
-    """Delete the saved progress."""
-    storage.delete_prefix(store, f"{BUFFERED}/")
-    storage.delete_prefix(store, PROGRESS)
-
-
-def _write(store: str, progress: dict[str, Any]) -> None:
-    storage.write_bytes(store, PROGRESS, json.dumps(progress).encode())

@@ -164,8 +164,8 @@ def _remote_files(url: str) -> list[SourceFile]:
             infos, problem = {path: info}, "is a folder without files"
             if info["type"] == "directory":
                 infos = retried(lambda: filesystem.find(path, detail=True), f"listing {url}")
-                infos = {name: found for name, found in infos.items() if not _hidden(PurePosixPath(name[len(path) :]).parts)}
-    names = sorted((name for name, found in infos.items() if found["type"] == "file"), key=PurePosixPath)
+                infos = {name: item for name, item in infos.items() if not _hidden(PurePosixPath(name[len(path) :]).parts)}
+    names = sorted((name for name, item in infos.items() if item["type"] == "file"), key=PurePosixPath)
     files = [SourceFile(filesystem.unstrip_protocol(name), infos[name].get("size") or 0, url, filesystem) for name in names]
     return files or _no_file(url, problem)
 

@@ -120,7 +120,7 @@ def swap_splits(store: Path) -> None:
 
 
 def unfinished(store: Path) -> None:
-    (store / "store.json").rename(store / "preparing.json")
+    (store / "store.json").rename(store / "preparing.npz")
 
 
 BREAKS = {

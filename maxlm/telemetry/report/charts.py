@@ -225,7 +225,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers within the range, about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / wanted))
     choices = [_multiples(low, high, power * factor) for factor in (1, 2, 5, 10)]
-    return min(choices, key=lambda found: abs(math.log(max(len(found), 0.5) / wanted)))
+    return min(choices, key=lambda values: abs(math.log(max(len(values), 0.5) / wanted)))
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
@@ -237,9 +237,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten within the range, or as many of their multiples as it takes to have three ticks."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), range(1, 10)):
-        found = [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
-        if len(found) >= 3:
-            return found
+        values = [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
+        if len(values) >= 3:
+            return values
     return [value for value in ticks(low, high) if value > 0]
 
 

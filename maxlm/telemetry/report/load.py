@@ -109,7 +109,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     except (YAMLError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        notes.append("config.yml is empty or damaged; it is shown as it was found.")
+        notes.append("config.yml is empty or damaged; it is shown unchanged.")
         return text, {}
     return text, config
 
