@@ -8,7 +8,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -67,11 +67,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
 def read_url(url: str) -> bytes | None:
     """The content of one remote file, or None if it does not exist. Raises as `find_files` does."""
     filesystem, path = _filesystem(url)
-    with reading(url):
-        try:
-            return retried(lambda: filesystem.cat_file(path), f"reading {url}")
-        except FileNotFoundError:
-            return None
+    return _or_none(filesystem.cat_file, path, url)
 
 
 def digests(files: Sequence[SourceFile], known: Digests) -> Digests:
@@ -152,22 +148,35 @@ def _sized(paths: Iterable[Path], source: str) -> list[SourceFile]:
 def _remote_files(url: str) -> list[SourceFile]:
     """The files at one URL: an object, all below a prefix, or all that match a glob."""
     filesystem, path = _filesystem(url)
+    info, infos, problem = _or_none(filesystem.info, path, url), {}, "does not exist"
     with reading(url):
-        try:
-            info = retried(lambda: filesystem.info(path), f"reading {url}")
-        except FileNotFoundError:
-            infos, problem = {}, "does not exist"
-            if glob.has_magic(path):
-                infos = retried(lambda: filesystem.glob(path, detail=True), f"listing {url}")
-                problem = "matches no file"
-        else:
-            infos, problem = {path: info}, "is a folder without files"
-            if info["type"] == "directory":
-                infos = retried(lambda: filesystem.find(path, detail=True), f"listing {url}")
-                infos = {name: item for name, item in infos.items() if not _hidden(PurePosixPath(name[len(path) :]).parts)}
+        if info is None and glob.has_magic(path):
+            infos = retried(lambda: filesystem.glob(path, detail=True), f"listing {url}")
+            problem = "matches no file"
+        elif info is not None and info["type"] == "directory":
+            infos = retried(lambda: filesystem.find(path, detail=True), f"listing {url}")
+            infos = {name: item for name, item in infos.items() if not _hidden(PurePosixPath(name[len(path) :]).parts)}
+            problem = "is a folder without files"
+        elif info is not None:
+            infos = {path: info}
     names = sorted((name for name, item in infos.items() if item["type"] == "file"), key=PurePosixPath)
     files = [SourceFile(filesystem.unstrip_protocol(name), infos[name].get("size") or 0, url, filesystem) for name in names]
     return files or _no_file(url, problem)
+
+
+def _or_none(read: Callable[[str], Any], path: str, url: str) -> Any:
+    """`read(path)`, retried while storage fails; None if the file does not exist."""
+
+    def attempt() -> Any:
+        try:
+            return read(path)
+        except FileNotFoundError as error:  # over https:// also for a server that does not answer, with the reason as its cause
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            return None
+
+    with reading(url):
+        return retried(attempt, f"reading {url}")
 
 
 def _no_file(source: str, problem: str) -> list[SourceFile]:
