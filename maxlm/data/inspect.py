@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from maxlm.data.manifest import SPLITS
@@ -36,11 +36,11 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
 
 def render(description: dict[str, Any]) -> RenderableType:
     """The result of `describe` as tables, and its samples."""
-    facts = Table("", "", title=description["store"], show_header=False, box=None, title_justify="left")
+    facts = Table("", Column(overflow="fold"), title=description["store"], show_header=False, box=None, title_justify="left")
     for name in ("format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint"):
         facts.add_row(name, str(description[name]))
     splits = description["splits"]
-    sizes = Table("", *splits, box=SIMPLE_HEAD)
+    sizes = Table("", *(Column(split, justify="right") for split in splits), box=SIMPLE_HEAD)
     for name in ("tokens", "bytes", "documents"):
         sizes.add_row(name, *(f"{summary[name]:,}" for summary in splits.values()))
     sizes.add_row("documents measured", *(f"{summary['documents_measured']:,}" for summary in splits.values()), end_section=True)

@@ -118,7 +118,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path, make):
 
 def test_several_runs_show_only_the_settings_that_differ(tmp_path, make):
     page = Page(report_of(tmp_path, make("a"), make("b", lr=3e-3), make("c")))
-    table = page.text.split("Differences of their settings")[1].split("What happened")[0]
+    table = page.text.split("Differing settings")[1].split("Events")[0]
     assert "optimizer.peak_lr 0.001 0.003 0.001" in table
     assert "n_layers" not in table
     assert "3 runs compared" in page.text

@@ -170,7 +170,7 @@ def _charts(runs: Sequence[Run]) -> str:
             lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
     drawn = "".join(parts)
-    return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+    return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
 
 
 def _frame(runs: Sequence[Run]) -> Frame:
@@ -233,7 +233,7 @@ def _goodput(runs: Sequence[Run]) -> str:
         pauses = f"; between them nothing ran for {duration(pause)} that is not counted here" if pause >= 0.05 else ""
         note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
         bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
-    return f"<section><h2>Where the time went</h2>{''.join(bars)}</section>" if bars else ""
+    return f"<section><h2>Wall time</h2>{''.join(bars)}</section>" if bars else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -244,9 +244,9 @@ def _differences(runs: Sequence[Run]) -> str:
     absent = object()
     differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
     if not differing:
-        return "<section><h2>Differences of their settings</h2><p>None: the configs are equal.</p></section>"
+        return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
     rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
-    return f"<section><h2>Differences of their settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
+    return f"<section><h2>Differing settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
 
 
 def _setting(flat: dict[str, Any], key: str) -> str:
@@ -266,8 +266,8 @@ def _events(runs: Sequence[Run]) -> str:
             cut = len(rows) - MAX_EVENTS
             left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
             head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-            blocks.append(head + left + _table(["time (UTC)", "what happened"], rows[-MAX_EVENTS:]))
-    return f"<section><h2>What happened</h2>{''.join(blocks)}</section>" if blocks else ""
+            blocks.append(head + left + _table(["time (UTC)", "event"], rows[-MAX_EVENTS:]))
+    return f"<section><h2>Events</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
 def _rows(events: list[Event], routine: bool) -> list[list[str]]:
