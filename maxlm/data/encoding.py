@@ -41,11 +41,11 @@ def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fr
     if workers == 1:
         _prepare_worker(tokenizer.text, tokenizer.end_of_document)
         for batch in batches:
-            yield _encoded(_encode([document.text for document in batch], eval_fraction), batch)
+            yield Encoded(*_encode([document.text for document in batch], eval_fraction), batch[-1].bytes_read)
         return
     # Spawned, not forked: a fork copies the locks of threads (tensorstore's, jax's) that do not exist in the child.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.text, tokenizer.end_of_document))
-    pending: collections.deque[tuple[Future, list[Document]]] = collections.deque()
+    pending: collections.deque[tuple[Future[tuple[list[np.ndarray], list[bool]]], list[Document]]] = collections.deque()
     try:
         while True:
             for batch in itertools.islice(batches, workers * QUEUED - len(pending)):
@@ -54,7 +54,7 @@ def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fr
             if not pending:
                 break
             future, batch = pending.popleft()
-            yield _encoded(future.result(), batch)
+            yield Encoded(*future.result(), batch[-1].bytes_read)
     except BrokenProcessPool as error:
         rule = "a tokenizing process died, usually out of memory"
         raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer, and run the same command again to continue.") from error
@@ -72,10 +72,6 @@ def _batches(documents: Iterable[Document]) -> Generator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encoded(result: tuple[list[np.ndarray], list[bool]], batch: list[Document]) -> Encoded:
-    return Encoded(*result, batch[-1].bytes_read)
 
 
 _worker_tokenizer: list[Tokenizer] = []  # one, sent at the start of the process and not with every batch

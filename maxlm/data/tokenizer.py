@@ -22,20 +22,20 @@ PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs som
 class Tokenizer:
     """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
 
-    def __init__(self, text: str, end_of_document: str, source: str) -> None:
-        """`text` is a tokenizer.json; `source` names it in errors.
+    def __init__(self, content: bytes | str, end_of_document: str, source: str) -> None:
+        """`content`: a tokenizer.json; `source` names it in errors.
 
         Raises:
             UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
         """
         try:
-            self._bpe = Bpe.from_str(text)
+            self.text = content if isinstance(content, str) else content.decode()
+            self._bpe = Bpe.from_str(self.text)
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{source} is not a tokenizer.json that the tokenizers library reads: {error}") from error
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self._bpe.encode_special_tokens = True
-        self.text = text
         self.vocab_size = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
         special = {added.content for added in self._bpe.get_added_tokens_decoder().values() if added.special}
         if end_of_document not in special:
@@ -97,20 +97,20 @@ def tokenizer_hash(path: str) -> str:
         UserError: the file is missing or no JSON.
     """
     try:
-        return hash_of_json(_tokenizer_json(path))
-    except json.JSONDecodeError as error:
+        return hash_of_json(_read(path))
+    except ValueError as error:
         raise UserError(f"{path} is not a tokenizer.json: {error}") from error
 
 
 def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
     """The tokenizer.json at `path`, local or a URL; `end_of_document` must be one of its special tokens."""
-    return Tokenizer(_tokenizer_json(path), end_of_document, path)
+    return Tokenizer(_read(path), end_of_document, path)
 
 
 def stored_tokenizer(store: str, end_of_document: str) -> Tokenizer | None:
     """The tokenizer of a token store that may be unfinished; None if it has none yet."""
-    path, content = f"{store}/{manifest.TOKENIZER}", storage.read_bytes(store, manifest.TOKENIZER)
-    return None if content is None else Tokenizer(_decoded(content, path), end_of_document, path)
+    content = storage.read_bytes(store, manifest.TOKENIZER)
+    return None if content is None else Tokenizer(content, end_of_document, f"{store}/{manifest.TOKENIZER}")
 
 
 def open_tokenizer(folder: str) -> Tokenizer:
@@ -133,24 +133,6 @@ def copy_tokenizer(store: str, folder: Path) -> None:
         storage.write_bytes(str(folder), name, content)
 
 
-def _tokenizer_json(path: str) -> str:
-    if "://" in path:
-        content = read_url(path)
-    else:
-        with reading(path):
-            content = Path(path).expanduser().read_bytes() if Path(path).expanduser().exists() else None
-    if content is None:
-        raise UserError(f"{path}: there is no such tokenizer.json.")
-    return _decoded(content, path)
-
-
-def _decoded(content: bytes, path: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8.") from error
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
     """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` tokens; fewer if the text yields no more.
 
@@ -166,3 +148,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_document], initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer=trainer)
     return Tokenizer(bpe.to_str(), end_of_document, "the trained tokenizer")
+
+
+def _read(path: str) -> bytes:
+    """The file at `path`, local or a URL."""
+    file = Path(path).expanduser()
+    with reading(path):
+        content = read_url(path) if "://" in path else file.read_bytes() if file.exists() else None
+    if content is None:
+        raise UserError(f"{path}: there is no such tokenizer.json.")
+    return content

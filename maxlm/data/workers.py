@@ -29,11 +29,11 @@ def signals_blocked() -> Iterator[None]:
 
 def end_with_parent() -> None:
     """In a `multiprocessing` process: exit as soon as the parent has ended, even by kill -9."""
-    threading.Thread(target=_wait_for_parent, name="maxlm-parent", daemon=True).start()
-
-
-def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="maxlm-parent", daemon=True).start()
