@@ -22,6 +22,7 @@ from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.tree_paths import PARAMS, abstract_leaf, bytes_here, named_leaves
+from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 
@@ -68,7 +69,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
         orbax_logging.install()
-        absolute = str(directory) if "://" in str(directory) else Path(directory).absolute()
+        absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
         self._identity = dict(identity)
@@ -366,4 +367,4 @@ def _lists(directory: ocp.path.Path, step: int) -> bool:
 
 def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:
     """`folder` and its parents that do not exist, deepest first; [] for a bucket, which has no folders."""
-    return [] if "://" in str(folder) else [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    return [] if is_remote(str(folder)) else [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_transient
 from maxlm.hardware.host import in_bytes
 
@@ -66,7 +67,7 @@ def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) 
 
 def free_bytes(directory: str) -> int | None:
     """Free bytes of the disk under `directory`; None for a bucket."""
-    if "://" in directory:
+    if is_remote(directory):
         return None
     folder = Path(directory)
     return shutil.disk_usage(next(existing for existing in (folder, *folder.parents) if existing.exists())).free

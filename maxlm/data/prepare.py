@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, storage
 from maxlm.data import progress as saved
@@ -121,7 +122,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """
     info = manifest.load(store)
     if info is None:
-        keys = [] if storage.is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != LOCK]
+        keys = [] if is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != LOCK]
         if keys and storage.read_bytes(store, manifest.PROGRESS) is None:
             raise ConfigError("data.store", store, f"is not empty and not a token store: it holds {min(keys)}", "choose another folder")
         return None
@@ -218,7 +219,7 @@ def _bar(console: Console) -> Progress:
 @contextlib.contextmanager
 def _locked(store: str) -> Iterator[None]:
     """Lock the store against other processes of this machine. The lock ends with its process."""
-    if storage.is_remote(store):
+    if is_remote(store):
         yield
         return
     folder = Path(store).expanduser()

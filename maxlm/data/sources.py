@@ -17,6 +17,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_transient, retried
 
 FIELD = "data.prepare.sources"
@@ -61,7 +62,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
         UserError: a source does not exist, has no file, or needs a package that is not installed.
         UnavailableError: its storage cannot be reached now.
     """
-    return [file for source in sources for file in (_remote_files(source) if "://" in source else _local_files(source))]
+    return [file for source in sources for file in (_remote_files(source) if is_remote(source) else _local_files(source))]
 
 
 def read_url(url: str) -> bytes | None:
@@ -92,11 +93,11 @@ def reading(path: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if "://" in path and is_transient(error):
+        if is_remote(path) and is_transient(error):
             raise UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
         if isinstance(error, OSError):
             raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-        if "://" in path:
+        if is_remote(path):
             raise UserError(f"{path}: cannot be read: {first_line(error)}.") from error
         raise
 

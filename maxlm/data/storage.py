@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import is_transient
 
 CRC_BYTES = 4
@@ -67,11 +68,6 @@ def failures_named(path: str, doing: str, kind: type[UserError] = UserError) -> 
             raise kind(f"{path}: cannot {doing}: {reason}") from error
         hint = f"; {CREDENTIALS}" if path.startswith("gs://") else ""
         raise UnavailableError(f"{path}: cannot {doing}: {reason}{hint}; try again when the cause is gone.") from error
-
-
-def is_remote(path: str) -> bool:
-    """True if `path` is a URL (gs://bucket/folder) and not a path of this machine."""
-    return "://" in path
 
 
 def kvstore_spec(path: str) -> Any:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import retried
 from maxlm.data import manifest, storage
 from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
@@ -114,7 +115,7 @@ class _FlatArray:
             raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {actual}; {REMAKE}.")
         self._samples = self._read_samples()
         self._verified: set[int] = set()  # shards with compared samples
-        if storage.is_remote(store.path):
+        if is_remote(store.path):
             if length:  # an object in a bucket is whole or absent, and reading an absent one fails
                 self.read([(length - 1, length)])
             return

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Bpe
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.data import manifest, storage
 from maxlm.data.sources import read_url, reading
 
@@ -154,7 +155,7 @@ def _read(path: str) -> bytes:
     """The file at `path`, local or a URL."""
     file = Path(path).expanduser()
     with reading(path):
-        content = read_url(path) if "://" in path else file.read_bytes() if file.exists() else None
+        content = read_url(path) if is_remote(path) else file.read_bytes() if file.exists() else None
     if content is None:
         raise UserError(f"{path}: there is no such tokenizer.json.")
     return content

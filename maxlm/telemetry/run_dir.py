@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.config.errors import ConfigError, UnavailableError
+from maxlm.config.paths import is_remote
 from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
@@ -94,7 +95,7 @@ class RunDirectory:
 def _check_dir(dir: str) -> None:
     if not dir or "\0" in dir:
         raise ConfigError("run.dir", ascii(dir) if dir else dir, "must be the path of a folder", "use for example `runs`")
-    if "://" in dir:
+    if is_remote(dir):
         raise ConfigError("run.dir", dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount")
 
 

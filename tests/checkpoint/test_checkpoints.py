@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, on any layout; old checkpoints go, and reading changes nothing."""
+"""A saved state is restored bit for bit on any layout; old checkpoints are deleted, and reading changes nothing."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What the operator reads: few lines in a log, one live line on a terminal, no figure that is not known."""
+"""Console output: few lines in a log, one live line on a terminal, no unknown figure."""
 
 import io
 
