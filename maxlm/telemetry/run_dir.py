@@ -18,12 +18,31 @@ class FullDiskError(ConfigError, UnavailableError):
     """The disk of `run.dir` is full. Space may be freed: a run that ended so is started again."""
 
 
+class _Entry:
+    """A file or folder of a run directory, as an attribute that is its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", owner: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run. Only the primary process writes."""
 
     path: Path
     primary: bool
+
+    config = _Entry("config.yml")
+    metrics = _Entry("metrics.jsonl")
+    routing = _Entry("routing.jsonl")
+    events = _Entry("events.jsonl")
+    log = _Entry("log.txt")
+    report = _Entry("report.html")
+    tensorboard = _Entry("tensorboard")
+    checkpoints = _Entry("checkpoints")
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
@@ -39,10 +58,6 @@ class RunDirectory:
             run._clean()
         return run
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yml"
-
     def config_until(self, step: int) -> Path:
         """The config that was replaced when the run continued from `step` with another."""
         return self.path / f"config-until-{step}.yml"
@@ -51,34 +66,6 @@ class RunDirectory:
         """Steps at which configs were replaced, increasing."""
         numbers = (path.stem.rpartition("-")[2] for path in self.path.glob("config-until-*.yml"))
         return sorted(int(number) for number in numbers if number.isdecimal())
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def routing(self) -> Path:
-        return self.path / "routing.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.report.load import Series
+from maxlm.telemetry.report.load import Run, Series
 
 # N points of a series; P points drawn
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # margins for the axes, in pixels
+COLORS = 8  # in the palette of style.py; it repeats from the ninth run
 MANY = 300  # from this many points on a running median is drawn too
 
 
@@ -25,6 +26,12 @@ class Line:
     series: Series
     color: int
     dots: bool = False  # sparse measurements: points joined by a dashed line
+
+
+def metric_lines(runs: Sequence[Run], names: Sequence[str], label: str, key: str) -> list[Line]:
+    """The metric `key` of each run, labelled by the run's name, or by `label` for a single run."""
+    labels = names if len(runs) > 1 else [label]
+    return [Line(name, run.get(key), index % COLORS) for index, (run, name) in enumerate(zip(runs, labels, strict=True))]
 
 
 @dataclass(frozen=True)
@@ -250,12 +257,18 @@ def _grid(x: Axis, y: Axis, size: Size) -> str:
         py = TOP + size.plot_h * (1 - float(y.share(np.array([value]))[0]))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts) + step_axis(x, size)
+
+
+def step_axis(x: Axis, size: Size) -> str:
+    """Ticks and labels of the steps."""
+    bottom, parts = TOP + size.plot_h, []
     for value in filter(float.is_integer, ticks(x.low, x.high, size.width // 110)):  # steps are integers
         px = LEFT + size.plot_w * float(x.share(np.array([value]))[0])
         parts.append(f'<line class="axis" x1="{px:.1f}" x2="{px:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(f'<text x="{px:.1f}" y="{bottom + 17}" text-anchor="middle">{tick_label(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(f'<text x="{right}" y="{size.height - 3}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{size.width - RIGHT}" y="{size.height - 3}" text-anchor="end">step</text>')
     return "".join(parts)
 
 

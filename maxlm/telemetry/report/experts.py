@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from maxlm.telemetry.balance import peak, times_even
 from maxlm.telemetry.formatting import percent
-from maxlm.telemetry.report.charts import FULL, HALF, Line, chart
+from maxlm.telemetry.report.charts import FULL, HALF, Line, chart, metric_lines
 from maxlm.telemetry.report.heat import Columns, columns, heat, legend
 from maxlm.telemetry.report.load import Loads, Run
 
@@ -34,10 +34,10 @@ class Ending(NamedTuple):
     load_LE: NDArray[np.int64]
 
 
-def section(runs: Sequence[Run], names: Sequence[str], colors: int) -> str:
+def section(runs: Sequence[Run], names: Sequence[str]) -> str:
     """HTML for the runs with experts; "" if there are none."""
     maps = "".join(_maps(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True) if run.loads is not None)
-    curves = _curves(runs, names, colors)
+    curves = _curves(runs, names)
     if not maps and not curves:
         return ""
     return f'<section><h2>Expert load</h2>{maps}<div class="grid2">{curves}</div></section>'
@@ -115,22 +115,15 @@ def _layer(loads: Loads, cells: Columns, index: int) -> str:
     return heat(f"Layer {number}", "a row an expert", words, cells, times_even(cells.load_CLE[:, index]), 0, width)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str], colors: int) -> str:
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Charts of the metrics of all steps: worst layer and mean for one run, one line each for several."""
     many = len(runs) > 1
-    worst = [Line(name if many else "worst layer", run.get("expert_load_max"), i % colors) for i, (run, name) in _numbered(runs, names)]
+    worst = metric_lines(runs, names, "worst layer", "expert_load_max")
     if not many:
         worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 1))
     busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst)
     parts = [f"<div>{busiest}{'' if many else LEGEND}</div>" if busiest else ""]
     if any(run.get("dropped").values_N.any() for run in runs):
-        dropped = [Line(name if many else "dropped", run.get("dropped"), i % colors) for i, (run, name) in _numbered(runs, names)]
-        parts.append(chart("Dropped choices", "share of all", dropped, zero=True))
-    for title, unit, key in CHARTS:
-        lines = [Line(name if many else title.lower(), run.get(key), i % colors) for i, (run, name) in _numbered(runs, names)]
-        parts.append(chart(title, unit, lines, zero=True))
+        parts.append(chart("Dropped choices", "share of all", metric_lines(runs, names, "dropped", "dropped"), zero=True))
+    parts += [chart(title, unit, metric_lines(runs, names, title.lower(), key), zero=True) for title, unit, key in CHARTS]
     return "".join(parts)
-
-
-def _numbered(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[int, tuple[Run, str]]]:
-    return list(enumerate(zip(runs, names, strict=True)))

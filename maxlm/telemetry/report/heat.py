@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maxlm.telemetry.report.charts import BOTTOM, LEFT, RIGHT, TOP, Axis, Size, tick_label, ticks
+from maxlm.telemetry.report.charts import BOTTOM, LEFT, TOP, Axis, Size, step_axis, ticks
 from maxlm.telemetry.report.load import Loads
 
 # N records, C columns drawn, L layers with experts, E experts, R rows drawn
@@ -73,14 +73,8 @@ def _strokes(mask_CR: NDArray[np.bool_], edges_C: NDArray[np.int64]) -> Iterator
 
 
 def _axes(x: Axis, rows: int, first_row: int, size: Size) -> str:
-    bottom, height = TOP + size.plot_h, size.plot_h / rows
-    parts = []
+    labels = ""
     for value in filter(float.is_integer, ticks(first_row - 0.5, first_row + rows - 0.5, min(rows, 6))):  # rows are integers
-        py = TOP + (value - first_row + 0.5) * height
-        parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in filter(float.is_integer, ticks(x.low, x.high, size.width // 110)):
-        px = LEFT + size.plot_w * float(x.share(np.array([value]))[0])
-        parts.append(f'<line class="axis" x1="{px:.1f}" x2="{px:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text x="{px:.1f}" y="{bottom + 17}" text-anchor="middle">{tick_label(value)}</text>')
-    parts.append(f'<text x="{size.width - RIGHT}" y="{size.height - 3}" text-anchor="end">step</text>')
-    return "".join(parts)
+        py = TOP + (value - first_row + 0.5) * size.plot_h / rows
+        labels += f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{value:g}</text>'
+    return labels + step_axis(x, size)

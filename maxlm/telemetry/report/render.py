@@ -12,12 +12,11 @@ import numpy as np
 from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart
+from maxlm.telemetry.report.charts import COLORS, FULL, Frame, Line, Marks, chart, metric_lines
 from maxlm.telemetry.report.load import Run, Series, eval_loss
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
 
-COLORS = 8  # in the palette; it repeats from the ninth run
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
 MAX_STRETCH = 12  # consecutive frequent events shown one by one
@@ -48,7 +47,7 @@ CHARTS = (
 def render(runs: Sequence[Run]) -> str:
     """The page for one run, or for several side by side."""
     title = " · ".join(run.name for run in runs)
-    about_experts = experts.section(runs, _names(runs), COLORS)
+    about_experts = experts.section(runs, _names(runs))
     css = CSS + EXPERTS_CSS if about_experts else CSS
     sections = [_headline(runs), _charts(runs), about_experts, _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
     return (
@@ -163,10 +162,8 @@ def _charts(runs: Sequence[Run]) -> str:
             f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
         )
     for title, unit, key, zero in CHARTS:
-        lines = [
-            Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
-        ]
-        if key.endswith("_s") and key != "tokens_per_s":
+        lines = metric_lines(runs, names, title.lower(), key)
+        if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
     drawn = "".join(parts)
