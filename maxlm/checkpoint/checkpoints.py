@@ -294,7 +294,7 @@ class Checkpoints:
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
-        # Only the two handlers in use: by default Orbax asks every handler it knows about every leaf, twice, while the loop waits.
+        # Only the two handlers in use: by default Orbax queries every handler for every leaf, twice, while the loop waits.
         registry = ocp.handlers.local_registry(include_global_registry=False)
         registry.add(ocp.handlers.PyTreeHandler, checkpointable_name=STATE)
         context.checkpointables.registry = registry.add(manifest.DeferredTextHandler, checkpointable_name=manifest.NAME)

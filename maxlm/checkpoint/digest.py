@@ -2,7 +2,7 @@
 
 Array files carry no checksum that is read back: of 174 single flipped bits, 171 loaded silently. So each leaf gets two
 sums modulo 2^32: of its bit pattern, and of the pattern times `2 * index + 1`. The factor is odd, so no flipped bit
-is lost in the product, and it differs from place to place, so swapped elements are seen. Integer sums are
+is lost in the product, and it differs between indices, so swapped elements are detected. Integer sums are
 associative: the order of the summation, hence the sharding, does not matter.
 """
 

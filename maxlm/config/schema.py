@@ -197,7 +197,7 @@ class TokenizerConfig(Section):
     """Which tokenizer `data prepare` uses: an existing file, or a byte-level BPE trained on the sources."""
 
     path: ReadPath | None = None  # a tokenizer.json
-    vocab_size: Positive = 4096  # words of the trained BPE
+    vocab_size: Positive = 4096  # tokens of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
     end_of_document: Text = "<|endoftext|>"
 

@@ -57,8 +57,8 @@ class SampleOrder:
         for number in range(len(windows)):
             dataset = grain.MapDataset.range(first[number], first[number + 1])
             if shuffle:
-                words = np.random.SeedSequence([seed, number]).generate_state(1)  # grain takes 32 bits
-                dataset = dataset.shuffle(seed=int(words[0]))
+                state = np.random.SeedSequence([seed, number]).generate_state(1)  # grain takes 32 bits
+                dataset = dataset.shuffle(seed=int(state[0]))
             datasets.append(dataset.repeat())
         self._samples = datasets[0] if len(datasets) == 1 else grain.MapDataset.select_from_datasets(datasets, WeightedSelection(weights))
 

@@ -31,7 +31,7 @@ def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Docum
     """Every document of `files` with text in it, in order. A file of text is one document.
 
     Raises:
-        UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text at all.
+        UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
     """
     done, count = 0, 0
     for number, file in enumerate(files):
@@ -148,7 +148,7 @@ def _parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 
 def _array_record(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """Records are JSON objects with `text_field`, or else text as it stands. The library reads local files only: a remote one is copied."""
+    """Records are JSON objects with `text_field`, else plain text. The library reads local files only: a remote one is copied."""
     if file.filesystem is None:
         yield from _local_array_record(file.path, file, text_field)
         return

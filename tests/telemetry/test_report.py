@@ -191,7 +191,7 @@ def test_a_stale_attempt_does_not_double_a_step(tmp_path):
 )
 def test_status(make, reason, word, tone):
     status = status_of(load_run(make("r", reason=reason)))
-    assert (status.word, status.tone) == (word, tone)
+    assert (status.label, status.tone) == (word, tone)
 
 
 def test_time_of_a_killed_attempt_is_that_of_its_steps(make):

@@ -23,5 +23,5 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     try:
         write_text(Path(out), page)
     except OSError as error:
-        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another place") from error
+        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another file") from error
     return Path(out)

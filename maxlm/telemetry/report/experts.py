@@ -43,7 +43,7 @@ def section(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f'<section><h2>Expert load</h2>{maps}<div class="grid2">{curves}</div></section>'
 
 
-def in_words(run: Run) -> str:
+def load_sentences(run: Run) -> str:
     """Sentences on the last tenth of the run; "" for a run without experts."""
     if run.loads is None:
         return ""
@@ -88,13 +88,13 @@ def _maps(run: Run, name: str) -> str:
     cells = columns(run.loads, len(panels))
     drawn = "".join(_layer(run.loads, cells, i) for i in panels)
     if layers > FEW_LAYERS:
-        title, words = "Busiest expert of each layer", f"Load of the busiest expert of each of {layers} layers over steps"
-        glance = heat(title, "a row a layer", words, cells, peak(cells.load_CLE), run.loads.first_layer, FULL.width)
+        title, description = "Busiest expert of each layer", f"Load of the busiest expert of each of {layers} layers over steps"
+        glance = heat(title, "a row a layer", description, cells, peak(cells.load_CLE), run.loads.first_layer, FULL.width)
         drawn = f'<div class="wide">{glance}</div><div class="wide grid3">{drawn}</div>'
     head = f"<h3>{escape(name)}</h3>" if name else ""
     hint = "Colours: an expert's load in times its even share"
     picked = f"; below, the {WORST} layers to look at first" if layers > FEW_LAYERS else ""
-    lead = f'<p class="lead">{escape(in_words(run))}</p><p class="note">{hint}{picked}.</p>'
+    lead = f'<p class="lead">{escape(load_sentences(run))}</p><p class="note">{hint}{picked}.</p>'
     return f'{head}{lead}{legend()}<div class="grid2 maps">{drawn}</div>'
 
 
@@ -109,10 +109,10 @@ def _worst(ending: Ending) -> list[int]:
 def _layer(loads: Loads, cells: Columns, index: int) -> str:
     number, last_E = loads.first_layer + index, times_even(cells.load_CLE[-1, index])
     ended = f"at the end expert {last_E.argmax()} takes {last_E.max():.1f} times its share"
-    words = f"Load of {len(last_E)} experts of layer {number} over steps; {ended}"
+    description = f"Load of {len(last_E)} experts of layer {number} over steps; {ended}"
     layers = loads.load_NLE.shape[1]
     width = FULL.width if layers == 1 else HALF.width if layers <= FEW_LAYERS else THIRD_WIDTH
-    return heat(f"Layer {number}", "a row an expert", words, cells, times_even(cells.load_CLE[:, index]), 0, width)
+    return heat(f"Layer {number}", "a row an expert", description, cells, times_even(cells.load_CLE[:, index]), 0, width)
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ def columns(loads: Loads, panels: int) -> Columns:
     return Columns(x, steps_N[[*(starts_C[1:] - 1), -1]], load_CLE)
 
 
-def heat(title: str, unit: str, words: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int, width: int) -> str:
+def heat(title: str, unit: str, description: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int, width: int) -> str:
     """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`; `width` in SVG units."""
     rows = values_CR.shape[1]
     size = Size(width, TOP + BOTTOM + int(np.clip(4 * rows, 132, 260)))
@@ -49,7 +49,7 @@ def heat(title: str, unit: str, words: str, cells: Columns, values_CR: NDArray[n
     paths = "".join(f'<path class="h{k}" d="{"".join(_strokes(colours_CR == k, edges_C))}"/>' for k in range(len(LABELS)) if k != EVEN)
     return (
         f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
-        f'<svg class="heat" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(words)}">'
+        f'<svg class="heat" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(description)}">'
         f'<rect class="ground h{EVEN}" x="{LEFT}" y="{TOP}" width="{size.plot_w}" height="{size.plot_h}"/>'
         f'<g transform="translate({LEFT} {TOP + height / 2:.3f}) scale(1 {height:.4f})" stroke-width="{thick:.2f}">{paths}</g>'
         f"{_axes(cells.x, rows, first_row, size)}</svg></figure>"

@@ -15,7 +15,7 @@ from maxlm.telemetry.report import experts
 from maxlm.telemetry.report.charts import COLORS, FULL, Frame, Line, Marks, chart, metric_lines
 from maxlm.telemetry.report.load import Run, Series, eval_loss
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
-from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, headline, status_of
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
@@ -78,7 +78,7 @@ def _headline(runs: Sequence[Run]) -> str:
         status = status_of(run)
         swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
         head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
-        summary = " ".join([*in_words(run, f), status.explanation])
+        summary = " ".join([*headline(run, f), status.explanation])
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>{notes}")
     chip = "" if many else _chip(status_of(runs[0]))
@@ -87,7 +87,7 @@ def _headline(runs: Sequence[Run]) -> str:
 
 
 def _chip(status: Status) -> str:
-    return f' <span class="chip {status.tone}">{escape(status.word)}</span>'
+    return f' <span class="chip {status.tone}">{escape(status.label)}</span>'
 
 
 def _or_none(text: Callable[[float], str], value: float | None) -> str | None:

@@ -19,7 +19,7 @@ FINISHED = ("done", "nothing_left")
 class Status:
     """State of the run; `tone` is good, warn, bad or idle."""
 
-    word: str
+    label: str
     tone: str
     explanation: str
 
@@ -88,7 +88,7 @@ def status_of(run: Run) -> Status:
     return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
 
 
-def in_words(run: Run, f: Figures) -> list[str]:
+def headline(run: Run, f: Figures) -> list[str]:
     """Sentences of the headline, most important first."""
     sentences = [_progress(run, f)]
     if f.loss is not None and f.first_loss is not None:
