@@ -95,10 +95,10 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         if is_remote(path) and is_transient(error):
             raise UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
-        if isinstance(error, OSError):
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
         if is_remote(path):
             raise UserError(f"{path}: cannot be read: {first_line(error)}.") from error
+        if isinstance(error, OSError):
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
         raise
 
 
@@ -172,7 +172,7 @@ def _or_none(read: Callable[[str], Any], path: str, url: str) -> Any:
         try:
             return read(path)
         except FileNotFoundError as error:  # over https:// also for a server that does not answer, with the reason as its cause
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
                 raise error.__cause__ from None
             return None
 
