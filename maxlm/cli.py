@@ -160,10 +160,16 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
     from maxlm.config.paths import store_argument
 
     place = store_argument(store)
-    from maxlm.data.inspect import as_text, describe
+    from maxlm.data.inspect import describe, render
 
-    description = describe(place)
-    typer.echo(json.dumps(description) if json_ else as_text(description))
+    if json_:
+        import json
+
+        typer.echo(json.dumps(describe(place)))
+    else:
+        from rich.console import Console
+
+        Console().print(render(describe(place)), highlight=False)
 
 
 @kernels_app.command(name="report")

@@ -1,12 +1,12 @@
-"""Damage token stores and checkpoints in many ways and check that none of it is silent.
+"""Damage token stores and checkpoints in many ways, and check that no damage goes unnoticed.
 
     python tools/attack_files.py [--trials 2000] [--seed 0] [--directory DIR]
 
 Every trial damages one file or folder of a small store or of the newest of three checkpoints, reads everything in this process, and puts
-the files back. Outcomes: `noticed` (one line names the damage; of checkpoints, the older one came back to the bit), `harmless` (everything
-read equals what was written), `silent` (something else was read and nothing said) and `traceback` (an error of another kind). Exit code 1
-if any trial was silent or a traceback. Two things are no damage, since people do them: to delete a checkpoint, and to begin a run with that
-of another.
+the files back. Outcomes: `noticed` (one line names the damage; an older checkpoint was restored to the bit), `harmless` (everything
+read equals what was written), `silent` (different content was read without an error) and `traceback` (an error of another kind). Exit code
+1 if any trial was silent or a traceback. Two things are not damage, since users do them: deleting a checkpoint, and starting a run from
+the checkpoint of another.
 """
 
 import argparse
@@ -42,9 +42,8 @@ from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe
 from maxlm.data.manifest import SPLITS, StoreInfo
-from maxlm.data.store import TokenStore
-from maxlm.data.tokenizer import hash_of_json
-from maxlm.data.tokenizer_store import open_tokenizer
+from maxlm.data.token_store import TokenStore
+from maxlm.data.tokenizer import hash_of_json, open_tokenizer
 from maxlm.data.writer import SplitWriter
 
 GOOD, BAD = ("noticed", "harmless"), ("silent", "traceback")
@@ -55,7 +54,7 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Target:
-    """Something to damage: `root` is damaged, `other` gives foreign files, `read` returns outcome and reason."""
+    """A target of damage: `root` is damaged, foreign files come from `other`, `read` returns outcome and reason."""
 
     name: str
     root: Path
@@ -63,7 +62,7 @@ class Target:
     read: Callable[[], tuple[str, str]]
 
 
-# --- what is damaged
+# --- targets
 
 
 def make_store(path: Path, seed: int) -> None:
@@ -96,19 +95,19 @@ def _tokenizer(seed: int) -> str:
 
 
 def read_store(path: Path) -> dict[str, bytes]:
-    """All that a store gives: its facts, tokens, documents, batches and the tokenizer's work."""
-    found: dict[str, bytes] = {}
+    """Everything that a store returns: manifest, tokens, documents, batches, tokenizer and description."""
+    content: dict[str, bytes] = {}
     for split in SPLITS:
         store = TokenStore.open(str(path), split)
-        found[f"{split} facts"] = store.info.model_dump_json().encode()
-        found[f"{split} tokens"] = store.read(0, store.n_tokens).tobytes()
-        found[f"{split} documents"] = store.read_documents(0, store.size.documents + 1).tobytes()
+        content[f"{split} facts"] = store.info.model_dump_json().encode()
+        content[f"{split} tokens"] = store.read(0, store.n_tokens).tobytes()
+        content[f"{split} documents"] = store.read_documents(0, store.size.documents + 1).tobytes()
     pipeline = Pipeline.create(DataConfig(store=str(path), seq_len=32), global_batch=8, seed=0, vocab_size=VOCABULARY)
-    found["batches"] = b"".join(np.asarray(field).tobytes() for step in range(pipeline.n_batches) for field in pipeline.host_batch(step))
+    content["batches"] = b"".join(np.asarray(field).tobytes() for step in range(pipeline.n_batches) for field in pipeline.host_batch(step))
     tokenizer = open_tokenizer(str(path))
-    found["tokenizer"] = (tokenizer.text + str(tokenizer.encode("ai bj ck dl").tolist())).encode()
-    found["described"] = json.dumps({key: value for key, value in describe(str(path)).items() if key != "store"}).encode()
-    return found
+    content["tokenizer"] = (tokenizer.text + str(tokenizer.encode("ai bj ck dl").tolist())).encode()
+    content["described"] = json.dumps({key: value for key, value in describe(str(path)).items() if key != "store"}).encode()
+    return content
 
 
 def make_state(step: int, seed: int) -> dict[str, Any]:
@@ -135,24 +134,24 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def store_target(folder: Path) -> Target:
-    """A store; everything read must equal what was read before the damage."""
+    """A token store; everything read must equal what was read before the damage."""
     make_store(folder / "store", 0)
     make_store(folder / "other-store", 1)
     whole = read_store(folder / "store")
 
     def read() -> tuple[str, str]:
         try:
-            found = read_store(folder / "store")
+            damaged = read_store(folder / "store")
         except UserError as error:
             return ("noticed" if "\n" not in str(error) and "store" in str(error) else "traceback"), str(error)
-        different = [name for name, content in whole.items() if found[name] != content]
+        different = [name for name, content in whole.items() if damaged[name] != content]
         return ("silent", f"{different} differ") if different else ("harmless", "")
 
     return Target("store", folder / "store", folder / "other-store", read)
 
 
 def checkpoint_target(folder: Path) -> Target:
-    """Three checkpoints; whichever is restored must be what was saved under that step, and the last one unless something is said."""
+    """Three checkpoints; the one restored must equal what was saved under that step, and be the last unless a reason is given."""
     make_checkpoints(folder / "checkpoints", 0)
     make_checkpoints(folder / "other-checkpoints", 1)
     states = {step: bits(make_state(step, 0)) for step in STEPS}
@@ -168,13 +167,13 @@ def checkpoint_target(folder: Path) -> Target:
         if bits(restored.state) != states.get(restored.step) or restored.data_position != {"next_step": restored.step}:
             return "silent", f"step {restored.step} is not what was saved; {reason}"
         if restored.step != STEPS[-1] and not reason:
-            return "silent", f"step {restored.step} came back and nothing was said"
+            return "silent", f"step {restored.step} was restored without a reason"
         return ("noticed", reason) if reason else ("harmless", "")
 
     return Target("checkpoint", folder / "checkpoints", folder / "other-checkpoints", read)
 
 
-# --- how it is damaged: each changes something below `root` and returns what it did
+# --- kinds of damage: each changes a file or folder below `root` and returns a description
 
 
 def files_of(target: Target) -> list[Path]:
@@ -184,7 +183,7 @@ def files_of(target: Target) -> list[Path]:
 
 
 def pick(target: Target, chance: random.Random) -> Path:
-    """A file: half of the time weighed by size, so that arrays are hit as well as small files."""
+    """A random file, half of the time weighted by size, so that both arrays and small files are hit."""
     files = files_of(target)
     if chance.random() < 0.5:
         return chance.choices(files, [path.stat().st_size + 1 for path in files])[0]
@@ -203,9 +202,9 @@ def flip_bit(target: Target, chance: random.Random) -> str:
 def truncate(target: Target, chance: random.Random) -> str:
     path = pick(target, chance)
     content = path.read_bytes()
-    kept = chance.choice([0, len(content) // 2, max(len(content) - 1, 0), chance.randrange(len(content) + 1)])
-    path.write_bytes(content[:kept])
-    return f"{path} cut to {kept}"
+    length = chance.choice([0, len(content) // 2, max(len(content) - 1, 0), chance.randrange(len(content) + 1)])
+    path.write_bytes(content[:length])
+    return f"{path} cut to {length}"
 
 
 def delete(target: Target, chance: random.Random) -> str:
@@ -215,14 +214,14 @@ def delete(target: Target, chance: random.Random) -> str:
 
 
 def delete_folder(target: Target, chance: random.Random) -> str:
-    # Without the whole of checkpoint 3 there is none: that is how a run is turned back to 2.
+    # Not the whole of checkpoint 3: deleting it is how a user returns to 2.
     path = chance.choice(sorted({path.parent for path in files_of(target)} - {target.root, target.root / str(STEPS[-1])}))
     shutil.rmtree(path)
     return f"{path} deleted"
 
 
 def swap(target: Target, chance: random.Random) -> str:
-    """Two files change places, of one size where there are such."""
+    """Exchange two files, of equal size if possible."""
     one = pick(target, chance)
     others = [path for path in files_of(target) if path != one]
     alike = [path for path in others if path.stat().st_size == one.stat().st_size] or others
@@ -249,7 +248,7 @@ def grow(target: Target, chance: random.Random) -> str:
 
 
 def edit_json(target: Target, chance: random.Random) -> str:
-    """One value of a JSON file becomes another; the file stays JSON."""
+    """Change one value of a JSON file; the file stays JSON."""
     files = []
     for path in files_of(target):
         with contextlib.suppress(ValueError):
@@ -272,29 +271,29 @@ def _places(body: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def foreign(target: Target, chance: random.Random) -> str:
-    """A file of another store, or of another run's checkpoint, or of another step, in the place of this one."""
+    """Replace a file by one of another store, of another run's checkpoint, or of another step."""
     path = pick(target, chance)
     relative = path.relative_to(target.root)
     sources = [target.other / relative]
     if target.name == "checkpoint":
         sources += [root / str(step) / Path(*relative.parts[1:]) for root in (target.root, target.other) for step in STEPS[:-1]]
-    there = [source for source in sources if source.is_file() and source != path]
-    if not there:  # array files have names of their own
-        there = [source for source in sorted(target.other.rglob("*")) if source.is_file() and source.parent.name == path.parent.name]
-    source = chance.choice(there or [chance.choice([source for source in sorted(target.other.rglob("*")) if source.is_file()])])
+    existing = [source for source in sources if source.is_file() and source != path]
+    if not existing:  # array files have names of their own
+        existing = [source for source in sorted(target.other.rglob("*")) if source.is_file() and source.parent.name == path.parent.name]
+    source = chance.choice(existing or [chance.choice([source for source in sorted(target.other.rglob("*")) if source.is_file()])])
     shutil.copyfile(source, path)
     return f"{source} put in the place of {path}"
 
 
 def foreign_folder(target: Target, chance: random.Random) -> str:
-    """A whole folder of another store, run or step in the place of this one."""
+    """Replace a folder by one of another store, run or step."""
     if target.name == "store":
         relative = chance.choice([Path("train"), Path("eval"), Path("train/tokens"), Path("train/documents"), Path("eval/tokens/c")])
         source, place = chance.choice([target.other / relative, target.root / relative.parent / "documents"]), target.root / relative
     else:
         relative = chance.choice([Path("state"), Path("manifest"), Path("state/d"), Path("state/ocdbt.process_0"), Path()])
         runs = [(target.root, 1), (target.root, 2), (target.other, 1), (target.other, 3)]
-        # A whole checkpoint 3 of a run of the same experiment is a good checkpoint 3: people begin runs so.
+        # A complete checkpoint 3 of a run of the same experiment is a good checkpoint 3: users start runs this way.
         root, step = chance.choice(runs[:3] if relative == Path() else runs)
         source, place = root / str(step) / relative, target.root / str(STEPS[-1]) / relative
     if not source.is_dir() or source == place:
@@ -307,7 +306,7 @@ def foreign_folder(target: Target, chance: random.Random) -> str:
 
 
 def rename_folder(target: Target, chance: random.Random) -> str:
-    """A step under another number, an array or a split under another name."""
+    """Rename a step, an array or a split."""
     if target.name == "checkpoint":
         old, new = chance.choice([("3", "30"), ("3", "03"), ("3", "3.bak"), ("3", "-3"), ("2", "4"), ("3", "0"), ("3", str(10**12))])
     else:
@@ -319,7 +318,7 @@ def rename_folder(target: Target, chance: random.Random) -> str:
 
 
 def duplicate(target: Target, chance: random.Random) -> str:
-    """A copy beside the original: harmless, or another step."""
+    """Copy a file or step beside the original."""
     if target.name == "checkpoint":
         new = chance.choice(["4", "03", "3 copy", "10", "3.orbax-checkpoint-tmp"])
         shutil.copytree(target.root / "3", target.root / new)
@@ -344,7 +343,7 @@ def replace_by_link(target: Target, chance: random.Random) -> str:
 
 
 def no_right(target: Target, chance: random.Random) -> str:
-    """Without the right to read it. (It has no effect on root.)"""
+    """Remove the permission to read a file (no effect for root)."""
     path = pick(target, chance)
     path.chmod(0)
     return f"{path} may not be read"
@@ -361,24 +360,24 @@ DAMAGES = (
 
 @contextlib.contextmanager
 def small_shards() -> Iterator[None]:
-    """Tiny stores of many shards; what may pass is not waited for."""
-    kept = storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S
+    """Tiny stores of many shards, and retries without delay."""
+    before = storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S
     storage.TOKENS, storage.DOCUMENTS = storage.ArrayLayout(chunk=64, shard=512), storage.ArrayLayout(chunk=16, shard=64)
     transient.RETRY_DELAYS_S = (0.0,)
     try:
         yield
     finally:
-        storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S = kept
+        storage.TOKENS, storage.DOCUMENTS, transient.RETRY_DELAYS_S = before
 
 
 def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], None] = lambda done: None) -> list[dict[str, str]]:
-    """One row a trial: `target damage outcome what reason`."""
+    """Run the trials; one row each: `target damage outcome what reason`."""
     rows = []
     with small_shards():
         targets = [store_target(directory), checkpoint_target(directory)]
         for target in targets:
             assert target.read() == ("harmless", ""), f"the undamaged {target.name} is not read: {target.read()}"
-            shutil.copytree(target.root, directory / "kept" / target.name)
+            shutil.copytree(target.root, directory / "undamaged" / target.name)
         for number in range(trials):
             chance = random.Random(f"{seed} {number}")
             target, damage = targets[number % 2], DAMAGES[number // 2 % len(DAMAGES)]
@@ -389,13 +388,13 @@ def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], No
                 outcome, reason = "traceback", f"{type(error).__name__}: {error}"
             rows.append({"target": target.name, "damage": damage.__name__, "outcome": outcome, "what": what, "reason": reason})
             shutil.rmtree(target.root)
-            shutil.copytree(directory / "kept" / target.name, target.root)
+            shutil.copytree(directory / "undamaged" / target.name, target.root)
             progress(number + 1)
     return rows
 
 
 def table_of(rows: list[dict[str, str]]) -> Table:
-    """How often each damage had each outcome."""
+    """Table of outcomes by kind of damage."""
     counted = collections.Counter((row["target"], row["damage"], row["outcome"]) for row in rows)
     table = Table("target", "damage", *GOOD, *BAD, title=f"{len(rows):,} damages to files")
     for target, damage in sorted({key[:2] for key in counted}):
@@ -406,7 +405,7 @@ def table_of(rows: list[dict[str, str]]) -> Table:
 
 
 def main() -> int:
-    """Exit code 1 if something was silent or a traceback."""
+    """Run the program. Returns 1 if a trial was silent or a traceback."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

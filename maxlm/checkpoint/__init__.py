@@ -1,6 +1,6 @@
-"""Saving, verifying and restoring what a run needs to continue."""
+"""Save, verify and restore the state of a run."""
 
+from maxlm.checkpoint.checkpoints import Checkpoints, Restored
 from maxlm.checkpoint.errors import CheckpointError
-from maxlm.checkpoint.store import Checkpoints, Restored
 
 __all__ = ["CheckpointError", "Checkpoints", "Restored"]

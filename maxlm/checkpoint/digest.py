@@ -1,8 +1,8 @@
-"""A fingerprint of arrays that is the same number on every mesh.
+"""Digest of arrays that is the same number on every mesh.
 
 Array files carry no checksum that is read back: of 174 single flipped bits, 171 loaded silently. So each leaf gets two
 sums modulo 2^32: of its bit pattern, and of the pattern times `2 * index + 1`. The factor is odd, so no flipped bit
-is lost in the product, and it differs from place to place, so swapped elements are seen. Integer sums are
+is lost in the product, and it differs between indices, so swapped elements are detected. Integer sums are
 associative: the order of the summation, hence the sharding, does not matter.
 """
 
@@ -20,16 +20,16 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]  # name of the leaf -> two uint32 
 
 
 def digest(tree: Any) -> dict[str, tuple[int, int]]:
-    """Name of each leaf -> its two sums, as integers below 2^32. Waits for the devices."""
+    """Name of each leaf -> its two sums, integers below 2^32. Waits for the devices."""
     return fetch(start(named_leaves(tree)))
 
 
 def start(leaves: dict[str, jax.Array]) -> Sums:
-    """Begins the sums on the devices and returns at once. `leaves` may be donated afterwards: the runtime keeps the order."""
+    """Start the sums on the devices and return at once. `leaves` may be donated afterwards: the runtime keeps the order."""
     if not leaves:
         return {}
     sharding = next(iter(leaves.values())).sharding
-    # Said outright, because every process reads the result: all of them hold it whole.
+    # Replicated explicitly, because every process reads the result.
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     return dict(zip(leaves, _compiled(everywhere)(tuple(leaves.values())), strict=True))
 
@@ -71,7 +71,7 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """The row-major number of every element, modulo 2^32: of the whole array, whatever part of it a device holds."""
+    """Row-major index of every element in the global array, modulo 2^32."""
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
         index = index + lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)

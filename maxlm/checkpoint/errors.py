@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, in words, and whether an older checkpoint would help."""
+"""Errors of checkpoints, and whether an older checkpoint may be good."""
 
 import enum
 import shutil
@@ -7,23 +7,25 @@ from pathlib import Path
 import jax
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_transient
+from maxlm.hardware.host import in_bytes
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written, read or used. One line: which, where, why, and what to do."""
+    """A checkpoint could not be written, read or used. One line: which one, where, why, and what to do."""
 
 
 class DamagedError(Exception):
-    """The bytes of a checkpoint are not the ones that were written: the one before may be whole."""
+    """The bytes of a checkpoint are not those that were written; the previous one may be good."""
 
 
 class UnreachableError(CheckpointError, UnavailableError):
-    """Storage failed in a way that may pass, while a checkpoint was read or written: the checkpoints may be whole."""
+    """Storage failed for now, while a checkpoint was read or written; the checkpoints may be good."""
 
 
 class Verdict(enum.IntEnum):
-    """How reading a checkpoint ended in one process. Ordered: the worst of all processes is the verdict of the cluster."""
+    """Outcome of reading a checkpoint in one process. Ordered: the maximum over processes is the outcome of all."""
 
     GOOD = 0
     DAMAGED = 1  # an older checkpoint may be good
@@ -35,10 +37,10 @@ _FULL = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota exceeded", "File too
 
 
 def verdict_of(error: Exception) -> Verdict:
-    """Classify `error`, met while a checkpoint was read.
+    """Classify `error`, raised while a checkpoint was read.
 
-    Content shows its damage in many ways (TypeError, KeyError, any status of TensorStore), so whatever is neither a refusal of ours, nor a
-    failure of the medium, nor a lack of memory is damage.
+    Damaged content raises many kinds of errors (TypeError, KeyError, any status of TensorStore): all but our refusals, failures of
+    storage and a lack of memory count as damage.
     """
     if isinstance(error, DamagedError):
         return Verdict.DAMAGED
@@ -50,13 +52,13 @@ def verdict_of(error: Exception) -> Verdict:
 
 
 def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) -> CheckpointError:
-    """Why the checkpoint of `step` was not written; a full disk is said with its figures (bytes in decimal units)."""
+    """Error for a checkpoint of `step` that was not written; for a full disk with the bytes needed and free."""
     what = f"checkpoint {step} was not saved in {directory}"
     if any(sign in str(error) for sign in _FULL):
         free = free_bytes(directory)
-        left = "" if free is None else f" and {readable(free)} are free"
+        left = "" if free is None else f" and {in_bytes(free)} are free"
         return UnreachableError(
-            f"{what}: no room left (this process writes up to {readable(needed_bytes)}{left}); free some space, lower checkpoint.keep "
+            f"{what}: no space left (this process writes up to {in_bytes(needed_bytes)}{left}); free some space, lower checkpoint.keep "
             "or point run.dir at a larger disk. Older checkpoints are untouched."
         )
     kind = UnreachableError if is_transient(error) else CheckpointError
@@ -64,17 +66,8 @@ def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) 
 
 
 def free_bytes(directory: str) -> int | None:
-    """Free bytes of the disk under `directory`; None where that is not a question (a bucket)."""
-    if "://" in directory:
+    """Free bytes of the disk under `directory`; None for a bucket."""
+    if is_remote(directory):
         return None
-    place = Path(directory)
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
-def readable(count: int) -> str:
-    """A number of bytes as a person says it: 1,234 B, 56.7 MB, 8.90 GB."""
-    if count >= 10**9:
-        return f"{count / 1e9:,.2f} GB"
-    return f"{count / 1e6:,.1f} MB" if count >= 10**6 else f"{count:,} B"
+    folder = Path(directory)
+    return shutil.disk_usage(next(existing for existing in (folder, *folder.parents) if existing.exists())).free

@@ -1,7 +1,4 @@
-"""The page that says what a checkpoint holds: `STEP/manifest/manifest.json`, written in the same atomic save as the arrays.
-
-It is small, readable, and carries its own checksum, so it can be trusted to judge the arrays.
-"""
+"""Contents of a checkpoint: `STEP/manifest/manifest.json`, written in the same atomic save as the arrays, with its own checksum."""
 
 import asyncio
 import dataclasses
@@ -33,7 +30,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without reading an array."""
+    """Step, identity, data position and leaves of a checkpoint: all that is known without reading an array."""
 
     step: int
     identity: dict[str, str]
@@ -41,27 +38,27 @@ class Manifest:
     leaves: dict[str, Leaf]
 
     def disagreement(self, folder: str) -> str:
-        """Name the steps that differ among the folder's name, the manifest, the data position and the state; "" if none does.
+        """Name the steps where the folder's name, the manifest, the data position and the state differ; "" if they agree.
 
-        The state's is known without reading it: the plain sum of an int32 scalar is its bit pattern. A data position without `next_step`
+        The state's step is the plain sum of the digest of an int32 scalar, its bit pattern. A data position without `next_step`
         does not count batches, and then only the name is compared.
         """
-        told = {f"the folder is named {folder}": folder, f"its manifest is of step {self.step}": str(self.step)}
+        steps = {f"the folder is named {folder}": folder, f"its manifest is of step {self.step}": str(self.step)}
         if NEXT_STEP in self.data_position:
-            told[f"its data position is {self.data_position[NEXT_STEP]}"] = str(self.data_position[NEXT_STEP])
+            steps[f"its data position is {self.data_position[NEXT_STEP]}"] = str(self.data_position[NEXT_STEP])
             leaf = self.leaves.get(STEP_LEAF)
             if leaf is not None and (leaf.dtype, leaf.shape) == ("int32", ()):
-                told[f"its state holds {leaf.digest[0]} updates"] = str(leaf.digest[0])
-        return ", ".join(told) if len(set(told.values())) > 1 else ""
+                steps[f"its state holds {leaf.digest[0]} updates"] = str(leaf.digest[0])
+        return ", ".join(steps) if len(set(steps.values())) > 1 else ""
 
     def to_text(self) -> str:
-        """As JSON with a checksum. A `data_position` that is not JSON raises TypeError."""
+        """JSON with a checksum. Raises TypeError for a `data_position` that is not JSON."""
         body = {"format": _FORMAT, **dataclasses.asdict(self)}
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1)
 
 
 def parse(text: str) -> Manifest:
-    """The manifest in `text`. Raises DamagedError if it is not what was written, CheckpointError if a newer maxlm wrote it."""
+    """Parse a manifest. Raises DamagedError if it is not what was written, CheckpointError if a newer maxlm wrote it."""
     try:
         body = json.loads(text)
         checksum, version = body.pop("sha256"), body.pop("format")
@@ -77,7 +74,7 @@ def parse(text: str) -> Manifest:
 
 
 def read(checkpoint: ocp.path.Path) -> Manifest:
-    """The manifest of the checkpoint in this folder. Raises as `parse` does, and DamagedError if there is none."""
+    """Read the manifest of the checkpoint in this folder. Raises as `parse` does, and DamagedError if there is none."""
     try:
         text = (checkpoint / NAME / _FILE).read_text()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
@@ -90,27 +87,27 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class LateText:
-    """A text that is asked for in the background, when the devices have finished the sums it holds."""
+class DeferredText:
+    """A text that is made in the background, once the devices have finished the sums in it."""
 
     text: Callable[[], str]
 
 
-class LateTextHandler:
-    """Writes a `LateText` within an Orbax save (the protocol `ocp.handlers.CheckpointableHandler`). `read` does the reading."""
+class DeferredTextHandler:
+    """Writes a `DeferredText` within an Orbax save (the protocol `ocp.handlers.CheckpointableHandler`). `read` does the reading."""
 
-    async def save(self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateText) -> Awaitable[None]:
-        """Blocks for nothing; the awaitable it returns runs in Orbax's background thread."""
+    async def save(self, directory: ocp.path.PathAwaitingCreation, checkpointable: DeferredText) -> Awaitable[None]:
+        """Return at once; the awaitable runs in Orbax's background thread."""
         return self._write(directory, checkpointable)
 
-    async def _write(self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateText) -> None:
+    async def _write(self, directory: ocp.path.PathAwaitingCreation, checkpointable: DeferredText) -> None:
         folder = await directory.await_creation()
         if jax.process_index() == 0:
-            text = await asyncio.to_thread(checkpointable.text)  # it waits for the devices; the arrays are written meanwhile
+            text = await asyncio.to_thread(checkpointable.text)  # waits for the devices while the arrays are written
             (folder / _FILE).write_text(text)
 
     async def load(self, directory: ocp.path.Path, abstract_checkpointable: None = None) -> Awaitable[str]:
-        """The text again."""
+        """The text as it was saved."""
 
         async def text() -> str:
             return (directory / _FILE).read_text()
@@ -118,12 +115,12 @@ class LateTextHandler:
         return text()
 
     async def metadata(self, directory: ocp.path.Path) -> None:
-        """Nothing is known of a text without reading it."""
+        """None: a text has no metadata."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Only a `LateText` is written here."""
-        return isinstance(checkpointable, LateText)
+        """True for a `DeferredText`."""
+        return isinstance(checkpointable, DeferredText)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Left to the name of the item."""
+        """None: decided by the name of the item."""
         return None

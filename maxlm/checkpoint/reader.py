@@ -1,57 +1,59 @@
-"""Reading one checkpoint and judging it."""
+"""Read one checkpoint: refuse it if it belongs to another run, and verify its arrays."""
 
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import cluster, manifest
+from maxlm.checkpoint import manifest, multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
-from maxlm.checkpoint.refusal import check_identity, check_leaves
+from maxlm.checkpoint.manifest import Leaf
+from maxlm.checkpoint.tree_paths import PARAMS
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
-_LISTED = "_METADATA"  # the names, shapes and dtypes of the arrays, as Orbax keeps them
+_LISTED = "_METADATA"  # names, shapes and dtypes of the arrays, written by Orbax
+_SHOWN = 3  # differences named in a message; the rest are counted
 
 
 def read_checkpoint(
     folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct], identity: dict[str, str] | None
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """The arrays named in `wanted`, on their shardings, and the data position.
+    """Load the arrays named in `wanted` onto their shardings, and the data position.
 
     With an `identity` the checkpoint must be of that experiment and hold exactly `wanted`; without, it may hold more. All
-    processes call this and all get the same outcome. Raises DamagedError if the bytes are bad, CheckpointError if the checkpoint
-    is refused, UnreachableError if storage still fails after some tries.
+    processes call this and all get the same outcome. Raises DamagedError if the bytes are wrong, CheckpointError if the checkpoint
+    is refused, UnreachableError if storage still fails after several tries.
     """
     arrays: dict[str, jax.Array] = {}
-    page = None
+    saved = None
     problem: Exception | None = None
     try:
-        page = retried(lambda: manifest.read(folder), f"reading {folder}")
-        if reason := page.disagreement(folder.name):
+        saved = retried(lambda: manifest.read(folder), f"reading {folder}")
+        if reason := saved.disagreement(folder.name):
             raise DamagedError(reason)
         check_metadata(folder)
         if identity is not None:
-            check_identity(page.identity, identity, str(folder))
-        check_leaves(page.leaves, wanted, str(folder), whole=identity is not None)
+            check_identity(saved.identity, identity, str(folder))
+        check_leaves(saved.leaves, wanted, str(folder), whole=identity is not None)
         arrays = retried(lambda: _load(folder, wanted), f"reading {folder}")
-    except Exception as error:  # any: a damaged file shows itself in many ways, and the other processes must hear of it
+    except Exception as error:  # any: damage raises many kinds of errors, and the other processes must learn of it
         problem = error
     _agree(folder, problem)
-    assert page is not None, "no problem, so it was read"
-    found = digest(arrays)
-    changed = [name for name in wanted if found[name] != page.leaves[name].digest]
+    assert saved is not None, "no problem, so it was read"
+    digests = digest(arrays)
+    changed = [name for name in wanted if digests[name] != saved.leaves[name].digest]
     if changed:
         raise DamagedError(
             f"the bytes of {', '.join(changed[:3])} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
         )
-    return arrays, page.data_position
+    return arrays, saved.data_position
 
 
 def check_metadata(folder: ocp.path.Path) -> None:
-    """Raises DamagedError if Orbax cannot read what it keeps on the checkpoint in `folder`."""
+    """Raise DamagedError if Orbax cannot read its metadata of the checkpoint in `folder`."""
     try:
         _ = ocp.path.step.standard_name_format().find_step(folder.parent, int(folder.name)).commit_timestamp_nsecs
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -61,30 +63,27 @@ def check_metadata(folder: ocp.path.Path) -> None:
 
 
 def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    if not (folder / STATE / _LISTED).exists():  # Orbax would take it for a layout of old
+    if not (folder / STATE / _LISTED).exists():  # Orbax would assume an older layout
         raise DamagedError(f"{STATE}/{_LISTED} is missing")
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    # Orbax would wait at a barrier for a process whose files are bad until it times out; we agree ourselves, at once.
+    # Orbax would wait at a barrier, until it times out, for a process whose files are damaged; `_agree` is immediate.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     with context:
         arrays = ocp.load(folder, wanted, checkpointable_name=STATE)
-    for name, leaf in wanted.items():  # Orbax goes by its own metadata, of which a bit may be wrong
-        found = arrays.get(name) if isinstance(arrays, dict) else None
-        if not isinstance(found, jax.Array) or found.shape != leaf.shape or found.dtype != leaf.dtype:
-            raise DamagedError(f"{name} came back as {_kind(found)}, not as {leaf.dtype}{list(leaf.shape)}")
+    for name, leaf in wanted.items():  # Orbax trusts its own metadata, which may be damaged too
+        array = arrays.get(name) if isinstance(arrays, dict) else None
+        if not isinstance(array, jax.Array) or array.shape != leaf.shape or array.dtype != leaf.dtype:
+            kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, jax.Array) else type(array).__name__
+            raise DamagedError(f"{name} was loaded as {kind}, not as {leaf.dtype}{list(leaf.shape)}")
     return arrays
 
 
-def _kind(found: Any) -> str:
-    return f"{found.dtype}{list(found.shape)}" if isinstance(found, jax.Array) else type(found).__name__
-
-
 def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
-    """Raises the same kind of error in every process if any of them met a problem."""
+    """Raise the same kind of error in every process if any of them has a problem."""
     verdict = Verdict.GOOD if problem is None else verdict_of(problem)
-    common = cluster.worst(verdict)
+    common = multihost.max_over_processes(verdict)
     if common == Verdict.GOOD:
         return
     reason = first_line(problem) if problem is not None and verdict == common else "another process could not read it"
@@ -94,3 +93,45 @@ def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
         raise problem
     kind = UnreachableError if common == Verdict.UNREACHABLE else CheckpointError
     raise kind(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem
+
+
+def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -> None:
+    """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint."""
+    differing = [
+        f"{field} is {saved.get(field, 'not set')} there and {current.get(field, 'not set')} here"
+        for field in [*current, *(field for field in saved if field not in current)]
+        if saved.get(field) != current.get(field)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} was written by another experiment: {_some(differing)}; use another run.name, or go back to the settings of that one."
+        )
+
+
+def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool) -> None:
+    """Raise CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, leaves not in `wanted`."""
+    params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
+    problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]
+    if whole:
+        problems += [f"{name} is there and not in this run's state" for name in saved if name not in wanted]
+    problems = [problem for problem in problems if problem]
+    if problems:
+        raise CheckpointError(
+            f"{where} does not fit this run's state: {_some(problems)}; restore it with the settings it was written with, "
+            "or use another run.name."
+        )
+
+
+def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:
+    if saved is None:
+        return f"{name} is missing there"
+    if saved.shape != tuple(wanted.shape):
+        return f"{name} has shape {list(saved.shape)} there and {list(wanted.shape)} here"
+    if saved.dtype != str(wanted.dtype):
+        return f"{name} is {saved.dtype} there and {wanted.dtype} here (it is never cast silently)"
+    return ""
+
+
+def _some(texts: list[str]) -> str:
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

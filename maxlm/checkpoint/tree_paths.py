@@ -1,4 +1,4 @@
-"""A state as a flat dict of named arrays, which is how it lies in a checkpoint.
+"""A state as a flat dict of named arrays, the form in which a checkpoint holds it.
 
 The names are the paths of the leaves (`params.layers.w_up`, `opt_state.0.mu.layers.w_up`, `step`), so a checkpoint does not
 depend on the Python types of the containers, empty ones (`optax.EmptyState`) need no special case, and a subtree

@@ -34,6 +34,17 @@ def local(path: str) -> str:
     return _expanded(path)
 
 
+def is_remote(path: str) -> bool:
+    """True for a URL such as gs://bucket/folder, False for a path of this machine."""
+    return "://" in path
+
+
+def readable(path: str) -> str:
+    """A path of this machine, `~` expanded, or a URL that fsspec may read. Raises PydanticCustomError for anything else with a scheme."""
+    scheme = SCHEME.match(path)
+    return path if scheme is not None and scheme[1] != "file" and path[scheme.end() :].strip("/") and is_remote(path) else local(path)
+
+
 def stored(path: str) -> str:
     """A folder of this machine or of a bucket, gs://bucket/folder. Raises PydanticCustomError for any other scheme."""
     scheme = SCHEME.match(path)

@@ -43,6 +43,7 @@ Fraction = Annotated[Float, Field(ge=0, le=1)]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[^\x00]*$")]
 LocalPath = Annotated[Text, AfterValidator(paths.local)]
+ReadPath = Annotated[Text, AfterValidator(paths.readable)]  # or any URL that fsspec reads: gs://, s3://, hf://, https://
 StoredPath = Annotated[Text, AfterValidator(paths.stored)]  # or gs://
 
 
@@ -234,7 +235,7 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     """Tokenizer of `data prepare`: an existing file, or a byte-level BPE trained on the sources."""
 
-    path: StoredPath | None = None  # a tokenizer.json
+    path: ReadPath | None = None  # a tokenizer.json
     vocab_size: Positive = 4096  # tokens of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
     end_of_document: Text = "<|endoftext|>"
@@ -243,7 +244,7 @@ class TokenizerConfig(Section):
 class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
-    sources: Annotated[tuple[LocalPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
+    sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
     text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
     eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -33,7 +33,7 @@ _OF_CONTENT = {
 # Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others are about the content.
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
-_NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.")
+_NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.", "httpx")
 _NOT_FOUND = ("NotFound", "FileNotFoundError")
 
 

@@ -1,4 +1,4 @@
-"""Tokenizing on all cores: texts go out to worker processes and come back as tokens, in the order they went out."""
+"""Tokenize on all cores: worker processes, with results in the order of the documents."""
 
 import collections
 import hashlib
@@ -17,47 +17,47 @@ from maxlm.data.readers import Document
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.workers import end_with_parent, workers_without_signals
 
-BATCH_CHARS = 2**20  # of text sent to a worker at a time
-WAITING = 3  # batches a worker may have waiting
+BATCH_CHARS = 2**20  # of text in a batch for a worker
+QUEUED = 3  # batches a worker
 
 
 class Encoded(NamedTuple):
-    """Some documents, tokenized."""
+    """Tokens of a batch of documents."""
 
-    documents: list[np.ndarray]  # ids of each, closed by the end-of-document token
-    held_out: list[bool]  # whether each belongs to the eval split
-    bytes_read: int  # of the sources, up to and including the last of them
+    documents: list[np.ndarray]  # ids of each document, ending with the end-of-document token
+    held_out: list[bool]  # True for documents of the eval split
+    bytes_read: int  # of the sources, up to and including the last document
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the eval split: by a hash of its text, so copies of it never end up on both sides."""
+    """True if a document belongs to the eval split, by a hash of its text: copies never end up in both splits."""
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
     return number < fraction * 2**64
 
 
 def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float, workers: int) -> Generator[Encoded]:
-    """Tokenize documents, on `workers` processes if more than one. What comes out does not depend on their number."""
+    """Tokenize documents, on `workers` processes if more than one. The result does not depend on their number."""
     batches = _batches(documents)
     if workers == 1:
         _prepare_worker(tokenizer.text, tokenizer.end_of_document)
         for batch in batches:
-            yield _encoded(_encode([document.text for document in batch], eval_fraction), batch)
+            yield Encoded(*_encode([document.text for document in batch], eval_fraction), batch[-1].bytes_read)
         return
     # Spawned, not forked: a fork copies the locks of threads (tensorstore's, jax's) that do not exist in the child.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.text, tokenizer.end_of_document))
-    waiting: collections.deque[tuple[Future, list[Document]]] = collections.deque()
+    pending: collections.deque[tuple[Future[tuple[list[np.ndarray], list[bool]]], list[Document]]] = collections.deque()
     try:
         while True:
-            for batch in itertools.islice(batches, workers * WAITING - len(waiting)):
+            for batch in itertools.islice(batches, workers * QUEUED - len(pending)):
                 with workers_without_signals():
-                    waiting.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
-            if not waiting:
+                    pending.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
+            if not pending:
                 break
-            future, batch = waiting.popleft()
-            yield _encoded(future.result(), batch)
+            future, batch = pending.popleft()
+            yield Encoded(*future.result(), batch[-1].bytes_read)
     except BrokenProcessPool as error:
-        rule = "a tokenizing process died, usually for want of memory"
-        raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer and run the same command again to go on.") from error
+        rule = "a tokenizing process died, usually out of memory"
+        raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer, and run the same command again to continue.") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -74,11 +74,7 @@ def _batches(documents: Iterable[Document]) -> Generator[list[Document]]:
         yield batch
 
 
-def _encoded(result: tuple[list[np.ndarray], list[bool]], batch: list[Document]) -> Encoded:
-    return Encoded(*result, batch[-1].bytes_read)
-
-
-_worker_tokenizer: list[Tokenizer] = []  # of this process: sent once, not with every batch
+_worker_tokenizer: list[Tokenizer] = []  # one, sent at the start of the process and not with every batch
 
 
 def _prepare_worker(text: str, end_of_document: str) -> None:

@@ -19,7 +19,7 @@ from maxlm.data.manifest import Split
 from maxlm.data.order import SampleOrder
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.storage import DamagedStoreError
-from maxlm.data.store import TokenStore, read_context
+from maxlm.data.token_store import TokenStore, read_context
 
 if TYPE_CHECKING:
     import jax
@@ -38,13 +38,13 @@ class Pipeline:
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
         self._endless = stores[0].split == "train"
         self._order = SampleOrder(windows, weights, seed=seed, shuffle=config.shuffle) if self._endless else None
-        self._bad_chunks: list[set[int]] = [set() for _ in stores]  # that were met so far
+        self._bad_chunks: list[set[int]] = [set() for _ in stores]  # seen so far
         self._problems: list[dict[str, Any]] = []
         self._lock = threading.Lock()  # batches are made in a background thread
 
     @classmethod
     def create(cls, config: DataConfig, *, global_batch: int, seed: int, vocab_size: int, split: Split = "train") -> "Pipeline":
-        """Open the stores of `config` and check that they go with each other and with the model.
+        """Open the stores of `config` and check that they match each other and the model.
 
         Args:
             global_batch: sequences a batch.
@@ -57,7 +57,7 @@ class Pipeline:
                 is too small.
         """
         weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
-        assert weights, "config/rules.py demands a store or a mixture"
+        assert weights, "config/rules.py requires a store or a mixture"
         context = read_context(config.read_threads)
         stores = [TokenStore.open(path, split, context=context) for path in weights]
         for store in stores:
@@ -72,12 +72,12 @@ class Pipeline:
 
     @property
     def tokenizer_hash(self) -> str:
-        """Of the tokenizer that made the tokens, in hex."""
+        """Hash of the tokenizer of the stores, in hex."""
         return self._stores[0].info.tokenizer_hash
 
     @property
     def fingerprint(self) -> str:
-        """Of all that its stores say of themselves, in hex: equal where two hosts have the same tokens."""
+        """Digest of the manifests of its stores, in hex: equal on hosts with the same tokens."""
         return manifest.fingerprint({"stores": [store.info.model_dump(mode="json") for store in self._stores]})
 
     @property
@@ -87,11 +87,11 @@ class Pipeline:
 
     @property
     def n_batches(self) -> int:
-        """Batches that hold every window once; the last may be filled up with padding."""
+        """Batches that hold every window once; the last may have padding."""
         return -(-self.n_windows // self.global_batch)
 
     def take_problems(self) -> list[dict[str, Any]]:
-        """Samples left out of batches since the last call, among those this process reads, as data of alarms: `cause reason store split
+        """Samples omitted from batches since the last call, among those this process reads, as data of alarms: `cause reason store split
         chunks samples tokens`.
         """
         with self._lock:
@@ -106,21 +106,21 @@ class Pipeline:
         return self._ids(step, np.arange(self.global_batch))
 
     def host_batch(self, step: int, rows: slice | np.ndarray | None = None) -> Batch:
-        """Batch `step`, or those of its rows that are asked for, as numpy arrays [rows, seq_len]."""
+        """Batch `step`, or the given rows of it, as numpy arrays [rows, seq_len]."""
         all_rows = np.arange(self.global_batch)
         return self._batch(self._ids(step, all_rows if rows is None else all_rows[rows]))
 
     def device_batch(self, step: int, sharding: "jax.sharding.NamedSharding") -> Batch:
-        """Batch `step` as global jax arrays [global_batch, seq_len] laid out as `sharding` says.
+        """Batch `step` as global jax arrays [global_batch, seq_len] with `sharding`.
 
-        Every process reads the rows that its own devices hold, once however many of them hold a row.
+        Every process reads the rows of its own devices, each row once.
         """
         import jax
 
         shape = (self.global_batch, self._config.seq_len)
         held = np.zeros(self.global_batch, np.bool_)
         for index in sharding.addressable_devices_indices_map(shape).values():
-            assert index is not None, "every device of a NamedSharding has a part, if only a copy"
+            assert index is not None, "every device of a NamedSharding has a part or a copy"
             held[index[0]] = True
         host = self.host_batch(step, np.flatnonzero(held))
         place = np.cumsum(held) - 1  # row of the global batch -> row of `host`
@@ -131,9 +131,9 @@ class Pipeline:
         return Batch(*map(to_devices, host))
 
     def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Prefetcher:
-        """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches made ahead in the background.
+        """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
 
-        What goes wrong there is raised here. Call `close` on it, or use it in a `with` block, to stop early.
+        Errors in the background are raised here. Call `close` on it, or use it in a `with` block, to stop early.
         """
         return Prefetcher(lambda step: self.device_batch(step, sharding), range(start_step, stop_step), self._config.prefetch)
 
@@ -144,7 +144,7 @@ class Pipeline:
         return np.where(samples < self.n_windows, samples, PADDING)
 
     def _batch(self, ids: np.ndarray) -> Batch:
-        """The windows `ids`, each from its store."""
+        """Read the windows `ids`, each from its store."""
         S = self._config.seq_len
         window_BT, length_B = np.zeros((len(ids), S + 1), np.int32), np.zeros(len(ids), np.int64)
         owner_B = np.searchsorted(self._first, ids, side="right") - 1
@@ -155,7 +155,7 @@ class Pipeline:
                 window_BT[rows] = tokens
                 largest, limit = int(tokens.max()), store.info.vocab_size
                 if largest >= limit:
-                    raise UserError(f"{store.path} holds the id {largest}, though it says all are below {limit}; prepare it again.")
+                    raise UserError(f"{store.path} holds the id {largest}, and its manifest says all are below {limit}; prepare it again.")
         end = self._stores[0].info.end_of_document_id
         return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
 
@@ -171,38 +171,38 @@ class Pipeline:
             if self._config.skip_bad_chunks is None:
                 raise
         windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
-        left_out = []
+        omitted = []
         for row, start in enumerate(starts):
             try:
                 windows[row : row + 1], lengths[row : row + 1] = store.read_windows([start], S + 1)
             except DamagedStoreError as error:
-                self._leave_out(number, int(start), error)
-                left_out.append(row)
-        self._tell(number, ids[left_out], starts[left_out])
+                self._count_damage(number, int(start), error)
+                omitted.append(row)
+        self._report(number, ids[omitted], starts[omitted])
         return windows, lengths
 
-    def _leave_out(self, number: int, start: int, error: DamagedStoreError) -> None:
+    def _count_damage(self, number: int, start: int, error: DamagedStoreError) -> None:
         """Count the damaged chunks of a window. Raises UserError once they are too many."""
         store, known = self._stores[number], self._bad_chunks[number]
         known.update(store.bad_chunks(start, start + self._config.seq_len + 1))
-        assert self._config.skip_bad_chunks is not None, "otherwise the first one stops training"
+        assert self._config.skip_bad_chunks is not None, "without it the first damaged chunk stops training"
         most = self._config.skip_bad_chunks.at_most
         if len(known) > most:
             raise UserError(f"{store.path}: more than data.skip_bad_chunks.at_most = {most} chunks are damaged: {error}")
 
-    def _tell(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
+    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
         store, S = self._stores[number], self._config.seq_len
         chunks = sorted({chunk for start in starts for chunk in store.bad_chunks(int(start), int(start) + S + 1)})
         tokens = int(np.minimum(store.n_tokens - 1 - starts, S).sum())
         named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
-        reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were left out"
+        reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were omitted"
         data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}
         with self._lock:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 
 
 def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:
-    """Refuse a store that does not go with the model or the first store."""
+    """Refuse a store that does not match the model or the first store."""
     if store.info.tokenizer_hash != first.info.tokenizer_hash:
         rule = f"has another tokenizer than {first.path} ({store.info.tokenizer_hash[:12]}, not {first.info.tokenizer_hash[:12]})"
         fix = "prepare both with the same data.prepare.tokenizer.path"

@@ -1,30 +1,32 @@
-"""What is in a token store, for `maxlm data inspect`."""
+"""Contents of a token store: counts, document lengths and samples, for `maxlm data inspect`."""
 
 import json
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 
-from maxlm.data import manifest
 from maxlm.data.manifest import SPLITS
-from maxlm.data.store import TokenStore
-from maxlm.data.tokenizer import Tokenizer, read_tokenizer_json
+from maxlm.data.token_store import TokenStore
+from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 
-MEASURED = 2**22  # document lengths read at most
+MEASURED = 2**22  # documents whose length is read, at most
 SAMPLE_TOKENS = 64
-PERCENTILES = (10, 50, 90, 99)
+LENGTHS = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}  # name -> percentile
 
 
 def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
-    """Counts, document lengths and decoded beginnings of `samples` documents a split; nothing JSON cannot hold.
+    """Counts, document lengths and the decoded beginnings of `samples` documents a split, as JSON types.
 
     Raises:
         UserError: the store is missing, unfinished, foreign or damaged.
     """
     stores = {split: TokenStore.open(store_path, split) for split in SPLITS}
     info, path = stores["train"].info, stores["train"].path
-    end = info.settings.get("data.prepare.tokenizer.end_of_document", "")
-    tokenizer = Tokenizer(read_tokenizer_json(f"{path}/{manifest.TOKENIZER}"), end, f"{path}/{manifest.TOKENIZER}")
+    tokenizer = open_tokenizer(path)
     return {
         "store": path,
         **info.model_dump(include={"format", "tokenizer_hash", "vocab_size", "end_of_document_id", "dtype", "fingerprint", "settings"}),
@@ -32,24 +34,29 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
     }
 
 
-def as_text(description: dict[str, Any]) -> str:
-    """What `describe` found, for a person to read."""
-    facts = ("format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint")
-    lines = [description["store"], *(f"  {name:<20}{description[name]}" for name in facts)]
-    for split, summary in description["splits"].items():
-        lines.append(f"{split}: {summary['tokens']:,} tokens ({summary['bytes']:,} bytes) in {summary['documents']:,} documents")
-        if lengths := summary.get("document_tokens"):
-            partial = "" if summary["documents_measured"] == summary["documents"] else f" (of the first {summary['documents_measured']:,})"
-            lines.append(f"  tokens a document{partial}: " + "  ".join(f"{name} {value:,}" for name, value in lengths.items()))
-        for sample in summary["samples"]:
-            lines.append(
-                f"  document {sample['document']:,}, {sample['tokens']:,} tokens: {json.dumps(sample['text'], ensure_ascii=False)}"
-            )
-    return "\n".join(lines)
+def render(description: dict[str, Any]) -> RenderableType:
+    """The result of `describe` as tables, and its samples."""
+    facts = Table("", Column(overflow="fold"), title=description["store"], show_header=False, box=None, title_justify="left")
+    for name in ("format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint"):
+        facts.add_row(name, str(description[name]))
+    splits = description["splits"]
+    sizes = Table("", *(Column(split, justify="right") for split in splits), box=SIMPLE_HEAD)
+    for name in ("tokens", "bytes", "documents"):
+        sizes.add_row(name, *(f"{summary[name]:,}" for summary in splits.values()))
+    sizes.add_row("documents measured", *(f"{summary['documents_measured']:,}" for summary in splits.values()), end_section=True)
+    for name in (*LENGTHS, "mean"):
+        lengths = [summary.get("document_tokens", {}).get(name) for summary in splits.values()]
+        sizes.add_row(f"tokens a document, {name}", *("" if length is None else f"{length:,}" for length in lengths))
+    samples = [
+        Text(f"{split} document {sample['document']:,}, {sample['tokens']:,} tokens: {json.dumps(sample['text'], ensure_ascii=False)}")
+        for split, summary in splits.items()
+        for sample in summary["samples"]
+    ]
+    return Group(facts, sizes, *samples)
 
 
 def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:
-    """One split; lengths are of its first MEASURED documents."""
+    """Summary of one split, with lengths of its first MEASURED documents."""
     documents = store.size.documents
     measured = min(documents, MEASURED)
     summary: dict[str, Any] = {
@@ -61,9 +68,7 @@ def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, A
     if documents:
         lengths = np.diff(store.read_documents(0, measured + 1).astype(np.int64))
         summary["document_tokens"] = {
-            "min": int(lengths.min()),
-            **{f"p{percent}": int(np.percentile(lengths, percent, method="nearest")) for percent in PERCENTILES},
-            "max": int(lengths.max()),
+            **{name: int(np.percentile(lengths, percent, method="nearest")) for name, percent in LENGTHS.items()},
             "mean": round(float(lengths.mean()), 1),
         }
     chosen = np.unique(np.linspace(0, documents - 1, min(samples, documents), dtype=np.int64))

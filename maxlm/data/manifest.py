@@ -1,12 +1,12 @@
-"""store.json: what a token store holds. It is written last, so a folder that has it is whole.
+"""store.json, the manifest of a token store. It is written last, so a folder that has it is complete.
 
-STORE/store.json               this
+STORE/store.json               the manifest
 STORE/tokenizer.json           the tokenizer that made the tokens
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
-STORE/<split>/documents        offset of each document's first token, and one more for the end (uint64)
+STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
 STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
-STORE/sources.json             digests of the sources, so that unchanged files need not be read again
-STORE/preparing.json           progress of a prepare that has not finished
+STORE/sources.json             digests of the sources: unchanged files are not read again
+STORE/preparing.npz            progress of a prepare that has not finished
 
 store.json carries a checksum of itself and those of the small files; tokens and documents carry a checksum for every chunk.
 """
@@ -28,13 +28,13 @@ FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
 WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
-PROGRESS = "preparing.json"
+PROGRESS = "preparing.npz"
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()  # stores without checksums, each said once
+_warned: set[str] = set()  # stores without checksums that were already reported
 
 
 class SplitInfo(BaseModel):
@@ -47,7 +47,7 @@ class SplitInfo(BaseModel):
 
 
 class StoreInfo(BaseModel):
-    """What store.json says."""
+    """Content of store.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,12 +57,12 @@ class StoreInfo(BaseModel):
     end_of_document_id: int = Field(ge=0)
     dtype: Literal["uint8", "uint16", "uint32"]
     fingerprint: str  # of `settings`
-    settings: dict[str, Any]  # what decided the tokens: asking for others is refused
+    settings: dict[str, Any]  # all that decide the tokens; other values are refused
     splits: dict[Split, SplitInfo]
     files: dict[str, str] = {}  # name -> sha256, in hex, of every small file beside this one
 
     def summary(self) -> str:
-        """Its size in one line."""
+        """Sizes in one line."""
         sizes = (f"{split} {size.tokens:,} tokens in {size.documents:,} documents" for split, size in self.splits.items())
         return f"{', '.join(sizes)}; vocabulary {self.vocab_size:,}"
 
@@ -83,10 +83,10 @@ def layouts(split: Split) -> dict[str, ArrayLayout]:
 
 
 def load(path: str) -> StoreInfo | None:
-    """What store.json of the folder `path` says, or None where there is none.
+    """Read store.json of the folder `path`; None if it does not exist.
 
     Raises:
-        UserError: there is one, but it is not a token store's, or not the one that was written.
+        UserError: it is not a token store's, or differs from what was written.
     """
     text = storage.read_bytes(path, MANIFEST)
     if text is None:
@@ -98,7 +98,7 @@ def load(path: str) -> StoreInfo | None:
             raise DamagedStoreError(f"{path}/{MANIFEST} does not match its checksum: it is damaged or was edited; {REMAKE}.")
         if body.get("format") == WITHOUT_CHECKSUMS and checksum is None and path not in _warned:
             _warned.add(path)
-            _log.warning("%s is of format %s, without checksums: what is edited in it cannot be noticed", path, WITHOUT_CHECKSUMS)
+            _log.warning("%s is of format %s, without checksums: edits of it go unnoticed", path, WITHOUT_CHECKSUMS)
         return StoreInfo.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
@@ -114,7 +114,7 @@ def as_bytes(body: dict[str, Any]) -> bytes:
 
 
 def save(path: str, info: StoreInfo) -> StoreInfo:
-    """Write store.json, with the checksums of what lies beside it: from here on the store is whole. Returns what it says."""
+    """Write store.json with the checksums of the small files beside it, which completes the store. Returns its content."""
     files: dict[str, str] = {}
     for split in SPLITS:
         for folder, layout in layouts(split).items():
@@ -136,7 +136,7 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
 
 
 def check_files(path: str, info: StoreInfo, names: Iterable[str]) -> None:
-    """Raises DamagedStoreError if one of the files `names` of the store is not the one that was written, where there are checksums."""
+    """Raise DamagedStoreError if a file among `names` differs from its checksum, if it has one."""
     for name in names:
         if name in info.files and hashlib.sha256(storage.read_bytes(path, name) or b"").hexdigest() != info.files[name]:
             raise DamagedStoreError(f"{path}/{name} does not match its checksum: it is missing, damaged or was edited; {REMAKE}.")

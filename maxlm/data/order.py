@@ -1,4 +1,4 @@
-"""Which window is sample number n: grain's index-addressed shuffle, repeated with a new order each epoch, mixed by weight."""
+"""Order of samples: grain's index-addressed shuffle, repeated with a new order each epoch, mixed by weight."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from grain.transforms import DatasetSelectionMap
 
 from maxlm.config.errors import UserError
 
-SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around without a word above
+SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around silently above
 SHARES = 2**32  # weights are rounded to this fraction of the whole
 
 
@@ -27,7 +27,7 @@ class WeightedSelection(DatasetSelectionMap):
         return 2**62
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """Of sample `index`: the dataset, and its number there. Each dataset in turn takes its share of what is left."""
+        """Dataset of sample `index`, and its number there. Each dataset in turn takes its share of the rest."""
         before, after, left = index, index + 1, sum(self._shares)
         for dataset, share in enumerate(self._shares):
             left -= share
@@ -35,7 +35,7 @@ class WeightedSelection(DatasetSelectionMap):
             if passed_before == passed_after:
                 return dataset, before - passed_before
             before, after = passed_before, passed_after
-        raise AssertionError("the last dataset takes everything left")
+        raise AssertionError("the last dataset takes the rest")
 
 
 class SampleOrder:
@@ -57,8 +57,8 @@ class SampleOrder:
         for number in range(len(windows)):
             dataset = grain.MapDataset.range(first[number], first[number + 1])
             if shuffle:
-                words = np.random.SeedSequence([seed, number]).generate_state(1)  # grain takes 32 bits
-                dataset = dataset.shuffle(seed=int(words[0]))
+                state = np.random.SeedSequence([seed, number]).generate_state(1)  # grain takes 32 bits
+                dataset = dataset.shuffle(seed=int(state[0]))
             datasets.append(dataset.repeat())
         self._samples = datasets[0] if len(datasets) == 1 else grain.MapDataset.select_from_datasets(datasets, WeightedSelection(weights))
 

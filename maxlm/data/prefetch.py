@@ -1,4 +1,4 @@
-"""Keep the next few results ready in a background thread."""
+"""Prefetch results in a background thread."""
 
 import queue
 import threading
@@ -9,23 +9,23 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-BLOCKED_SECONDS = 5.0  # without a result, after which whoever may give up does
+BLOCKED_SECONDS = 5.0  # without a result, before `gives_up` is asked
 _POLL_SECONDS = 0.5
 _END = object()
 
 
 class Prefetcher(Generic[Key, Value]):
-    """Iterates over (key, make(key)), with at most `depth` results ready or being made. It starts at once.
+    """Iterate over (key, make(key)), with at most `depth` results ready or in progress. Starts at once.
 
-    An exception in `make` is raised here, when its turn comes. `close` (or leaving a `with` block, or the last reference
-    going away) stops the thread after the result it is making.
+    An exception in `make` is raised here, in its turn. `close` (or leaving a `with` block, or the last reference
+    disappearing) stops the thread after the result in progress.
     """
 
     def __init__(self, make: Callable[[Key], Value], keys: Iterable[Key], depth: int) -> None:
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._stop = threading.Event()
-        # The thread knows nothing of self, so that a consumer that is dropped is collected and stops it.
+        # The thread has no reference to self, so that a dropped consumer is collected and stops it.
         state = (make, iter(keys), self._results, self._room, self._stop)
         self._thread = threading.Thread(target=_work, args=state, name="maxlm-prefetch", daemon=True)
         self._thread.start()
@@ -35,11 +35,11 @@ class Prefetcher(Generic[Key, Value]):
 
     def __next__(self) -> tuple[Key, Value]:
         ready = self.get(lambda: False)
-        assert ready is not None, "it never gives up"
+        assert ready is not None, "gives_up is never true"
         return ready
 
     def get(self, gives_up: Callable[[], bool]) -> tuple[Key, Value] | None:
-        """The next result, or None if it has not come for `BLOCKED_SECONDS` and `gives_up()`. Raises StopIteration after the last."""
+        """The next result, or None after `BLOCKED_SECONDS` without one if `gives_up()`. Raises StopIteration after the last."""
         if self._stop.is_set():
             raise StopIteration
         began = time.monotonic()
@@ -85,5 +85,5 @@ def _work(make: Callable, keys: Iterator, results: queue.SimpleQueue, room: thre
                 return
             results.put((key, make(key)))
         results.put(_END)
-    except BaseException as error:  # whatever it is, it is the consumer's to handle
+    except BaseException as error:  # re-raised in the consumer
         results.put(error)

@@ -1,4 +1,4 @@
-"""Text to a token store: `maxlm data prepare`. The same command again returns at once, or goes on where it was interrupted."""
+"""Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
 import json
@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, storage
 from maxlm.data import progress as saved
 from maxlm.data.encoding import encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
-from maxlm.data.readers import read_documents
-from maxlm.data.sources import Digests, SourceFile, combined, digests, documents_in, find_files
-from maxlm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
+from maxlm.data.readers import documents_in, read_documents
+from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
+from maxlm.data.tokenizer import Tokenizer, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router
 from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
-PROCESS_BYTES = 10 << 20  # of a Python process that tokenizes, at the very least
-WORD_BYTES = 56  # of a word of the tokenizer that is trained: a string in a list and in a table
+PROCESS_BYTES = 10 << 20  # memory of a Python process that tokenizes, at the very least
+TOKEN_BYTES = 56  # memory of a token of the tokenizer in training: a string in a list and in a table
 SOURCES = "sources.json"
 LOCK_SECONDS = 5.0  # to wait for another process that is about to end
 CONTENT = "the content of data.prepare.sources"
@@ -36,7 +37,7 @@ CONTENT = "the content of data.prepare.sources"
 
 @dataclass(frozen=True)
 class _Job:
-    """What is made of what."""
+    """A store to make: settings, source files and their digests."""
 
     store: str
     config: PrepareConfig
@@ -56,9 +57,9 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
         UserError: a source is missing, foreign or damaged; the store cannot be written; or it was made with other settings.
     """
     if config.prepare is None:
-        raise ConfigError("data.prepare", None, "says what the store is made of", "set data.prepare.sources")
+        raise ConfigError("data.prepare", None, "names the text that the store is made from", "set data.prepare.sources")
     if config.store is None:
-        raise ConfigError("data.store", None, "is where the tokens go", "set it to a folder or gs://bucket/folder")
+        raise ConfigError("data.store", None, "is the folder the tokens are written to", "set it to a folder or gs://bucket/folder")
     _check_sizes(config.prepare)
     store = config.store.rstrip("/")
     files = find_files(config.prepare.sources)
@@ -67,8 +68,8 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     settings = _settings(config.prepare, combined(files, of_files))
     existing = _existing(store, settings)
     if existing is not None:
-        if of_files != known:  # files of another date and the same content, or a store of a format without digests
-            with contextlib.suppress(UserError):  # of a store that may only be read
+        if of_files != known:  # new dates with the same content, or a format without digests
+            with contextlib.suppress(UserError):  # the store may be read-only
                 storage.write_bytes(store, SOURCES, json.dumps(of_files).encode())
         return existing
     with _locked(store):
@@ -77,11 +78,11 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
 
 
 def _check_sizes(config: PrepareConfig) -> None:
-    """Refuse what the machine's memory cannot hold."""
+    """Refuse settings that need more memory than the machine has."""
     host = host_memory()
     sizes = {"workers": (config.workers, PROCESS_BYTES, "use 0 for one process a core")}
     if config.tokenizer.path is None:
-        sizes["tokenizer.vocab_size"] = config.tokenizer.vocab_size, WORD_BYTES, "use 4096 to 262144"
+        sizes["tokenizer.vocab_size"] = config.tokenizer.vocab_size, TOKEN_BYTES, "use 4096 to 262144"
     for field, (count, each, fix) in sizes.items():
         if host is not None and count * each > host:
             rule = f"takes at least {in_bytes(count * each)} of memory, and this machine has {in_bytes(host)}"
@@ -89,7 +90,7 @@ def _check_sizes(config: PrepareConfig) -> None:
 
 
 def _known_digests(store: str) -> Digests:
-    """Those that were saved with the store. Only a help: where they are damaged, the sources are read again."""
+    """Digests saved with the store; {} if there are none or they are damaged, and then all sources are read again."""
     try:
         saved_digests = json.loads(storage.read_bytes(store, SOURCES) or b"{}")
         return {path: (list(unchanged), str(digest)) for path, (unchanged, digest) in saved_digests.items()}
@@ -98,7 +99,7 @@ def _known_digests(store: str) -> Digests:
 
 
 def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
-    """Everything that decides the tokens, by the name its user knows."""
+    """Every setting that decides the tokens, by its name in the config."""
     tokenizer = config.tokenizer
     settings: dict[str, Any] = {
         CONTENT: content,
@@ -113,18 +114,14 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
 
 
 def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
-    """The whole store that is there, or None.
+    """Manifest of the finished store in the folder, or None.
 
     Raises:
         UserError: it was made with other settings, or the folder holds something else.
     """
     info = manifest.load(store)
     if info is None:
-        keys = (
-            []
-            if storage.is_remote(store)
-            else [path.name for path in Path(store).expanduser().glob("*") if path.name != directory_lock.NAME]
-        )
+        keys = [] if is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != directory_lock.NAME]
         if keys and storage.read_bytes(store, manifest.PROGRESS) is None:
             raise ConfigError("data.store", store, f"is not empty and not a token store: it holds {min(keys)}", "choose another folder")
         return None
@@ -141,18 +138,17 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
 def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     store, console = job.store, job.console
     fingerprint = manifest.fingerprint(settings)
-    state = saved.load(store)
-    if state is None or state["fingerprint"] != fingerprint:
-        saved.begin(store, fingerprint)  # forgets whatever was half done with other settings
+    done = saved.load(store)
+    if done is None or done.fingerprint != fingerprint:
+        saved.save(store, fingerprint)  # drops what was prepared with other settings
         storage.delete_prefix(store, manifest.TOKENIZER)
-        state = saved.load(store)
-    assert state is not None, "it was just written"
+        done = saved.Progress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(saved.restore(store, state, dtype), job.config.eval_fraction)
-    if state["documents"]:
-        console.print(f"{store}: going on after {state['documents']:,} documents")
-    splits = _write(job, tokenizer, router, state)
+    router = Router(saved.restore(store, done, dtype), job.config.eval_fraction)
+    if done.documents:
+        console.print(f"{store}: continuing after {done.documents:,} documents")
+    splits = _write(job, tokenizer, router, done)
     storage.write_bytes(store, SOURCES, json.dumps(job.digests).encode())
     info = StoreInfo(
         tokenizer_hash=tokenizer.hash,
@@ -164,14 +160,14 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         splits=splits,
     )
     info = manifest.save(store, info)
-    saved.end(store)
+    storage.delete_prefix(store, manifest.PROGRESS)
     return info
 
 
-def _write(job: _Job, tokenizer: Tokenizer, router: Router, state: dict[str, Any]) -> dict[manifest.Split, manifest.SplitInfo]:
-    """Tokenize every document after those that `state` has already, and write it where it belongs."""
+def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress) -> dict[manifest.Split, manifest.SplitInfo]:
+    """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
-    seen, last_save = state["documents"], time.monotonic()
+    seen, last_save = done.documents, time.monotonic()
     documents = islice(documents_in(job.files, job.config.text_field), seen, None)
     with _bar(job.console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
@@ -181,31 +177,31 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, state: dict[str, Any
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
-                state = saved.save(job.store, state, seen, router.writers)
+                saved.save(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
     return router.finish()
 
 
 def _tokenizer(job: _Job) -> Tokenizer:
-    """The tokenizer that the store already has, the one the config names, or a new one; the store has it from now on."""
+    """The tokenizer already in the store, else the one the config names or a new one, which is written to the store."""
     store, wanted = job.store, job.config.tokenizer
-    if storage.read_bytes(store, manifest.TOKENIZER) is not None:
-        return load_tokenizer(f"{store}/{manifest.TOKENIZER}", wanted.end_of_document)
+    if (stored := stored_tokenizer(store, wanted.end_of_document)) is not None:
+        return stored
     if wanted.path is not None:
         tokenizer = load_tokenizer(wanted.path, wanted.end_of_document)
     else:
-        with job.console.status(f"training a tokenizer of {wanted.vocab_size:,} words"):
+        with job.console.status(f"training a tokenizer of {wanted.vocab_size:,} tokens"):
             tokenizer = train_tokenizer(_training_texts(job.config, job.files), wanted.vocab_size, wanted.end_of_document)
     storage.write_bytes(store, manifest.TOKENIZER, tokenizer.text.encode())
     return tokenizer
 
 
 def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[str]:
-    """At most `train_bytes` of text, a fair share from every file, nothing that is held out."""
+    """At most `train_bytes` of text for the tokenizer, an equal share of every file, without held-out documents."""
     left = config.tokenizer.train_bytes
     for number, file in enumerate(files):
-        share = left // (len(files) - number)  # what small files leave over goes to those after them
-        for document in read_documents(file.path, config.text_field):
+        share = left // (len(files) - number)  # bytes that small files do not use go to later files
+        for document in read_documents(file, config.text_field):
             if is_held_out(document.text, config.eval_fraction):
                 continue
             piece = document.text.encode()[:share]
@@ -216,14 +212,13 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
 
 
 def _bar(console: Console) -> Progress:
-    percent = TextColumn("{task.percentage:>3.0f}%")
-    return Progress(TextColumn("{task.description}"), BarColumn(), percent, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+    return Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
 
 
 @contextlib.contextmanager
 def _locked(store: str) -> Iterator[None]:
-    """Keep another process of this machine from making the same store at the same time; its death frees the lock."""
-    if storage.is_remote(store):
+    """Lock the store against other processes of this machine. The lock ends with its process."""
+    if is_remote(store):
         yield
         return
     folder, say = Path(store).expanduser(), Console(stderr=True, highlight=False, soft_wrap=True).print

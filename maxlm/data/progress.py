@@ -1,11 +1,12 @@
-"""Where an unfinished prepare stands, saved beside the arrays so that the same command can go on from there.
+"""Progress of an unfinished prepare: one object beside the arrays, replaced atomically, from which the same command continues.
 
-Order is everything: first what is held in memory goes to a fresh prefix, then preparing.json names it, then the old one is
-deleted. Whatever moment it is killed at, preparing.json names a whole state. Shards written after it are written again,
-with the same content.
+Shards written after the last save are written again, with the same content.
 """
 
+import io
 import json
+import zipfile
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,62 +16,45 @@ from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS
 from maxlm.data.writer import SplitWriter
 
-HELD = "preparing"  # prefix of what was held in memory
+
+@dataclass(frozen=True)
+class Progress:
+    """Arrays are named split/array, as train/tokens."""
+
+    fingerprint: str  # of the settings
+    documents: int = 0  # of the sources, in the arrays
+    written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
+    buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
 
 
-def begin(store: str, fingerprint: str) -> None:
-    """Mark the folder as a store being made, with nothing in it yet."""
-    _write(store, {"fingerprint": fingerprint, "saves": 0, "documents": 0, "splits": None})
+def save(store: str, fingerprint: str, documents: int = 0, writers: dict[str, SplitWriter] | None = None) -> None:
+    """Save that the first `documents` documents of the sources are in `writers`; without writers, mark the store as begun."""
+    arrays = {f"{split}/{name}": array for split, writer in (writers or {}).items() for name, array in writer.arrays().items()}
+    state = {"fingerprint": fingerprint, "documents": documents, "written": {name: array.written for name, array in arrays.items()}}
+    content = io.BytesIO()
+    buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
+    np.savez(content, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **buffered)
+    storage.write_bytes(store, PROGRESS, content.getvalue())
 
 
-def load(store: str) -> dict[str, Any] | None:
-    """What preparing.json says, or None where there is none."""
-    text = storage.read_bytes(store, PROGRESS)
-    if text is None:
+def load(store: str) -> Progress | None:
+    """The saved progress, or None if there is none."""
+    content = storage.read_bytes(store, PROGRESS)
+    if content is None:
         return None
     try:
-        progress = json.loads(text)
-        return {key: progress[key] for key in ("fingerprint", "saves", "documents", "splits")}
-    except (ValueError, KeyError, TypeError) as error:
+        with np.load(io.BytesIO(content)) as arrays:
+            buffered = dict(arrays)
+        return Progress(**json.loads(buffered.pop("state").tobytes()), buffered=buffered)
+    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
 
 
-def save(store: str, progress: dict[str, Any], documents: int, writers: dict[str, SplitWriter]) -> dict[str, Any]:
-    """Save that `documents` of the sources are in `writers`; returns the new progress."""
-    number = progress["saves"] + 1
-    splits: dict[str, dict[str, int]] = {}
-    for split, writer in writers.items():
-        splits[split] = {}
-        for name, array in writer.arrays().items():
-            storage.write_bytes(store, f"{HELD}/{number}/{split}.{name}", array.rest().tobytes())
-            splits[split][name] = array.written
-    new = {"fingerprint": progress["fingerprint"], "saves": number, "documents": documents, "splits": splits}
-    _write(store, new)
-    storage.delete_prefix(store, f"{HELD}/{number - 1}/")
-    return new
-
-
-def restore(store: str, progress: dict[str, Any], dtype: np.dtype) -> dict[str, SplitWriter]:
-    """Writers that stand where the saved ones stood; new ones where nothing was saved."""
-    if not progress["splits"]:
-        return {split: SplitWriter(store, split, dtype) for split in SPLITS}
-    writers = {}
-    for split, arrays in progress["splits"].items():
-        resume = {}
-        for name, written in arrays.items():
-            held = storage.read_bytes(store, f"{HELD}/{progress['saves']}/{split}.{name}")
-            if held is None:
-                raise UserError(f"{store} lost what an interrupted prepare had saved; delete it and prepare it again.")
-            resume[name] = (written, np.frombuffer(held, dtype if name == "tokens" else np.uint64))
+def restore(store: str, progress: Progress, dtype: np.dtype) -> dict[str, SplitWriter]:
+    """Writers in the saved state; empty ones if nothing was saved."""
+    writers: dict[str, SplitWriter] = {}
+    for split in SPLITS:
+        names = [name for name in progress.written if name.startswith(f"{split}/")]
+        resume = {name.removeprefix(f"{split}/"): (progress.written[name], progress.buffered[name]) for name in names}
         writers[split] = SplitWriter(store, split, dtype, resume)
     return writers
-
-
-def end(store: str) -> None:
-    """Clear away what only an unfinished prepare needs."""
-    storage.delete_prefix(store, f"{HELD}/")
-    storage.delete_prefix(store, PROGRESS)
-
-
-def _write(store: str, progress: dict[str, Any]) -> None:
-    storage.write_bytes(store, PROGRESS, json.dumps(progress).encode())

@@ -1,4 +1,4 @@
-"""Bytes and flat arrays on a disk or in a bucket, through TensorStore. Every failure is a UserError naming the place: UnavailableError if
+"""Bytes and flat arrays on a disk or in a bucket, through TensorStore. Every failure is a UserError naming the path: UnavailableError if
 the medium, the network or a credential failed, DamagedStoreError or another UserError if the content is wrong.
 
 A flat array is a one-dimensional zarr3 array in the sharding codec: one object (a shard) holds many small uncompressed
@@ -17,22 +17,23 @@ import numpy as np
 import tensorstore as ts
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import is_transient
 
 CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
-# TensorStore's own default is 32 tries over a quarter of an hour, without a word.
+# The default of TensorStore is 32 silent tries over 15 minutes.
 SHARED_CONTEXT = ts.Context({"gcs_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}})
 CREDENTIALS = "for gs:// run `gcloud auth application-default login` or set GOOGLE_APPLICATION_CREDENTIALS to a key file that may read it"
 
 
 class DamagedStoreError(UserError):
-    """Stored bytes differ from those that were written: reading them again will not help."""
+    """Stored bytes differ from those that were written; reading again does not help."""
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How a flat array is cut, in elements: `chunk` is what a read fetches, `shard` is what an object holds."""
+    """Partition of a flat array, in elements: `chunk` is the unit of a read, `shard` the content of an object."""
 
     chunk: int
     shard: int
@@ -57,45 +58,40 @@ DOCUMENTS = ArrayLayout(chunk=2**10, shard=2**20)
 
 
 @contextlib.contextmanager
-def failures_named(place: str, doing: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Turn what TensorStore and the file system raise into an error that names `place`: UnavailableError, or else `kind`."""
+def failures_named(path: str, doing: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn errors of TensorStore and the file system into one that names `path`: UnavailableError if transient, else `kind`."""
     try:
         yield
     except (ValueError, OSError) as error:  # TensorStore raises ValueError with its status in front
         reason = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0].replace("\x00", "")
         if not is_transient(error):
-            raise kind(f"{place}: cannot {doing}: {reason}") from error
-        missing = f"; {CREDENTIALS}" if place.startswith("gs://") else ""
-        raise UnavailableError(f"{place}: cannot {doing}: {reason}{missing}; try again when the cause is gone.") from error
-
-
-def is_remote(path: str) -> bool:
-    """Whether `path` is a URL (gs://bucket/folder) rather than a path of this machine."""
-    return "://" in path
+            raise kind(f"{path}: cannot {doing}: {reason}") from error
+        hint = f"; {CREDENTIALS}" if path.startswith("gs://") else ""
+        raise UnavailableError(f"{path}: cannot {doing}: {reason}{hint}; try again when the cause is gone.") from error
 
 
 def kvstore_spec(path: str) -> Any:
-    """TensorStore's name for the folder `path`."""
+    """TensorStore spec of the folder `path`."""
     if is_remote(path):
         return path.rstrip("/") + "/"
     return {"driver": "file", "path": f"{Path(path).expanduser().absolute()}/"}
 
 
 def open_folder(path: str) -> ts.KvStore:
-    """The folder `path`, local or gs://, as keys and bytes. It need not exist."""
+    """Open the folder `path`, local or gs://, as a key-value store. It need not exist."""
     with failures_named(path, "open it"):
         return ts.KvStore.open(kvstore_spec(path), context=SHARED_CONTEXT).result()
 
 
 def read_bytes(folder: str, key: str) -> bytes | None:
-    """The object `key` in `folder`, or None where there is none."""
+    """Read the object `key` in `folder`; None if it does not exist."""
     with failures_named(f"{folder}/{key}", "read it"):
         result = open_folder(folder).read(key).result()
         return bytes(result.value) if result.state == "value" else None
 
 
 def read_ranges(folder: str, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Bytes [start, stop) of the object `key`, for each of `ranges`. Raises DamagedStoreError where there are none."""
+    """Read bytes [start, stop) of the object `key` for each of `ranges`. Raises DamagedStoreError if they do not exist."""
     with failures_named(f"{folder}/{key}", "read it", DamagedStoreError):
         store = open_folder(folder)
         reads = [store.read(key, byte_range=slice(start, stop)) for start, stop in ranges]
@@ -116,13 +112,13 @@ def delete_prefix(folder: str, prefix: str) -> None:
         store.delete_range(ts.KvStore.KeyRange(prefix, after)).result()
 
 
-SAMPLES = 8  # of a shard
+SAMPLES = 8  # a shard
 _SAMPLE_BYTES = 32
 
 
 def shard_samples(folder: str, shard: int, size: int) -> np.ndarray:
-    """CRC-32 of SAMPLES short pieces spread over a shard of `size` bytes, uint32 [SAMPLES]. They tell it from another shard, whose chunks
-    have right CRCs too.
+    """CRC-32 of SAMPLES short pieces spread over a shard of `size` bytes, uint32 [SAMPLES]. They distinguish it from other shards, whose
+    chunks have valid CRCs too.
     """
     starts = np.linspace(0, max(size - _SAMPLE_BYTES, 0), SAMPLES).astype(np.int64)
     pieces = read_ranges(folder, f"c/{shard}", [(int(start), min(int(start) + _SAMPLE_BYTES, size)) for start in starts])
@@ -135,7 +131,7 @@ def array_spec(folder: str, **options: Any) -> dict[str, Any]:
 
 
 def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.TensorStore:
-    """A new empty flat array in `folder`; whatever was there is deleted. Grow it with `resize`."""
+    """Create an empty flat array in `folder`, replacing what is there. Grow it with `resize`."""
     checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     if dtype.itemsize == 1:
         checked[0] = {"name": "bytes"}
@@ -153,7 +149,7 @@ def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.Tensor
 
 
 def open_array(folder: str, *, context: ts.Context | None = None, write: bool = False) -> ts.TensorStore:
-    """The flat array in `folder`. A chunk that is missing or damaged raises when it is read."""
+    """Open the flat array in `folder`. Reading a missing or damaged chunk raises."""
     options = {"store_data_equal_to_fill_value": True} if write else {"recheck_cached_data": False}
     with failures_named(folder, "open it"):
         spec = array_spec(folder, fill_missing_data_reads=False, **options)

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as Bpe
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.data import storage
+from maxlm.config.paths import is_remote
+from maxlm.data import manifest, storage
+from maxlm.data.sources import read_url, reading
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
@@ -19,22 +21,22 @@ PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs som
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written in a text are text: only we put ids with a meaning."""
+    """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
 
-    def __init__(self, text: str, end_of_document: str, source: str) -> None:
-        """`text` is a tokenizer.json; `source` names it in errors.
+    def __init__(self, content: bytes | str, end_of_document: str, source: str) -> None:
+        """`content`: a tokenizer.json; `source` names it in errors.
 
         Raises:
             UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
         """
         try:
-            self._bpe = Bpe.from_str(text)
+            self.text = content if isinstance(content, str) else content.decode()
+            self._bpe = Bpe.from_str(self.text)
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{source} is not a tokenizer.json that the tokenizers library reads: {error}") from error
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self._bpe.encode_special_tokens = True
-        self.text = text
         self.vocab_size = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
         special = {added.content for added in self._bpe.get_added_tokens_decoder().values() if added.special}
         if end_of_document not in special:
@@ -56,7 +58,7 @@ class Tokenizer:
         """Ids of each text, uint32, closed by the end-of-document token.
 
         Raises:
-            UserError: the end-of-document token came out of a text, so documents could not be told apart.
+            UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
         pieces = [list(_pieces(text)) for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
@@ -70,12 +72,12 @@ class Tokenizer:
         return documents
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids; special tokens are left out."""
+        """Text of ids, without special tokens."""
         return self._bpe.decode([int(token) for token in ids], skip_special_tokens=True)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """`text` in pieces of at most about PIECE_CHARS characters, cut after a line where there is one."""
+    """Pieces of `text` of at most PIECE_CHARS characters, cut at line ends if possible."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
@@ -85,42 +87,55 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def hash_of_json(text: str | bytes) -> str:
-    """sha256, in hex, of JSON whatever its spacing and key order."""
+    """sha256, in hex, of JSON, independent of spacing and key order."""
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_tokenizer_json(path: str) -> str:
-    """The text of the tokenizer.json at `path`, local or gs://."""
-    folder, _, name = path.rpartition("/") if storage.is_remote(path) else (str(Path(path).parent), "", Path(path).name)
-    content = storage.read_bytes(folder, name)
-    if content is None:
-        raise UserError(f"{path}: there is no such tokenizer.json.")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8.") from error
-
-
 def tokenizer_hash(path: str) -> str:
-    """sha256, in hex, of the tokenizer.json at `path` as canonical JSON.
+    """sha256, in hex, of the tokenizer.json at `path`, local or a URL, as canonical JSON.
 
     Raises:
         UserError: the file is missing or no JSON.
     """
-    text = read_tokenizer_json(path)
     try:
-        return hash_of_json(text)
-    except json.JSONDecodeError as error:
+        return hash_of_json(_read(path))
+    except ValueError as error:
         raise UserError(f"{path} is not a tokenizer.json: {error}") from error
 
 
 def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
-    """The tokenizer.json at `path`, local or gs://; `end_of_document` must be one of its special tokens."""
-    return Tokenizer(read_tokenizer_json(path), end_of_document, path)
+    """The tokenizer.json at `path`, local or a URL; `end_of_document` must be one of its special tokens."""
+    return Tokenizer(_read(path), end_of_document, path)
+
+
+def stored_tokenizer(store: str, end_of_document: str) -> Tokenizer | None:
+    """The tokenizer of a token store that may be unfinished; None if it has none yet."""
+    content = storage.read_bytes(store, manifest.TOKENIZER)
+    return None if content is None else Tokenizer(content, end_of_document, f"{store}/{manifest.TOKENIZER}")
+
+
+def open_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote. Raises UserError if it is missing."""
+    info = manifest.load(folder)
+    if info is None:
+        raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
+    manifest.check_files(folder, info, [manifest.TOKENIZER])
+    tokenizer = stored_tokenizer(folder, info.settings["data.prepare.tokenizer.end_of_document"])
+    if tokenizer is None:
+        raise UserError(f"{folder}/{manifest.TOKENIZER} is missing; {manifest.REMAKE}.")
+    return tokenizer
+
+
+def copy_tokenizer(store: str, folder: Path) -> None:
+    """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store."""
+    for name in (manifest.TOKENIZER, manifest.MANIFEST):
+        content = storage.read_bytes(store, name)
+        assert content is not None, "a store that opened has both"
+        storage.write_bytes(str(folder), name, content)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
-    """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` words; fewer where the text yields no more.
+    """A byte-level BPE (GPT-2, Radford et al. 2019) of at most `vocab_size` tokens; fewer if the text yields no more.
 
     The same texts give the same tokenizer, whatever the number of threads.
     """
@@ -134,3 +149,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_document], initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer=trainer)
     return Tokenizer(bpe.to_str(), end_of_document, "the trained tokenizer")
+
+
+def _read(path: str) -> bytes:
+    """The file at `path`, local or a URL."""
+    file = Path(path).expanduser()
+    with reading(path):
+        content = read_url(path) if is_remote(path) else file.read_bytes() if file.exists() else None
+    if content is None:
+        raise UserError(f"{path}: there is no such tokenizer.json.")
+    return content

@@ -1,4 +1,4 @@
-"""Worker processes: signals are for their parent to handle, and they end when it does, however it ends."""
+"""Worker processes: their parent handles signals, and they end when it ends for any reason."""
 
 import contextlib
 import multiprocessing
@@ -11,15 +11,15 @@ from multiprocessing import resource_tracker
 
 @contextlib.contextmanager
 def workers_without_signals() -> Iterator[None]:
-    """`multiprocessing` workers that are started within it get no SIGINT, SIGTERM or SIGHUP, which a terminal sends to the whole group."""
-    resource_tracker.ensure_running()  # the first process that is spawned would start it, which unblocks SIGINT and SIGTERM
+    """Start `multiprocessing` workers that ignore SIGINT, SIGTERM and SIGHUP, which a terminal sends to the whole process group."""
+    resource_tracker.ensure_running()  # otherwise the first spawned process starts it, which unblocks SIGINT and SIGTERM
     with signals_blocked():
         yield
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP, here and in processes started within it. Those that come meanwhile are delivered at its end."""
+    """Block SIGINT, SIGTERM and SIGHUP, here and in processes started in the block. Pending ones are delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield
@@ -28,12 +28,12 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """In a process of `multiprocessing`: end at once when the parent is gone, were it by kill -9."""
-    threading.Thread(target=_wait_for_parent, name="maxlm-parent", daemon=True).start()
-
-
-def _wait_for_parent() -> None:
+    """In a `multiprocessing` process: exit as soon as the parent has ended, even by kill -9."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "only a child process asks"
-    parent.join()
-    os._exit(1)
+    assert parent is not None, "called in a child process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="maxlm-parent", daemon=True).start()

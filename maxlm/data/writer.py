@@ -1,4 +1,4 @@
-"""Writing a token store: documents are appended to their split, shard after shard; what is unfinished can be saved and taken up again."""
+"""Write a token store: append documents to their split, shard after shard; an unfinished state can be saved and resumed."""
 
 import numpy as np
 
@@ -8,42 +8,42 @@ from maxlm.data.storage import ArrayLayout
 
 
 class FlatWriter:
-    """Appends to a flat array; whole shards are written at once, the rest is held in memory."""
+    """Append to a flat array: whole shards are written at once, the rest is buffered in memory."""
 
     def __init__(self, folder: str, dtype: np.dtype, layout: ArrayLayout, *, resume: tuple[int, np.ndarray] | None = None) -> None:
-        """`resume`: elements already on disk (whole shards), and the rest, as `written` and `rest()` gave them."""
+        """`resume`: number of elements on disk (whole shards), and the rest, from `written` and `rest()`."""
         self._folder, self._dtype, self._layout = folder, dtype, layout
         self.written, rest = resume or (0, np.zeros(0, dtype))
-        self._parts, self._held = [rest], len(rest)
+        self._parts, self._buffered = [rest], len(rest)
         self._array = storage.create_array(folder, dtype, layout) if resume is None else storage.open_array(folder, write=True)
 
     @property
     def size(self) -> int:
         """Elements appended so far."""
-        return self.written + self._held
+        return self.written + self._buffered
 
     def append(self, values: np.ndarray) -> None:
         """Add `values` to the end."""
         self._parts.append(values.astype(self._dtype))
-        self._held += len(values)
-        while self._held >= self._layout.shard:
+        self._buffered += len(values)
+        while self._buffered >= self._layout.shard:
             rest = self.rest()
             self._write(rest[: self._layout.shard])
-            self._hold(rest[self._layout.shard :].copy())
+            self._buffer(rest[self._layout.shard :].copy())
 
     def rest(self) -> np.ndarray:
-        """What is not yet on disk: less than a shard."""
+        """Elements not yet on disk: less than a shard."""
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
     def finish(self) -> None:
-        """Write the rest: the array is whole. (An empty rest too, since that sets the array's length.)"""
+        """Write the rest, even if it is empty, since that sets the length of the array."""
         self._write(self.rest())
-        self._hold(np.zeros(0, self._dtype))
+        self._buffer(np.zeros(0, self._dtype))
 
-    def _hold(self, values: np.ndarray) -> None:
-        self._parts, self._held = [values], len(values)
+    def _buffer(self, values: np.ndarray) -> None:
+        self._parts, self._buffered = [values], len(values)
 
     def _write(self, values: np.ndarray) -> None:
         end = self.written + len(values)
@@ -71,7 +71,7 @@ class SplitWriter:
         return SplitInfo(tokens=self._tokens.size, documents=self._documents.size - 1)
 
     def arrays(self) -> dict[str, FlatWriter]:
-        """The arrays by name, as `resume` takes them."""
+        """Arrays by name, as in `resume`."""
         return {"tokens": self._tokens, "documents": self._documents}
 
     def add(self, tokens: np.ndarray) -> None:
@@ -80,24 +80,24 @@ class SplitWriter:
         self._documents.append(np.array([self._tokens.size], np.uint64))
 
     def finish(self) -> None:
-        """Write what is held in memory."""
+        """Write what is buffered."""
         self._tokens.finish()
         self._documents.finish()
 
 
 class Router:
-    """Sends documents to their splits, and sees to it that neither is empty where it can be helped.
+    """Send documents to their splits, so that neither is empty if there are two documents.
 
-    Until both splits have a document, the newest is held back; if the sources end so, it goes to the empty split.
+    Until both splits have a document, the newest is held back; if the sources end then, it goes to the empty split.
     """
 
     def __init__(self, writers: dict[str, SplitWriter], eval_fraction: float) -> None:
         self.writers = writers
-        self.settled = eval_fraction == 0 or all(writer.info.documents for writer in writers.values())  # nothing is held back any more
+        self.settled = eval_fraction == 0 or all(writer.info.documents for writer in writers.values())  # nothing is held back
         self._spare: tuple[str, np.ndarray] | None = None
 
     def add(self, tokens: np.ndarray, held_out: bool) -> None:
-        """Send a document on its way."""
+        """Add a document to its split, or hold it back."""
         split = SPLITS[held_out]
         if self.settled:
             self.writers[split].add(tokens)
@@ -110,7 +110,7 @@ class Router:
             self._spare, self.settled = None, True
 
     def finish(self) -> dict[Split, SplitInfo]:
-        """Place the document held back, write everything, and give the size of each split."""
+        """Place the document held back, write everything, and return the size of each split."""
         if self._spare is not None:
             split, tokens = self._spare
             alone = not any(writer.info.documents for writer in self.writers.values())

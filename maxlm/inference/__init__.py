@@ -1,4 +1,4 @@
-"""Using what was trained."""
+"""Text generation with a trained model."""
 
 from maxlm.inference.generate import Sampler, generate
 

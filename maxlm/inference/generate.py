@@ -21,7 +21,7 @@ from maxlm.models.parameters import Parameters
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn: temperature 0 takes the likeliest; else a draw among the `top_k` likeliest (0: all)."""
+    """Sampling of the next token: the most likely one at temperature 0, else a draw among the `top_k` most likely (0: all)."""
 
     max_new_tokens: int = 64
     temperature: float = 0.8
@@ -30,7 +30,7 @@ class Sampler:
 
 
 def generate(config: ModelConfig, params: Parameters, prompt: list[int], sampler: Sampler, end_of_document: int) -> list[int]:
-    """Ids that continue `prompt`, up to the end of the document or `max_new_tokens`.
+    """Generate ids that continue `prompt`, up to the end of the document or `max_new_tokens`.
 
     Raises UserError for an empty prompt, an id beyond the vocabulary, or more positions than a learned table has.
     """
@@ -65,7 +65,7 @@ def _run(config: ModelConfig, sampler: Sampler, end: int, params: Parameters, pr
     def one(carry: tuple) -> tuple:
         index, done_B, key, last_BV, caches, out_BN = carry
         key, draw = jax.random.split(key)
-        token_B = jnp.where(done_B, end, _choose(sampler, draw, last_BV))
+        token_B = jnp.where(done_B, end, _sample(sampler, draw, last_BV))
         out_BN = out_BN.at[:, index].set(token_B)
         last_BV, caches = _advance(model, token_B[:, None], start + index, caches)
         return index + 1, done_B | (token_B == end), key, last_BV, caches, out_BN
@@ -75,17 +75,17 @@ def _run(config: ModelConfig, sampler: Sampler, end: int, params: Parameters, pr
 
 
 def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""], caches: Caches) -> tuple[Float[Array, "B V"], Caches]:
-    """Logits after the last of the new tokens, the first of which stands at `start`."""
+    """Logits after the last of the new tokens; the first is at position `start`."""
     positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    through = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), forward=Forward(generates=True), caches=caches)
-    assert through.caches is not None, "caches went in"
-    return logits(through.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], through.caches
+    output = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), forward=Forward(generates=True), caches=caches)
+    assert output.caches is not None, "caches were passed"
+    return logits(output.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], output.caches
 
 
-def _choose(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
+def _sample(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
     if sampler.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if 0 < sampler.top_k < logits_BV.shape[-1]:
-        least_B1 = jax.lax.top_k(logits_BV, sampler.top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        kth_B1 = jax.lax.top_k(logits_BV, sampler.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
     return jax.random.categorical(key, logits_BV / sampler.temperature).astype(jnp.int32)

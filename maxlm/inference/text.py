@@ -10,8 +10,7 @@ from rich.console import Console
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
 from maxlm.config.rules import most_generated
-from maxlm.data.tokenizer import Tokenizer
-from maxlm.data.tokenizer_store import open_tokenizer
+from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models import abstract_parameters
 from maxlm.models.parameters import Parameters
@@ -19,12 +18,12 @@ from maxlm.training.fits import check_generation
 
 
 def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
-    """What the model saved in a run directory writes after `prompt`; the newest checkpoint, or exactly `step`.
+    """Continue `prompt` with the model of a run directory, from the newest checkpoint or exactly `step`.
 
     Raises UserError if the directory is no run or holds no checkpoint.
     """
     if not (directory / "config.yml").is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` named.")
+        raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` printed.")
     config = load(str(directory / "config.yml")).config
     tokenizer = run_tokenizer(directory)
     length, most = len(tokenizer.encode(prompt)) + sampler.max_new_tokens, most_generated(config)
@@ -47,7 +46,7 @@ def continue_text(config: Config, params: Parameters, tokenizer: Tokenizer, prom
 
 
 def run_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer that a run was trained with, as kept in its directory."""
+    """The tokenizer of a run, from the copy in its directory."""
     return open_tokenizer(str(directory / "tokenizer"))
 
 
@@ -60,9 +59,9 @@ def print_samples(config: Config, directory: Path, params: Parameters, console: 
         if stopped():
             return
         room = most_generated(config) - len(tokenizer.encode(prompt))
-        console.rule(f"asked to continue {prompt!r}, the model writes", align="left", style="dim")
+        console.rule(f"continuation of {prompt!r}", align="left", style="dim")
         if room < 1:
-            console.print(f"nothing: the prompt fills the {most_generated(config):,} tokens there may be", markup=False, highlight=False)
+            console.print(f"nothing: the prompt fills all {most_generated(config):,} tokens of the context", markup=False, highlight=False)
             continue
         sampler = Sampler(max_new_tokens=min(config.samples.tokens, room))
         console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
-from maxlm.data.tokenizer_store import keep_tokenizer
+from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
@@ -159,7 +159,7 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
     directory.write_config(dump(config))
     if directory.primary:
-        keep_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
+        copy_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
     return start
 
 

@@ -1,16 +1,16 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: files that are replaced as a whole, and files that grow by whole records."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes `path`'s place when the block ends well; otherwise `path` stays as it was. Raises OSError."""
+    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError."""
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -26,13 +26,60 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` as UTF-8, atomically. Raises OSError."""
+    """Write `text` as UTF-8, atomically. Raises OSError."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def _umask() -> int:
-    # mkstemp makes files only their owner can read; a report is for others too. The umask can only be read by setting it.
+    # mkstemp makes files readable by their owner only; reports are for others too. The umask can only be read by setting it.
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+class AppendFile:
+    """Append records to `path`; the file and its folder are made by the first one.
+
+    A record is written whole or not at all: the remains of a failed write are cut off before the next one. After a failure the file is
+    opened again, as some network file systems require.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        self._end: int | None = None  # bytes of whole records; None: not known yet, all of the file
+
+    def append(self, record: bytes) -> None:
+        """Append one record. Raises OSError; the same call may then be made again."""
+        try:
+            descriptor, end = self._opened()
+            self._end, written = end, 0
+            while written < len(record):
+                written += os.write(descriptor, record[written:])
+            self._end = end + len(record)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            with contextlib.suppress(OSError):
+                self._cut()
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; the next record opens it again."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _opened(self) -> tuple[int, int]:
+        """Descriptor, and the offset of the next record."""
+        if self._descriptor is not None and self._end is not None:
+            return self._descriptor, self._end
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._cut()
+        return self._descriptor, os.fstat(self._descriptor).st_size
+
+    def _cut(self) -> None:
+        if self._descriptor is not None and self._end is not None and os.fstat(self._descriptor).st_size > self._end:
+            os.ftruncate(self._descriptor, self._end)

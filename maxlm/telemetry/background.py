@@ -1,4 +1,4 @@
-"""Calls on a thread of their own, so that a slow, failing or hung disk, network or terminal never delays training."""
+"""Calls on a background thread, so that a slow, failing or hung disk, network or terminal never delays training."""
 
 import threading
 import time
@@ -6,48 +6,48 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-KEPT = 100_000  # calls that wait at most: of more the oldest are dropped, and counted
-RETRY_S, RETRY_MAX_S = 0.1, 2.0  # after an OSError; each wait is twice the one before
+MAX_QUEUED = 100_000  # calls; beyond it the oldest are dropped and counted
+RETRY_S, RETRY_MAX_S = 0.1, 2.0  # wait after an OSError; doubled each time
 BLOCKED_S = 30.0  # a call that takes longer is reported
-QUIET_S = 60.0  # a target that fails again within this time is not reported again
+QUIET_S = 60.0  # seconds between two reports of the same target
 
-GRACE_S = 1.0  # after the deadline, so that the thread itself may say what is lost
+GRACE_S = 1.0  # after the deadline, for the thread to report what is lost
 
 Call = tuple[Callable[[Any], None], Any]
 Report = Callable[[str, Exception | None], None]
 
 
 class Background:
-    """Runs calls in order. `report` is given a sentence when something is wrong or well again, and the exception if no more calls are made.
+    """Run calls in order. `report` gets a sentence when calls fail or recover, and the exception if no more calls are made.
 
-    A call that raises OSError is made again until it succeeds, so it must leave nothing half done; what comes later waits, up to `kept`
-    calls. After any other exception no more calls are made.
+    A call that raises OSError is repeated until it succeeds, so it must be atomic; later calls wait, up to `limit`
+    of them. After any other exception no more calls are made.
     """
 
-    def __init__(self, name: str, close: Callable[[], None], report: Report = lambda reason, error: None, kept: int = KEPT) -> None:
-        self._close, self._report, self._kept = close, report, kept
+    def __init__(self, name: str, close: Callable[[], None], report: Report = lambda reason, error: None, limit: int = MAX_QUEUED) -> None:
+        self._close, self._report, self._limit = close, report, limit
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._closing = threading.Event()
         self._deadline = float("inf")
         self._lost = 0
-        self._off = ""  # why no more calls are made
+        self._disabled = ""  # the reason that no more calls are made
         self._failing_since: float | None = None
         self._busy_since: float | None = None
-        self._told_at = float("-inf")
-        self._told_blocked = False
+        self._reported_at = float("-inf")
+        self._reported_blocked = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)  # a daemon: a call that hangs must not hold the exit
         self._thread.start()
 
     @property
     def off(self) -> bool:
-        """No more calls are made."""
-        return bool(self._off)
+        """True if no more calls are made."""
+        return bool(self._disabled)
 
     def put(self, function: Callable[[Any], None], argument: Any) -> None:
-        """Calls `function(argument)` soon. Never waits."""
-        if self._off:
+        """Queue `function(argument)`. Never waits."""
+        if self._disabled:
             return
-        if self._queue.qsize() >= self._kept:
+        if self._queue.qsize() >= self._limit:
             try:
                 self._queue.get_nowait()
                 self._lost += 1
@@ -55,35 +55,35 @@ class Background:
                 pass
         self._queue.put((function, argument))
         busy_since = self._busy_since
-        if busy_since is not None and not self._told_blocked and time.monotonic() - busy_since > BLOCKED_S:
-            self._told_blocked = True
-            self._tell(f"a call has not returned for {BLOCKED_S:.0f} s; up to {self._kept:,} records are kept until it does")
+        if busy_since is not None and not self._reported_blocked and time.monotonic() - busy_since > BLOCKED_S:
+            self._reported_blocked = True
+            self._report_seldom(f"a call has not returned for {BLOCKED_S:.0f} s; up to {self._limit:,} records are queued")
 
     def finish(self, deadline: float) -> None:
-        """No more calls will come; those that wait are given until `deadline` (of time.monotonic)."""
+        """Accept no more calls; queued ones may run until `deadline` (of time.monotonic)."""
         self._deadline = deadline
         self._closing.set()
         self._queue.put(None)
 
     def join(self) -> str:
-        """Waits until all is done, hardly beyond the deadline; what went wrong in a sentence, or ""."""
+        """Wait for the queued calls, until GRACE_S after the deadline. Returns what went wrong in a sentence, or ""."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()) + GRACE_S)
         if self._thread.is_alive():
             return f"did not end in time; {_records(self._lost + self._queue.qsize())} not known to be written"
-        return self._off or (f"{_records(self._lost)} lost" if self._lost else "")
+        return self._disabled or (f"{_records(self._lost)} lost" if self._lost else "")
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None and self._made(*call):
+        while (call := self._queue.get()) is not None and self._run(*call):
             pass
         try:
-            self._close()  # a console must give the terminal back, a file its last lines
+            self._close()  # restores the terminal, flushes files
         except Exception as error:
-            if not self._off:
-                self._off = f"closing failed: {_said(error)}"
-                self._report(self._off, error)
+            if not self._disabled:
+                self._disabled = f"closing failed: {_message(error)}"
+                self._report(self._disabled, error)
 
-    def _made(self, function: Callable[[Any], None], argument: Any) -> bool:
-        """False when nothing more shall be called."""
+    def _run(self, function: Callable[[Any], None], argument: Any) -> bool:
+        """Make one call, repeatedly if need be. False if no more calls may be made."""
         wait_s = RETRY_S
         while True:
             self._busy_since = time.monotonic()
@@ -92,8 +92,8 @@ class Background:
             except OSError as error:
                 self._failed(error)
             except Exception as error:
-                self._off = f"switched off: {_said(error)}"
-                self._report(f"{self._off}; training goes on without it", error)
+                self._disabled = f"switched off: {_message(error)}"
+                self._report(f"{self._disabled}; training goes on without it", error)
                 return False
             else:
                 self._worked()
@@ -101,37 +101,37 @@ class Background:
             finally:
                 self._busy_since = None
             if not self._wait(wait_s):
-                self._off = f"cannot write; {_records(self._lost + self._queue.qsize())} lost"
+                self._disabled = f"cannot write; {_records(self._lost + self._queue.qsize())} lost"
                 return False
             wait_s = min(2 * wait_s, RETRY_MAX_S)
 
     def _wait(self, seconds: float) -> bool:
-        """False when the deadline is over."""
+        """False after the deadline."""
         if self._closing.wait(seconds):
-            time.sleep(RETRY_S)  # it may have been set for long
+            time.sleep(RETRY_S)  # the event may have been set long ago
         return time.monotonic() < self._deadline
 
     def _failed(self, error: OSError) -> None:
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-            self._tell(f"cannot write: {_said(error)}; up to {self._kept:,} records are kept and written later")
+            self._report_seldom(f"cannot write: {_message(error)}; up to {self._limit:,} records are queued and written later")
 
     def _worked(self) -> None:
-        if self._told_blocked or (self._failing_since is not None and self._failing_since <= self._told_at):
+        if self._reported_blocked or (self._failing_since is not None and self._failing_since <= self._reported_at):
             since = self._failing_since
             after = f" after {time.monotonic() - since:.1f} s" if since is not None else ""
             lost = f"{_records(self._lost)} lost" if self._lost else "nothing was lost"
             self._report(f"writes again{after}; {lost}", None)
-        self._failing_since, self._told_blocked = None, False
+        self._failing_since, self._reported_blocked = None, False
 
-    def _tell(self, reason: str) -> None:
+    def _report_seldom(self, reason: str) -> None:
         now = time.monotonic()
-        if now - self._told_at >= QUIET_S:  # a disk that fails every other time would be reported without end
-            self._told_at = now
+        if now - self._reported_at >= QUIET_S:  # a disk that fails every other time would be reported endlessly
+            self._reported_at = now
             self._report(reason, None)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What an operator sees: one live line on a terminal, a plain line every ten seconds in a log, and events as sentences."""
+"""Console output of training: a live line on a terminal, a plain line every ten seconds in a log, and events as sentences."""
 
 import time
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from maxlm.telemetry.formatting import count, duration, percent, sentence
 from maxlm.telemetry.observer import Event, StepRecord
 
 PLAIN_EVERY_S = 10.0
-REFRESH_PER_S = 2  # a redraw costs milliseconds that the loop may want
+REFRESH_PER_S = 2  # a redraw costs milliseconds
 BAR_MIN, BAR_MAX = 12, 40  # columns
-OWN = ("bad_chunk", "save_failed")  # causes of alarms that only the process where it happened knows of
+LOCAL_CAUSES = ("bad_chunk", "save_failed")  # causes of alarms that only one process sees
 
 
 class ConsoleObserver:
-    """Prints on the primary process; on another one only alarms that no other process tells. `clock` gives seconds."""
+    """Print on the primary process; on the others only alarms that the primary does not see. `clock` in seconds."""
 
     def __init__(
         self, total_steps: int, *, primary: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -45,19 +45,19 @@ class ConsoleObserver:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "preempt" or not (self._primary or event.data.get("cause") in OWN):  # `stop` follows, and says the same
+        if event.kind == "preempt" or not (self._primary or event.data.get("cause") in LOCAL_CAUSES):  # `stop` follows, with its message
             return
         if event.kind == "stop":
             self._end_line()
-        self._say(sentence(event))
+        self._print(sentence(event))
 
     def close(self) -> None:
-        """Leaves the last state on the screen, and gives the terminal back."""
+        """Print the last record and restore the terminal."""
         self._end_line()
         self._record = None
 
     def _end_line(self) -> None:
-        """The last record stands, and nothing is redrawn any more."""
+        """Stop redrawing; the last record remains on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -86,15 +86,15 @@ class ConsoleObserver:
         return grid
 
     def _print_plain(self, record: StepRecord) -> None:
-        self._say("  ".join(describe(record, self._total, self._pace.seconds_left())))
+        self._print("  ".join(describe(record, self._total, self._pace.seconds_left())))
         self._printed_step, self._printed_at = record.step, self._clock()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Pace:
-    """How long the rest takes, judged by the clock on the wall, so that saves and evaluations count."""
+    """Estimate of the time left from wall time, which includes saves and evaluations."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
         self._total = total_steps
@@ -105,12 +105,12 @@ class Pace:
 
     def saw(self, record: StepRecord) -> None:
         now = self._clock()
-        if self._first is None or record.step <= self._first[0]:  # the first, or rolled back behind it
+        if self._first is None or record.step <= self._first[0]:  # the first record, or one before it after a rollback
             self._first = (record.step, now)
         self._last, self._step_time_s = (record.step, now), record.step_time_s
 
     def seconds_left(self) -> float:
-        """Seconds until the last step at the pace since the first record."""
+        """Seconds until the last step, at the mean pace since the first record."""
         if self._first is None:
             return 0.0
         steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
@@ -119,11 +119,11 @@ class Pace:
 
 
 def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[str]:
-    """The record in pieces, from left to right. MFU is there only where it is known."""
+    """Parts of the line, from left to right; MFU only where it is known."""
     pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
     if record.mfu is not None:
         pieces.append(f"MFU {percent(record.mfu)}")
-    pieces += _of_experts(record)
+    pieces += _expert_figures(record)
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
     pieces.append(f"data wait {percent(waiting)}")
     if record.step < total_steps:
@@ -131,14 +131,14 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     return pieces
 
 
-def _of_experts(record: StepRecord) -> list[str]:
-    """The load of the busiest expert over its even share, and what was dropped, if anything was."""
+def _expert_figures(record: StepRecord) -> list[str]:
+    """Load of the busiest expert over its even share, and the share of dropped choices if any."""
     busiest, dropped = record.extra.get("expert_load_max"), record.extra.get("dropped", 0.0)
     return ([f"load {busiest:.2f}x"] if busiest is not None else []) + ([f"drop {percent(dropped)}"] if dropped > 0 else [])
 
 
 def _least_important(pieces: list[str]) -> int:
-    """Which piece a narrow terminal loses next: data wait, then MFU, then those of experts, then whatever is last."""
+    """Index of the part that a narrow terminal drops next: data wait, MFU, figures of experts, then the last one."""
     for start in ("data wait", "MFU", "drop", "load"):
         for index, piece in enumerate(pieces):
             if piece.startswith(start):

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlm.telemetry.append import AppendFile
-from maxlm.telemetry.atomic import replacing
-from maxlm.telemetry.attempts import Sign, killed
+from maxlm.telemetry.atomic import AppendFile, replacing
+from maxlm.telemetry.attempts import StepTiming, killed_event
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
@@ -40,8 +39,8 @@ class FileObserver:
     def _note_the_kill(self) -> None:
         """An attempt that ended without a word is noted while its records are there: those of steps that are done again will go."""
         events = [event for item in read_objects(self._run.events) if item is not None and (event := Event.of(item)) is not None]
-        signs = (sign for item in read_objects(self._run.metrics) if item is not None and (sign := Sign.of(item)) is not None)
-        event = killed(events, signs)
+        timings = (timing for item in read_objects(self._run.metrics) if item is not None and (timing := StepTiming.of(item)) is not None)
+        event = killed_event(events, timings)
         if event is not None and self._events is not None:
             self._events.append(event.to_json().encode() + b"\n")
 

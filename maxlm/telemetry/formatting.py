@@ -1,8 +1,8 @@
-"""Figures and events as a person says them. The console and the report speak the same language."""
+"""Text of figures and events, for the console and the report."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from maxlm.telemetry.observer import Event
 
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """Four significant digits; a dash for what is not known."""
+    """Four significant digits; a dash for an unknown value."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -45,7 +45,7 @@ def figure(value: float | None, digits: int = 4) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.4123 -> 41.2%; shares under a tenth of a percent are said to be so."""
+    """0.4123 -> 41.2%; 0.0004 -> <0.1%."""
     if share is None or not math.isfinite(share):
         return "–"
     if 0 < share < 0.001:
@@ -54,94 +54,74 @@ def percent(share: float | None) -> str:
 
 
 def sentence(event: Event) -> str:
-    """The event in one short sentence; what its data does not say is left out."""
-    data = event.data
+    """The event in one short sentence, without what its data does not have."""
+    data, at = event.data, f"step {event.step:,}"
+    reason = f": {data['reason']}" if data.get("reason") else ""
     match event.kind:
         case "start":
-            return f"Started at step {event.step:,}{_of_total(data)}{_hardware(data)}{_size(data)}{_folder(data)}{_changed(data)}"
+            return f"Started at {at}{_run_facts(data)}{_changed(data)}"
         case "restore":
-            damaged = "".join(f"; passed over: {reason}" for reason in data.get("passed_over", ()))
-            return f"Restored the checkpoint of step {event.step:,}{_took(data)}{damaged}{_changed(data)}"
+            skipped = "".join(f"; skipped: {cause}" for cause in data.get("passed_over", ()))
+            return f"Restored the checkpoint of {at}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
         case "save":
-            return f"Saved step {event.step:,}{_took(data)}{_blocked(data)}"
+            return f"Saved {at}{_time(data, 'seconds', ' in')}{_time(data, 'blocked_s', '; training waited')}"
         case "skip":
-            return f"Skipped the update of step {event.step:,}{_because(data)}"
+            return f"Skipped the update of {at}{reason}"
         case "alarm":
-            return f"Alarm at step {event.step:,}{_because(data)}"
+            return f"Alarm at {at}{reason}"
         case "eval":
             loss = data.get("eval_loss")
-            return f"Evaluated at step {event.step:,}" + (f": held-out loss {figure(loss)}" if _is_number(loss) else "")
+            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}" if _is_number(loss) else "")
         case "rollback":
             start = data.get("from_step")
-            back = f" from step {start:,}" if isinstance(start, int) else ""
-            return f"Rolled back{back} to step {event.step:,}{_because(data)}"
+            origin = f" from step {start:,}" if isinstance(start, int) else ""
+            return f"Rolled back{origin} to {at}{reason}"
         case "preempt":
-            return f"Told to stop at step {event.step:,}{_because(data)}"
+            return f"Asked to stop at {at}{reason}"
         case "killed":
-            return f"Killed or crashed after step {event.step:,}: no end of this attempt was recorded"
+            return f"Killed or crashed after {at}: no end of this attempt was recorded"
         case "observer":
-            return f"{data.get('name') or 'An observer'} at step {event.step:,}{_because(data)}"
+            return f"{data.get('name') or 'An observer'} at {at}{reason}"
         case "stop":
-            reason = f" ({str(data['reason']).replace('_', ' ')})" if data.get("reason") else ""
+            cause = f" ({str(data['reason']).replace('_', ' ')})" if data.get("reason") else ""
             message = f": {data['message']}" if data.get("message") else ""
-            more = "; the same command goes on" if data.get("reason") == "preempted" else ""
-            return f"Stopped at step {event.step:,}{reason}{message}{more}"
-    return f"{event.kind} at step {event.step:,}"  # an events.jsonl of a later version
+            more = "; the same command continues it" if data.get("reason") == "preempted" else ""
+            return f"Stopped at {at}{cause}{message}{more}"
+    return f"{event.kind} at {at}"  # an events.jsonl of a later version
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _of_total(data: Mapping[str, Any]) -> str:
-    total = data.get("total_steps")
-    return f" of {total:,}" if isinstance(total, int) else ""
+def _time(data: Mapping[str, Any], key: str, prefix: str) -> str:
+    seconds = data.get(key)
+    return f"{prefix} {duration(float(seconds))}" if _is_number(seconds) else ""
 
 
-def _hardware(data: Mapping[str, Any]) -> str:
-    devices, kind = data.get("devices"), data.get("device_kind")
-    return f" on {devices} x {kind}" if devices and kind else ""
-
-
-def _size(data: Mapping[str, Any]) -> str:
+def _run_facts(data: Mapping[str, Any]) -> str:
+    """Steps, hardware, sizes and folder of a start event."""
+    total, devices, kind = data.get("total_steps"), data.get("devices"), data.get("device_kind")
+    text = f" of {total:,}" if isinstance(total, int) else ""
+    text += f" on {devices} x {kind}" if devices and kind else ""
     figures = (("parameters", data.get("parameters")), ("tokens", data.get("total_tokens")))
-    known = [f"{count(value)} {unit}" for unit, value in figures if isinstance(value, int | float)]
-    return f": {', '.join(known)}" if known else ""
-
-
-def _folder(data: Mapping[str, Any]) -> str:
-    return f", in {data['folder']}" if data.get("folder") else ""
+    known = [f"{count(value)} {unit}" for unit, value in figures if _is_number(value)]
+    text += f": {', '.join(known)}" if known else ""
+    return text + (f", in {data['folder']}" if data.get("folder") else "")
 
 
 def _changed(data: Mapping[str, Any]) -> str:
-    """Settings that are not what they were."""
+    """Settings that differ from those of the previous attempt."""
     changed = data.get("changed")
     if not isinstance(changed, Mapping) or not changed:
         return ""
-    pairs = [f"{key} {_was(value)}" for key, value in changed.items()]
+    pairs = []
+    for key, value in changed.items():
+        old, new = value if isinstance(value, list | tuple) and len(value) == 2 else (None, value)
+        pairs.append(f"{key} to {_short(new)}" if old is None else f"{key} from {_short(old)} to {_short(new)}")
     return f"; changed: {', '.join(pairs)}"
 
 
-def _was(value: Any) -> str:
-    if isinstance(value, list | tuple) and len(value) == 2:
-        return f"from {_plain(value[0])} to {_plain(value[1])}"
-    return f"to {_plain(value)}"
-
-
-def _plain(value: Any) -> str:
-    """A learning rate is computed in float32: 0.001, not 0.0010000000474974513."""
+def _short(value: Any) -> str:
+    """Six digits: a learning rate is computed in float32, and is 0.001, not 0.0010000000474974513."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _took(data: Mapping[str, Any]) -> str:
-    seconds = data.get("seconds")
-    return f" in {duration(float(seconds))}" if seconds is not None and _is_number(seconds) else ""
-
-
-def _blocked(data: Mapping[str, Any]) -> str:
-    seconds = data.get("blocked_s")
-    return f"; training waited {duration(float(seconds))}" if seconds is not None and _is_number(seconds) else ""
-
-
-def _because(data: Mapping[str, Any]) -> str:
-    return f": {data['reason']}" if data.get("reason") else ""

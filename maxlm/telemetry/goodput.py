@@ -1,4 +1,4 @@
-"""Where the wall time of a process went. The parts always add up to the whole: time that nobody claims is `other`."""
+"""Goodput: wall time of a process by part. The parts add up to the whole; unattributed time is `other`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ PARTS: tuple[Part, ...] = ("startup", "step", "data_wait", "eval", "save", "othe
 
 
 class Goodput:
-    """A clock with one hand: at any moment the time goes to one part. Begins in `startup` (imports, restore, compilation), at `began`.
+    """Attribute every moment to one part. Starts in `startup` (imports, restore, compilation), at `began`.
 
-    Not for several threads: it measures what the training loop waits for.
+    Not thread-safe: it measures the training loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, began: float | None = None) -> None:
@@ -23,26 +23,26 @@ class Goodput:
         self._since = clock() if began is None else began
 
     def started(self) -> None:
-        """The first step is done: from here on unclaimed time is `other`. May be said again."""
+        """Mark the first step as done: from here on unattributed time is `other`. Idempotent."""
         self._starting = False
-        self._turn_to("other" if self._part == "startup" else self._part)
+        self._switch("other" if self._part == "startup" else self._part)
 
     @contextmanager
     def measure(self, part: Part) -> Iterator[None]:
-        """Time in the block goes to `part`; a block inside it takes its own time away from it.
+        """Attribute the time of the block to `part`, without that of nested blocks.
 
-        Until `started` is said a step counts as startup: its compilation would pass for training.
+        Until `started` a step counts as startup, because it includes compilation.
         """
         outer = self._part
-        self._turn_to("startup" if self._starting and part == "step" else part)
+        self._switch("startup" if self._starting and part == "step" else part)
         try:
             yield
         finally:
-            self._turn_to("other" if outer == "startup" and not self._starting else outer)
+            self._switch("other" if outer == "startup" and not self._starting else outer)
 
     def summary(self) -> dict[str, Any]:
         """`{"wall_s": float, "seconds": {part: float}, "fractions": {part: float}}`, ready to be an event's data."""
-        self._turn_to(self._part)
+        self._switch(self._part)
         wall = sum(self._seconds.values())
         fractions = {part: seconds / wall if wall else 0.0 for part, seconds in self._seconds.items()}
         return {
@@ -51,7 +51,7 @@ class Goodput:
             "fractions": {part: round(fraction, 5) for part, fraction in fractions.items()},
         }
 
-    def _turn_to(self, part: Part) -> None:
+    def _switch(self, part: Part) -> None:
         now = self._clock()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now

@@ -1,4 +1,4 @@
-"""log.txt of a run: what modules and libraries log, from before its folder is there; of maxlm's own from INFO on."""
+"""log.txt of a run: records of all loggers, also those from before its folder exists; of maxlm's own from INFO on."""
 
 import logging
 import sys
@@ -10,17 +10,17 @@ from types import TracebackType
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.append import AppendFile
+from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.background import Background
 
-_KEPT = 10_000  # lines before there is a file
+_MAX_EARLY = 10_000  # records buffered before the file exists
 _CLOSE_S = 2.0
 
 
 class RunLog:
-    """Use it in a `with`: meanwhile no logger writes to the console. A full or hung disk under the file delays nobody.
+    """Context manager within which no logger writes to the console. A full or hung disk delays nothing.
 
-    What was logged when it ends, and no file had come, is told on stderr from WARNING on, unless it ends with an error for the user.
+    Records that were never given a file are printed to stderr at the end, from WARNING on, unless it ends with a UserError.
     """
 
     def __init__(self) -> None:
@@ -31,36 +31,36 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         ours = logging.getLogger("maxlm")
         self._level = ours.level
-        ours.setLevel(logging.INFO)  # which implementation of an operation was chosen, and why
+        ours.setLevel(logging.INFO)  # such as the chosen implementation of an operation
         self._console = list(_console_handlers())
         for logger, handler in self._console:
             logger.removeHandler(handler)
-        logging.getLogger().addHandler(self._handler)  # with a handler there, no library installs its own (absl does)
+        logging.getLogger().addHandler(self._handler)  # if there is a handler, no library installs its own (absl does)
         logging.captureWarnings(True)
         return self
 
     def write_to(self, path: Path | None) -> None:
-        """Write all of it to `path`; None: to nowhere, since another process does."""
+        """Write all records to `path`; None: discard them, because another process writes the file."""
         self._handler.write_to(path)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         logging.captureWarnings(False)
-        logging.getLogger("maxlm").setLevel(self._level)  # a thread that still compiles would log to the console
+        logging.getLogger("maxlm").setLevel(self._level)  # a thread that is still compiling would log to the console
         logging.getLogger().removeHandler(self._handler)
         for logger, handler in self._console:
             logger.addHandler(handler)
-        if isinstance(error, UserError):  # its line says it all
+        if isinstance(error, UserError):  # its one line is printed anyway
             self._handler.forget()
         self._handler.close()
 
 
 class _Handler(logging.Handler):
-    """Keeps records until there is a file, which is written by a thread of its own."""
+    """Buffer records until there is a file; a background thread writes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._early: deque[logging.LogRecord] | None = deque(maxlen=_KEPT)
+        self._early: deque[logging.LogRecord] | None = deque(maxlen=_MAX_EARLY)
         self._file: AppendFile | None = None
         self._background: Background | None = None
 
@@ -83,7 +83,7 @@ class _Handler(logging.Handler):
             self._background.put(self._file.append, (self.format(record) + "\n").encode(errors="replace"))
 
     def forget(self) -> None:
-        """Drop what waits for a file."""
+        """Drop buffered records."""
         self.acquire()
         try:
             if self._early is not None:
@@ -104,7 +104,7 @@ class _Handler(logging.Handler):
 
 
 def _console_handlers() -> Iterator[tuple[logging.Logger, logging.Handler]]:
-    """Handlers that write to the console, each with its logger."""
+    """Loggers and their handlers that write to the console."""
     loggers = [logging.getLogger(), *(item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger))]
     for logger in loggers:
         for handler in tuple(logger.handlers):
@@ -116,6 +116,6 @@ def _is_console(stream: Any) -> bool:
     if stream in (sys.stdout, sys.stderr):
         return True
     try:
-        return stream.fileno() in (1, 2)  # also one that stood in for stderr while a spinner turned
+        return stream.fileno() in (1, 2)  # also the replacement of stderr during a spinner
     except (OSError, AttributeError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Says what a command is doing before its first result: on a terminal with a spinner, elsewhere a line as each phase begins."""
+"""Phases of a command before its first result: a spinner on a terminal, elsewhere a line as each phase begins."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,21 +6,21 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-SHORT_S = 1.0  # a phase that took less leaves no line on a terminal
+SHORT_S = 1.0  # a shorter phase leaves no line on a terminal
 
 
 class Phases:
-    """Made when the command begins, before anything slow is imported. `began` is that time, of `clock`."""
+    """Create it at the start of a command, before slow imports. `began`: that time, of `clock`."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
         self.began = clock()
-        self.primary = True  # another process than the primary one says nothing
+        self.primary = True  # only the primary process prints
         self._clock = clock
 
     @contextmanager
     def __call__(self, doing: str) -> Iterator[None]:
-        """Says `doing`, such as "compiling the step", for as long as the block runs. Phases do not nest."""
+        """Show `doing`, such as "compiling the step", while the block runs. Phases do not nest."""
         if not self.primary:
             yield
         elif self.console.is_terminal:
@@ -34,12 +34,12 @@ class Phases:
             yield
 
     def say(self, doing: str) -> None:
-        """A line without a spinner, for a phase that shows its own progress."""
+        """Print a line without a spinner, for a phase with a progress display of its own."""
         if self.primary:
             self._print(f"{doing} ...")
 
     def seconds(self) -> float:
-        """Since the command began."""
+        """Seconds since the command began."""
         return self._clock() - self.began
 
     def _print(self, line: str) -> None:

@@ -1,33 +1,54 @@
-"""The folder a run writes: `run.dir`/`run.name`/. Every name in it is decided here."""
+"""Run directory `run.dir`/`run.name`/ and the names of its files."""
 
+import contextlib
 import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.config.errors import ConfigError, UnavailableError
+from maxlm.config.paths import is_remote
 from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
-PROBE_BYTES = 1 << 20  # written and removed again to learn whether the disk takes a write
+PROBE_BYTES = 1 << 20  # written and removed again to test the disk
 
 
 class FullDiskError(ConfigError, UnavailableError):
-    """`run.dir` takes no write now. It may later: a run that a full disk has ended is started again."""
+    """The disk of `run.dir` is full. Space may be freed: a run that ended so is started again."""
+
+
+class _Entry:
+    """A file or folder of a run directory, as an attribute that is its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", owner: type) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. Only the primary process writes; the others know the names."""
+    """Paths of one run. Only the primary process writes."""
 
     path: Path
     primary: bool
 
+    config = _Entry("config.yml")
+    metrics = _Entry("metrics.jsonl")
+    routing = _Entry("routing.jsonl")
+    events = _Entry("events.jsonl")
+    log = _Entry("log.txt")
+    report = _Entry("report.html")
+    tensorboard = _Entry("tensorboard")
+    checkpoints = _Entry("checkpoints")
+
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
-        """Checks `name` and `dir`, and on the primary process makes the folder and checks that it takes a write.
+        """Check `name` and `dir`; on the primary process make the folder and check that it is writable.
 
-        Raises ConfigError (`run.name`, `run.dir`) and leaves nothing behind. A run that exists is opened as it is.
+        Raises ConfigError (`run.name`, `run.dir`) and leaves nothing behind. An existing run is opened unchanged.
         """
         check_run_name(name)
         _check_dir(str(dir))
@@ -37,55 +58,23 @@ class RunDirectory:
             run._clean()
         return run
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yml"
-
     def config_until(self, step: int) -> Path:
-        """The config that was replaced when the run went on from `step` with another."""
+        """The config that was replaced when the run continued from `step` with another."""
         return self.path / f"config-until-{step}.yml"
 
     def replaced_configs(self) -> list[int]:
-        """The steps at which configs were replaced, rising."""
+        """Steps at which configs were replaced, increasing."""
         numbers = (path.stem.rpartition("-")[2] for path in self.path.glob("config-until-*.yml"))
         return sorted(int(number) for number in numbers if number.isdecimal())
 
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def routing(self) -> Path:
-        return self.path / "routing.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def _clean(self) -> None:
-        """Remove what a process that was killed while it wrote a file has left: nobody else writes here now."""
+        """Remove temporary files of a process that was killed while writing; no other process writes here now."""
         names = (self.config, self.metrics, self.routing, self.report)
-        for left in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
-            left.unlink(missing_ok=True)
+        for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
+            temporary.unlink(missing_ok=True)
 
     def write_config(self, yaml_text: str) -> None:
-        """Writes the resolved config, atomically, on the primary process. Raises OSError."""
+        """Write the resolved config atomically, on the primary process. Raises OSError."""
         if self.primary:
             write_text(self.config, yaml_text)
 
@@ -93,27 +82,20 @@ class RunDirectory:
 def _check_dir(dir: str) -> None:
     if not dir or "\0" in dir:
         raise ConfigError("run.dir", ascii(dir) if dir else dir, "must be the path of a folder", "use for example `runs`")
-    if "://" in dir:
+    if is_remote(dir):
         raise ConfigError("run.dir", dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount")
 
 
 def _make_writable(path: Path, dir: str) -> None:
-    made = _missing(path)
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]  # deepest first
     try:
         path.mkdir(parents=True, exist_ok=True)
         _probe(path / f".probe-{os.getpid()}")
     except OSError as error:
-        for folder in made:  # deepest first; what another process has filled meanwhile stays
-            try:
+        with contextlib.suppress(OSError):  # a folder that another process has filled meanwhile
+            for folder in missing:
                 folder.rmdir()
-            except OSError:
-                break
         raise unwritable(error, "run.dir", dir) from error
-
-
-def _missing(path: Path) -> list[Path]:
-    """Folders that `path` needs and that are not there, deepest first."""
-    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
 
 
 def _probe(path: Path) -> None:
@@ -121,13 +103,13 @@ def _probe(path: Path) -> None:
         with path.open("wb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
-            os.fsync(file.fileno())  # a full disk may only say so here
+            os.fsync(file.fileno())  # a full disk may fail only here
     finally:
         path.unlink(missing_ok=True)
 
 
 def unwritable(error: OSError, field: str, folder: str) -> ConfigError:
-    """The error to raise where the folder that the setting `field` names cannot be written."""
+    """Error for a folder, named by the setting `field`, that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullDiskError(field, folder, "is on a full disk (not even 1 MiB can be written)", f"free space or choose another {field}")
     if isinstance(error, FileExistsError | NotADirectoryError):

@@ -1,4 +1,4 @@
-"""One JSON object a line, as any language reads it: NaN and infinity become null, and a torn line is skipped, not fatal."""
+"""Strict JSON lines: NaN and infinity become null; when reading, a torn line is skipped."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types: arrays of one element become numbers, anything unknown its text."""
+    """`value` in JSON types: arrays of one element become numbers, unknown types their text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -31,12 +31,12 @@ def dumps(value: Any) -> str:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a file of JSON lines, None where a line is not one (a process killed while writing leaves such a line)."""
+    """Objects of a file of JSON lines; None for a line that is none, as a killed process leaves behind."""
     return (item for _, item in read_lines(path))
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """The same, each with the line it stands in, its end of line included."""
+    """Objects as in `read_objects`, each with its line, newline included."""
     with path.open("rb") as file:
         for line in file:
             if line.strip():

@@ -10,14 +10,14 @@ from tensorboardX.proto.event_pb2 import SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from maxlm.telemetry.append import AppendFile
+from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.balance import peak
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 
 
 class TensorBoardObserver:
-    """Writes every figure of a record as a scalar at its step, on the primary process. Figures that are None are left out."""
+    """Write every figure of a record that is not None as a scalar at its step, on the primary process."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -26,7 +26,7 @@ class TensorBoardObserver:
 
     def on_step(self, record: StepRecord) -> None:
         if record.step <= self._last_step:
-            self.close()  # the steps come again (rollback): a new file hides the old ones
+            self.close()  # rollback: a new file replaces the later steps
         figures = record.to_dict()
         del figures["step"], figures["time"]
         if record.balance is not None:
@@ -51,7 +51,7 @@ class TensorBoardObserver:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in known])
         record = _framed(TfEvent(wall_time=when, step=step, summary=summary))
         if self._file is None:
-            # A session log of START: TensorBoard forgets what an earlier, killed process wrote for this step and later ones.
+            # SessionLog.START: TensorBoard discards what an earlier, killed process wrote for this step and later ones.
             started = TfEvent(wall_time=when, step=step, session_log=SessionLog(status=SessionLog.START))
             head = _framed(TfEvent(wall_time=when, file_version="brain.Event:2")) + _framed(started)
             file = AppendFile(self._run.tensorboard / f"events.out.tfevents.{time.time():.0f}.{time.time_ns()}")

@@ -1,4 +1,4 @@
-"""The figures of a run at Weights & Biases, or in files for `wandb sync`. The package is an extra and is imported late."""
+"""Metrics to Weights & Biases, or to files for `wandb sync`. The package is an extra, imported when it is used."""
 
 import importlib.util
 import netrc
@@ -14,9 +14,9 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def check_wandb(project: str) -> None:
-    """Raises ConfigError without the package, or without the key that only WANDB_MODE=offline spares: nothing may ask for it later."""
+    """Raise ConfigError without the package, or without the API key, which only WANDB_MODE=offline makes unnecessary."""
     spec = importlib.util.find_spec("wandb")
-    if spec is None or spec.origin is None:  # a folder named wandb, where wandb writes by itself, is no package
+    if spec is None or spec.origin is None:  # a folder named wandb, which wandb itself makes, is no package
         raise ConfigError("wandb.project", project, "the package wandb is not installed", "run `pip install 'maxlm[wandb]'`")
     if os.environ.get("WANDB_MODE", "online") == "online" and not _has_key():
         rule = "no API key was found in WANDB_API_KEY or ~/.netrc"
@@ -24,9 +24,9 @@ def check_wandb(project: str) -> None:
 
 
 class WandbObserver:
-    """Logs the figures of every record, and held-out losses, over `step`. A restart goes on in the same run of theirs.
+    """Log the figures of every record, and held-out losses, over `step`. A restart continues the same W&B run.
 
-    The first call connects, and is made again while the service is not reached. Nothing is written before it.
+    The first call connects; it is repeated while the service is not reached.
     """
 
     def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class WandbObserver:
         self._run.log({name: value for name, value in figures.items() if value is not None})
 
     def _connect(self) -> Any:
-        """Raises OSError when the service is not reached."""
+        """Start or resume the W&B run. Raises OSError if the service is not reached."""
         import wandb
 
         path = self._directory.path.resolve()
@@ -71,7 +71,7 @@ class WandbObserver:
             raise
         except wandb.errors.CommError as error:
             raise OSError(f"Weights & Biases is not reached: {error}") from error
-        run.define_metric("*", step_metric="step")  # their own count of steps cannot go back, as a rollback does
+        run.define_metric("*", step_metric="step")  # their own step counter cannot decrease after a rollback
         return run
 
 

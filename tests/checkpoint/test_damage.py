@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes on the disk, what is restored is what was saved: from this checkpoint or the one before."""
+"""Whatever happens to the bytes on the disk, the restored state is one that was saved: in this checkpoint or the one before."""
 
 import errno
 import gc
@@ -96,7 +96,7 @@ def test_damaged_files_are_walked_back_from(saved, copy, part, how, caplog):
     assert restored.data_position == {"step": 2, "epoch": 0}
     assert len(restored.skipped) == 1
     assert restored.skipped[0].startswith("checkpoint 3 is damaged: ")
-    assert "passed over" in caplog.text
+    assert "skipped" in caplog.text
 
 
 def test_a_changed_manifest_is_not_believed(saved, copy):
@@ -240,7 +240,7 @@ def test_every_third_bit_of_the_state_metadata_is_damage_or_harmless(tmp_path):
     ],
 )
 def test_the_medium_is_told_from_the_content(saved, monkeypatch, error, transient):
-    """What may pass is tried again and then ends with the code that is started again; what will not is damage."""
+    """A transient failure is retried and then ends with the exit code that is restarted; any other is damage."""
     tries = []
 
     def load(*_args, **_kwargs):

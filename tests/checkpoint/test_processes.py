@@ -52,7 +52,7 @@ store.close()
 
 
 def run(task: str, directory: Path, fsdp: int = 8) -> list[dict]:
-    """What each of the two processes reports; none may take long, as it would at a barrier that another never reaches."""
+    """Reports of the two processes; none may take long, as it would at a barrier that the other never reaches."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

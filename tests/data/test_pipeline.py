@@ -380,7 +380,7 @@ def test_samples_that_touch_a_damaged_chunk_become_padding_and_are_told(holed, t
             np.testing.assert_array_equal(array[row], expected)
     [problem] = skipping.take_problems()
     assert (problem["cause"], problem["chunks"], problem["samples"], problem["tokens"]) == ("bad_chunk", [5], [4, 5], 32)
-    assert "2 samples of 32 tokens were left out" in problem["reason"] and skipping.take_problems() == []
+    assert "2 samples of 32 tokens were omitted" in problem["reason"] and skipping.take_problems() == []
     for rows in ([4], [0, 5, 7], slice(2, 6)):
         part = skipping.host_batch(0, np.arange(8)[rows])
         np.testing.assert_array_equal(part.tokens_BS, batch.tokens_BS[rows])

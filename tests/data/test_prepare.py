@@ -15,10 +15,10 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest
+from maxlm.data import encoding, manifest, progress
 from maxlm.data import prepare as module
 from maxlm.data.prepare import prepare
-from maxlm.data.store import TokenStore
+from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
 
 TEXTS = some_texts(60)
@@ -170,9 +170,9 @@ def test_killed_it_goes_on_with_the_same_store(tmp_path):
         return subprocess.Popen([sys.executable, "-c", program, config], stderr=subprocess.PIPE)
 
     assert start("whole").wait() == 0
-    for saves in (1, 5):
+    for documents in (100, 800):
         process = start("store")
-        while process.poll() is None and not (tmp_path / f"store/preparing/{saves}").exists():
+        while process.poll() is None and ((done := progress.load(str(tmp_path / "store"))) is None or done.documents < documents):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()

@@ -13,7 +13,7 @@ from maxlm.config.errors import UnavailableError, UserError
 from maxlm.data import manifest, storage
 from maxlm.data.inspect import describe
 from maxlm.data.storage import DamagedStoreError
-from maxlm.data.store import TokenStore
+from maxlm.data.token_store import TokenStore
 from maxlm.data.writer import FlatWriter
 
 DOCUMENTS = random_documents(60)
@@ -120,7 +120,7 @@ def swap_splits(store: Path) -> None:
 
 
 def unfinished(store: Path) -> None:
-    (store / "store.json").rename(store / "preparing.json")
+    (store / "store.json").rename(store / "preparing.npz")
 
 
 BREAKS = {
@@ -241,8 +241,9 @@ def test_a_full_or_closed_disk_is_one_line_that_names_the_place(tmp_path):
 
 def test_describe_counts_measures_and_shows(tmp_path):
     from data_cases import prepare_config, some_texts
+    from rich.console import Console
 
-    from maxlm.data.inspect import as_text
+    from maxlm.data.inspect import render
     from maxlm.data.prepare import prepare
 
     texts = some_texts(30)
@@ -260,4 +261,9 @@ def test_describe_counts_measures_and_shows(tmp_path):
         assert len(summary["samples"]) == 3
         for sample in summary["samples"]:
             assert any(text.startswith(sample["text"]) for text in texts) and sample["text"]
-    assert f"train: {info.splits['train'].tokens:,} tokens" in as_text(found)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(found))
+    shown = capture.get()
+    assert all(f"{info.splits[split].tokens:,}" in shown for split in ("train", "eval"))
+    assert json.dumps(found["splits"]["eval"]["samples"][0]["text"], ensure_ascii=False)[:40] in shown

@@ -76,7 +76,7 @@ def test_bad_tokenizers_are_one_line(trained, tmp_path):
         ("none.json", "no such"),
         ("list.json", "not a tokenizer.json"),
         ("cut.json", "not a tokenizer.json"),
-        ("latin.json", "UTF-8"),
+        ("latin.json", "utf-8"),
     ):
         with pytest.raises(UserError, match=says) as caught:
             load_tokenizer(str(tmp_path / name), END)

@@ -124,7 +124,7 @@ def no_room(directory: Path, fill: str, free: str) -> None:
     lines = run(NO_ROOM.replace("FILL", fill).replace("FREE", free), str(directory)).strip().splitlines()
     assert len(lines) == 3
     for message, step in zip(lines, (2, 3, 4), strict=True):
-        assert f"checkpoint {step} was not saved in {directory}: no room left" in message
+        assert f"checkpoint {step} was not saved in {directory}: no space left" in message
         assert "writes up to 4.0 MB and " in message
         assert "Older checkpoints are untouched." in message
 

@@ -43,7 +43,7 @@ def test_a_run_without_a_damaged_chunk_is_the_same_on_another_mesh_and_says_what
     assert "data.skip_bad_chunks" in said
     for devices in (1, 2):
         said = finish(start(tmp_path, f"run.name=on{devices}", "data.skip_bad_chunks.at_most=5", devices=devices))
-        assert "were left out" in said
+        assert "were omitted" in said
     one, two = ([(record["step"], record["batch_digest"]) for record in metrics(tmp_path, f"on{devices}")] for devices in (1, 2))
     assert one == two
     left_out = [[(event["samples"], event["tokens"]) for event in events(tmp_path, "alarm", f"on{devices}")] for devices in (1, 2)]

@@ -29,4 +29,4 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     said = io.StringIO()
     text.print_samples(config, tmp_path, {}, Console(file=said, width=200), stopped=lambda: False)
     assert asked == [12]
-    assert "a" * 20 + "!" in said.getvalue() and "fills the 32 tokens" in said.getvalue()
+    assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

@@ -150,7 +150,7 @@ def test_a_run_that_diverges_at_its_end_is_seen_to():
 
 
 def test_the_pointer_is_given_steps_and_values_of_the_points_drawn():
-    """Of lines with other steps too: a held-out loss of step 200 is not one of step 189."""
+    """Also for lines with different steps: a held-out loss of step 200 is not one of step 189."""
     few = Series(np.array([100.0, 200.0]), np.array([4.0, 3.5]))
     svg = chart("Loss", "nats", [Line("training", series(falling(200)), 0), Line("held-out", few, 1, dots=True)])
     groups = re.findall(

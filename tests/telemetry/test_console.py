@@ -1,4 +1,4 @@
-"""What the operator reads: few lines in a log, one live line on a terminal, no figure that is not known."""
+"""Console output: few lines in a log, one live line on a terminal, no unknown figure."""
 
 import io
 
@@ -121,4 +121,4 @@ def test_the_end_is_said_once_and_last(record):
     console.close()
     first, last, stopped = screen.getvalue().splitlines()
     assert (first.split("/")[0], last.split("/")[0]) == ("step 1", "step 3")
-    assert stopped == "Stopped at step 3 (preempted): stopped by SIGTERM; the same command goes on"
+    assert stopped == "Stopped at step 3 (preempted): stopped by SIGTERM; the same command continues it"

@@ -130,7 +130,7 @@ while True:
 
 
 def test_kill_nine_loses_no_finished_record(tmp_path):
-    """What the process said it had written is in the file after SIGKILL."""
+    """Records that the process reported as written are in the file after SIGKILL."""
     process = subprocess.Popen([sys.executable, "-c", VICTIM, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     for line in process.stdout:

@@ -177,7 +177,7 @@ def test_a_call_that_takes_long_is_reported_once(record, monkeypatch):
 
 def test_of_too_many_records_the_oldest_are_dropped_and_counted():
     let_go, seen = threading.Event(), []
-    line = Background("line", close=lambda: None, kept=10)
+    line = Background("line", close=lambda: None, limit=10)
     line.put(lambda _: let_go.wait(30) and None, None)
     until(lambda: line._queue.qsize() == 0)
     for number in range(25):

@@ -76,7 +76,7 @@ def test_phases_need_nothing_slow():
 
 
 def test_the_first_line_comes_before_jax_and_every_phase_is_said(tmp_path):
-    """Of a real run: which phase is said when; no logger's line is on the console."""
+    """Phases of a real run are printed in order, and no logger writes to the console."""
     make_workspace(tmp_path)
     began = time.monotonic()
     process = subprocess.Popen(

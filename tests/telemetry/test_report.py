@@ -118,7 +118,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path, make):
 
 def test_several_runs_show_only_the_settings_that_differ(tmp_path, make):
     page = Page(report_of(tmp_path, make("a"), make("b", lr=3e-3), make("c")))
-    table = page.text.split("Differences of their settings")[1].split("What happened")[0]
+    table = page.text.split("Differing settings")[1].split("Events")[0]
     assert "optimizer.peak_lr 0.001 0.003 0.001" in table
     assert "n_layers" not in table
     assert "3 runs compared" in page.text
@@ -191,7 +191,7 @@ def test_a_stale_attempt_does_not_double_a_step(tmp_path):
 )
 def test_status(make, reason, word, tone):
     status = status_of(load_run(make("r", reason=reason)))
-    assert (status.word, status.tone) == (word, tone)
+    assert (status.label, status.tone) == (word, tone)
 
 
 def test_time_of_a_killed_attempt_is_that_of_its_steps(make):

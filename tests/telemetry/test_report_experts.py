@@ -11,7 +11,7 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.charts import HALF
-from maxlm.telemetry.report.experts import in_words
+from maxlm.telemetry.report.experts import load_sentences
 from maxlm.telemetry.report.heat import BOUNDS, EVEN, LABELS, columns, heat
 from maxlm.telemetry.report.load import EMPTY, Loads, load_run
 from maxlm.telemetry.run_dir import RunDirectory
@@ -113,15 +113,15 @@ def test_the_map_is_painted_from_edge_to_edge(make):
 
 def test_the_sentence_names_the_layer_the_expert_and_its_share(make):
     run = load_run(make("r", lambda step: crowded(2, 3, 4.1) if step > 20 else even(), dropped=41))
-    assert in_words(run).startswith("From step 37 on, expert 3 of layer 3 takes 4.1 times its share, more than any other. 1.0% of")
+    assert load_sentences(run).startswith("From step 37 on, expert 3 of layer 3 takes 4.1 times its share, more than any other. 1.0% of")
 
 
 def test_even_load_and_idle_experts_are_said():
-    assert in_words(load_run_of(even())) == "At step 9, load is even: no expert takes more than 1.00 times its share."
+    assert load_sentences(load_run_of(even())) == "At step 9, load is even: no expert takes more than 1.00 times its share."
     load_LE = even()
     load_LE[3, 2:5] = 0
-    assert "Experts that met no token in that time: 3 of 8 in layer 5." in in_words(load_run_of(load_LE))
-    assert "4 of 8 in layer 2, 4 of 8 in layer 3, 4 of 8 in layer 4, and some in 1 more layer." in in_words(
+    assert "Experts without a token in that time: 3 of 8 in layer 5." in load_sentences(load_run_of(load_LE))
+    assert "4 of 8 in layer 2, 4 of 8 in layer 3, 4 of 8 in layer 4, and some in 1 more layer." in load_sentences(
         load_run_of(np.where(np.arange(8) < 4, even(), 0))
     )
 
@@ -166,7 +166,7 @@ def test_a_dense_run_has_no_section_no_map_and_no_colours(tmp_path, make):
 def test_a_dense_run_beside_one_with_experts(tmp_path, make):
     html = report_of(tmp_path, make("dense", None), make("moe", lambda step: even()))
     assert html.count('class="heat"') == 4
-    section = html.split("How experts share the work")[1].split("</section>")[0]
+    section = html.split("Expert load")[1].split("</section>")[0]
     assert re.findall(r"<h3>(.*?)</h3>", section) == ["moe"]
 
 

@@ -1,4 +1,4 @@
-"""What is seen of experts: figures, files, TensorBoard, console and alarms."""
+"""Expert routing in figures, files, TensorBoard, console and alarms."""
 
 import json
 import math

@@ -25,7 +25,7 @@ def installed():
 
 
 class Double:
-    """What is used of wandb. `down`: so many connections fail first."""
+    """Stand-in for the part of wandb that is used. `down`: number of connections that fail first."""
 
     def __init__(self, down=0):
         self.down, self.inits, self.logged, self.metrics, self.finished = down, [], [], [], 0

@@ -357,7 +357,7 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
     assert seen[9] == ["alarm"]
     assert [(event.kind, event.step) for event in events] == [("alarm", 5), ("save", 10)]
     assert events[0].data["cause"] == "save_failed"
-    assert "no room left" in events[0].data["reason"]
+    assert "no space left" in events[0].data["reason"]
 
 
 def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, in one file that anyone can open and nobody needs this tool to read."""
+"""`report.html`: a report on runs as one self-contained page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ __all__ = ["write_report"]
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes one self-contained HTML page about the runs, overlaid when there are several, and returns `out`.
+    """Write one HTML page about the runs, overlaid if there are several, and return `out`.
 
-    Missing, empty or torn files make a shorter report that says so. Raises UserError for a folder that is no run directory, for none
-    at all, and when `out` cannot be written.
+    Missing, empty or torn files give a shorter report with a note. Raises UserError without runs, for a folder that is no run directory,
+    and if `out` cannot be written.
     """
     if not run_dirs:
         raise UserError("a report needs at least one run directory; give the folder that `maxlm train` wrote, such as runs/quickstart")
@@ -23,5 +23,5 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     try:
         write_text(Path(out), page)
     except OSError as error:
-        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another place") from error
+        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another file") from error
     return Path(out)

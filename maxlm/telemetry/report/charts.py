@@ -1,4 +1,4 @@
-"""Line charts as SVG text: readable at any size, in light and dark, without a library."""
+"""Line charts as SVG text that scales and follows the light or dark theme."""
 
 import math
 from collections.abc import Sequence
@@ -10,35 +10,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.report.load import Series
+from maxlm.telemetry.report.load import Run, Series
 
 # N points of a series; P points drawn
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # room for the axes, in pixels
-MANY = 300  # more points than this are also drawn as a running median
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # margins for the axes, in pixels
+COLORS = 8  # in the palette of style.py; it repeats from the ninth run
+MANY = 300  # from this many points on a running median is drawn too
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart. `color` is its place in the palette of style.py."""
+    """One series of a chart. `color`: index in the palette of style.py."""
 
     label: str
     series: Series
     color: int
-    dots: bool = False  # few, separate measurements: points joined by a dashed line
+    dots: bool = False  # sparse measurements: points joined by a dashed line
+
+
+def metric_lines(runs: Sequence[Run], names: Sequence[str], label: str, key: str) -> list[Line]:
+    """The metric `key` of each run, labelled by the run's name, or by `label` for a single run."""
+    labels = names if len(runs) > 1 else [label]
+    return [Line(name, run.get(key), index % COLORS) for index, (run, name) in enumerate(zip(runs, labels, strict=True))]
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Steps at which something happened to a run, drawn on each of its charts. `color` as in Line."""
+    """Steps of a run's restarts and skips, marked on each chart. `color` as in Line."""
 
-    restarts: Sequence[int] = ()  # began again, or rolled back: with so many updates done
-    skips: Sequence[int] = ()  # updates that were not applied
+    restarts: Sequence[int] = ()  # updates done at a restart or rollback
+    skips: Sequence[int] = ()  # updates not applied
     color: int = 0
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Data that the charts of one page share: the steps they span, and their events."""
+    """Range of steps and marks that all charts of a page share."""
 
     first_step: float
     last_step: float
@@ -47,7 +54,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a chart, in units of its drawing; the page scales it."""
+    """Size of a chart in SVG units; the page scales it."""
 
     width: int
     height: int
@@ -66,7 +73,7 @@ HALF, FULL = Size(640, 260), Size(1310, 380)  # of the page's width
 
 @dataclass(frozen=True)
 class Axis:
-    """Values -> pixels. `outside` counts the points a clipped axis does not show."""
+    """Linear or logarithmic axis. `outside`: points that a clipped axis does not show."""
 
     low: float
     high: float
@@ -74,7 +81,7 @@ class Axis:
     outside: int = 0
 
     def share(self, values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-        """0 at `low`, 1 at `high`."""
+        """Position on the axis: 0 at `low`, 1 at `high`."""
         low, high = self._of(np.array([self.low, self.high]))
         return (self._of(values_N) - low) / (high - low)
 
@@ -85,7 +92,7 @@ class Axis:
 def chart(
     title: str, unit: str, lines: Sequence[Line], *, log: bool = False, zero: bool = False, size: Size = HALF, frame: Frame | None = None
 ) -> str:
-    """A figure with a caption, or "" when nothing was measured. `zero`: the axis begins at 0. Titles are unique on a page."""
+    """A figure with a caption, or "" without data. `zero`: the axis begins at 0. Titles are unique on a page."""
     lines = [Line(line.label, _positive(line.series) if log else line.series, line.color, line.dots) for line in lines]
     lines = [line for line in lines if len(line.series.steps_N)]
     if not lines:
@@ -97,7 +104,7 @@ def chart(
     marks = "".join(_draw_marks(mark, x, size) for mark in (frame.marks if frame is not None else ()))
     return (
         f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit + beyond)}</span></figcaption>'
-        f'<svg class="chart" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(_in_words(title, lines))}" '
+        f'<svg class="chart" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(_description(title, lines))}" '
         f'data-plot="{LEFT} {TOP} {size.plot_w} {size.plot_h}" data-y="{y.low!r} {y.high!r}">'
         f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{size.plot_w + 8}" height="{size.plot_h + 8}"/></clipPath>'
         f'{_grid(x, y, size)}{marks}<g clip-path="url(#{clip})">{"".join(_draw(line, x, y, size) for line in lines)}</g>'
@@ -119,7 +126,7 @@ def _x_axis(lines: Sequence[Line], frame: Frame | None) -> Axis:
 
 
 def _y_axis(lines: Sequence[Line], log: bool, zero: bool) -> Axis:
-    """All points, unless a few far outliers (compilation, a pause, a spike) would press the rest flat."""
+    """Range of all points, clipped where a few far outliers (compilation, a pause, a spike) would flatten the rest."""
     values_N = np.concatenate([line.series.values_N for line in lines])
     low, high = float(values_N.min()), float(values_N.max())
     limits = [_robust(line.series.values_N, log) for line in lines]
@@ -134,9 +141,9 @@ def _y_axis(lines: Sequence[Line], log: bool, zero: bool) -> Axis:
 
 
 def _robust(values_N: NDArray[np.float64], log: bool) -> tuple[float, float]:
-    """Between what a chart shows: all but the outer hundredths, a half more on either side, and where the series begins and ends.
+    """Range to show: percentiles 2 to 98, half of that more on either side, and the first and last values.
 
-    A single point is neither its beginning nor its end: the first step is compiled, the last may be the spike.
+    First and last are medians of 5 points: the first step includes compilation, the last may be a spike.
     """
     if len(values_N) < 20:
         return float(values_N.min()), float(values_N.max())
@@ -155,11 +162,11 @@ def _points(series: Series, x: Axis, y: Axis, size: Size) -> str:
 
 
 def _draw(line: Line, x: Axis, y: Axis, size: Size) -> str:
-    shown = min_max(line.series, size.plot_w)
-    points = _points(shown, x, y, size)
-    if len(shown.steps_N) == 1 or (line.dots and len(shown.steps_N) <= MANY):
+    drawn = min_max(line.series, size.plot_w)
+    points = _points(drawn, x, y, size)
+    if len(drawn.steps_N) == 1 or (line.dots and len(drawn.steps_N) <= MANY):
         circles = "".join(f'<circle cx="{a}" cy="{b}" r="3"/>' for a, b in (pair.split(",") for pair in points.split()))
-        return f'<g {_attributes(line, shown)}><polyline class="line dashed" points="{points}"/>{circles}</g>'
+        return f'<g {_attributes(line, drawn)}><polyline class="line dashed" points="{points}"/>{circles}</g>'
     if len(line.series.steps_N) <= MANY:
         return f'<g {_attributes(line, line.series)}><polyline class="line" points="{points}"/></g>'
     trend = running_median(line.series)
@@ -169,13 +176,13 @@ def _draw(line: Line, x: Axis, y: Axis, size: Size) -> str:
 
 
 def _attributes(line: Line, series: Series, what: str = "") -> str:
-    """Colour, and for the pointer the name, steps and values of the points of the main line."""
+    """Colour, and data for the tooltip: name, steps and values of the main line."""
     steps, values = " ".join(f"{step:.0f}" for step in series.steps_N), " ".join(f"{value:.5g}" for value in series.values_N)
     return f'class="c{line.color}" data-label="{escape(line.label + what)}" data-steps="{steps}" data-values="{values}"'
 
 
 def _draw_beyond(line: Line, x: Axis, y: Axis, size: Size) -> str:
-    """A triangle at the edge for what lies beyond the axis, at most one a pixel."""
+    """Triangles at the edge for points beyond the axis, at most one a pixel."""
     paths = []
     for beyond_N, py, slope in ((line.series.values_N > y.high, TOP, 6), (line.series.values_N < y.low, TOP + size.plot_h, -6)):
         paths += [f"M{px - 4} {py + slope}l4 {-slope}l4 {slope}z" for px in _pixels(line.series.steps_N[beyond_N], x, size)]
@@ -191,13 +198,13 @@ def _draw_marks(marks: Marks, x: Axis, size: Size) -> str:
 
 
 def _pixels(steps_N: NDArray[np.float64], x: Axis, size: Size) -> list[int]:
-    """Positions of steps within the axis, each pixel once."""
+    """Pixels of the steps within the axis, without duplicates."""
     within_N = steps_N[(steps_N >= x.low) & (steps_N <= x.high)]
     return np.unique(np.rint(LEFT + size.plot_w * x.share(within_N)).astype(np.int64)).tolist() if len(within_N) else []
 
 
 def min_max(series: Series, pixels: int) -> Series:
-    """At most two points a pixel: the least and the greatest of its bucket, in their order, so that no spike is lost."""
+    """Downsample to two points a pixel, minimum and maximum in order, so that no spike is lost."""
     n = len(series.steps_N)
     if n <= 2 * pixels:
         return series
@@ -211,11 +218,11 @@ def min_max(series: Series, pixels: int) -> Series:
 
 
 def running_median(series: Series, points: int = MANY) -> Series:
-    """The trend, at `points` places: medians over a centred window of a fiftieth of the series, which a lone spike does not move."""
+    """Running median at `points` places, over a centred window of 1/50 of the series."""
     n = len(series.steps_N)
     half = max(1, n // 100)
     at_P = np.unique(np.linspace(0, n - 1, min(n, points)).astype(np.int64))
-    # At the start the window shrinks on both sides, or a falling loss would seem to begin low.
+    # At the start the window shrinks on both sides; otherwise a falling loss would seem to begin low.
     ahead_P = np.minimum(half, at_P)
     medians = [np.median(series.values_N[max(0, at - half) : at + ahead + 1]) for at, ahead in zip(at_P, ahead_P, strict=True)]
     return Series(series.steps_N[at_P], np.array(medians))
@@ -225,7 +232,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers within the range, about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / wanted))
     choices = [_multiples(low, high, power * factor) for factor in (1, 2, 5, 10)]
-    return min(choices, key=lambda found: abs(math.log(max(len(found), 0.5) / wanted)))
+    return min(choices, key=lambda values: abs(math.log(max(len(values), 0.5) / wanted)))
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
@@ -237,9 +244,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten within the range, or as many of their multiples as it takes to have three ticks."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), range(1, 10)):
-        found = [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
-        if len(found) >= 3:
-            return found
+        values = [factor * 10.0**power for power in decades for factor in factors if low <= factor * 10.0**power <= high]
+        if len(values) >= 3:
+            return values
     return [value for value in ticks(low, high) if value > 0]
 
 
@@ -250,17 +257,23 @@ def _grid(x: Axis, y: Axis, size: Size) -> str:
         py = TOP + size.plot_h * (1 - float(y.share(np.array([value]))[0]))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{py:.1f}" y2="{py:.1f}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{tick_label(value)}</text>')
-    for value in filter(float.is_integer, ticks(x.low, x.high, size.width // 110)):  # there is no half a step
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts) + step_axis(x, size)
+
+
+def step_axis(x: Axis, size: Size) -> str:
+    """Ticks and labels of the steps."""
+    bottom, parts = TOP + size.plot_h, []
+    for value in filter(float.is_integer, ticks(x.low, x.high, size.width // 110)):  # steps are integers
         px = LEFT + size.plot_w * float(x.share(np.array([value]))[0])
         parts.append(f'<line class="axis" x1="{px:.1f}" x2="{px:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(f'<text x="{px:.1f}" y="{bottom + 17}" text-anchor="middle">{tick_label(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(f'<text x="{right}" y="{size.height - 3}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{size.width - RIGHT}" y="{size.height - 3}" text-anchor="end">step</text>')
     return "".join(parts)
 
 
 def tick_label(value: float) -> str:
-    """Short: 1500000 -> 1.5M, 0.0003 -> 3e-4."""
+    """Short text of a number: 1500000 -> 1.5M, 0.0003 -> 3e-4."""
     if value == 0 or abs(value) < 1e-12:
         return "0"
     for scale, letter in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
@@ -272,6 +285,6 @@ def tick_label(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _in_words(title: str, lines: Sequence[Line]) -> str:
-    said = [f"{line.label}: from {figure(line.series.values_N[0])} to {figure(line.series.values_N[-1])}" for line in lines]
-    return f"{title} over steps. {'; '.join(said)}."
+def _description(title: str, lines: Sequence[Line]) -> str:
+    lines_text = [f"{line.label}: from {figure(line.series.values_N[0])} to {figure(line.series.values_N[-1])}" for line in lines]
+    return f"{title} over steps. {'; '.join(lines_text)}."

@@ -1,4 +1,4 @@
-"""Reads a run directory as it is found: finished, running, killed or damaged."""
+"""Read a run directory, whether the run is finished, running, killed or damaged."""
 
 from array import array
 from collections.abc import Iterator
@@ -13,25 +13,26 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.attempts import Attempt, Sign, attempts_of
+from maxlm.config.loader import flatten
+from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
 from maxlm.telemetry.observer import Event, is_step
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
 
 class Series(NamedTuple):
-    """One figure over the steps: steps rise; a figure that was null is left out."""
+    """One metric over steps, which increase; null values are left out."""
 
     steps_N: NDArray[np.float64]
     values_N: NDArray[np.float64]
 
 
 class Loads(NamedTuple):
-    """Choices that fell on each expert (E) of each layer that has any (L), of some of the steps."""
+    """Choices of each expert (E) in each layer with experts (L), at some of the steps."""
 
-    steps_N: NDArray[np.float64]  # they rise
+    steps_N: NDArray[np.float64]  # increasing
     load_NLE: NDArray[np.int64]
-    first_layer: int  # the number of the first of these layers, as the model counts
+    first_layer: int  # index of the first of these layers in the model
 
 
 EMPTY = Series(np.zeros(0), np.zeros(0))
@@ -47,23 +48,27 @@ class Run:
     events: list[Event]
     config: dict[str, Any]  # nested, as in config.yml; {} when there is none
     config_text: str
-    notes: list[str]  # what is missing or damaged, in sentences
-    modified: float  # when something was last written, seconds since 1970
+    notes: list[str]  # sentences about what is missing or damaged
+    modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
 
     def get(self, name: str) -> Series:
         return self.series.get(name, EMPTY)
 
     @cached_property
-    def attempts(self) -> list[Attempt]:
-        """Attempts, from events and records."""
-        return attempts_of(self.events, self._signs)
+    def settings(self) -> dict[str, Any]:
+        """The config by dotted name."""
+        return dict(flatten(self.config)) if self.config else {}
 
-    def _signs(self) -> list[Sign]:
-        columns = [
-            dict(zip(*(values.tolist() for values in self.get(name)), strict=True)) for name in ("time", "step_time_s", "data_wait_s")
-        ]
-        return [Sign(int(step), *(column[step] for column in columns)) for step in columns[0] if all(step in column for column in columns)]
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return attempts_of(self.events, self._timings)
+
+    def _timings(self) -> list[StepTiming]:
+        columns = [self.get(name) for name in ("time", "step_time_s", "data_wait_s")]
+        values = [dict(zip(column.steps_N.tolist(), column.values_N.tolist(), strict=True)) for column in columns]
+        steps = [step for step in values[0] if all(step in column for column in values)]
+        return [StepTiming(int(step), *(column[step] for column in values)) for step in steps]
 
     @property
     def last_step(self) -> int:
@@ -72,14 +77,14 @@ class Run:
 
 
 def load_run(path: Path) -> Run:
-    """Raises UserError when `path` is not a run directory or cannot be read."""
+    """Read one run directory. Raises UserError if `path` is not one or cannot be read."""
     run = RunDirectory(path, primary=False)
     files = (run.config, run.metrics, run.events)
     try:
-        found = [file for file in files if file.is_file()]
+        existing = [file for file in files if file.is_file()]
     except (OSError, ValueError) as error:  # a name too long, a NUL
         raise UserError(f"{path}: cannot be read ({error})") from error
-    if not found:
+    if not existing:
         reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
         raise UserError(f"{path} is not a run directory: it {reason}; give the folder that `maxlm train` wrote, such as runs/quickstart")
     notes: list[str] = []
@@ -88,7 +93,7 @@ def load_run(path: Path) -> Run:
         series = _read_metrics(run.metrics, notes)
         events = _read_events(run.events, notes)
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
-        modified = max(file.stat().st_mtime for file in found)
+        modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads)
@@ -104,13 +109,13 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     except (YAMLError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        notes.append("config.yml is empty or damaged; it is shown as it was found.")
+        notes.append("config.yml is empty or damaged; it is shown unchanged.")
         return text, {}
     return text, config
 
 
 def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of the file; says in `notes` that it is missing, or how many lines were no objects."""
+    """Objects of the file. Adds to `notes` that it is missing, or how many lines are not objects."""
     if not path.is_file():
         notes.append(f"{path.name} is missing.")
         return
@@ -138,7 +143,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
 
 
 def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Series:
-    """Sorted by step; of several records of one step the last counts (the others are of an attempt that was killed)."""
+    """Sorted by step. Of several records of a step the last is used: the others are of an attempt that was killed."""
     finite = np.isfinite(values_N)
     steps_N, values_N = steps_N[finite][::-1], values_N[finite][::-1]
     unique_N, first_N = np.unique(steps_N, return_index=True)
@@ -146,26 +151,26 @@ def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Seri
 
 
 def _read_routing(path: Path, config: dict[str, Any], notes: list[str]) -> Loads | None:
-    """None when no line can be used. Of several lines of one step the last counts, and all have the shape of the first."""
-    found: dict[int, NDArray[np.int64]] = {}
+    """Loads, or None if no line is usable. Of several lines of a step the last is used; all must have the shape of the first."""
+    loads: dict[int, NDArray[np.int64]] = {}
     odd = 0
     for item in _objects(path, notes):
         load_LE = _counts(item.get("load"))
-        if load_LE is None or load_LE.shape != next(iter(found.values()), load_LE).shape:
+        if load_LE is None or load_LE.shape != next(iter(loads.values()), load_LE).shape:
             odd += 1
         else:
-            found[item["step"]] = load_LE
+            loads[item["step"]] = load_LE
     if odd:
         notes.append(f"{path.name}: {odd} {'line' if odd == 1 else 'lines'} without usable loads {'is' if odd == 1 else 'are'} left out.")
-    if not found:
+    if not loads:
         return None
-    steps = sorted(found)
-    dense = flatten(config).get("model.moe.n_dense", 0)
-    return Loads(np.array(steps, np.float64), np.stack([found[step] for step in steps]), dense if is_step(dense) else 0)
+    steps = sorted(loads)
+    dense = dict(flatten(config)).get("model.moe.n_dense", 0)
+    return Loads(np.array(steps, np.float64), np.stack([loads[step] for step in steps]), dense if is_step(dense) else 0)
 
 
 def _counts(load: Any) -> NDArray[np.int64] | None:
-    """A rectangle of counts, or None for anything else."""
+    """A matrix of counts, or None for anything else."""
     try:
         load_LE = np.array(load)
     except ValueError:  # ragged
@@ -179,24 +184,12 @@ def _read_events(path: Path, notes: list[str]) -> list[Event]:
 
 
 def eval_loss(run: Run) -> Series:
-    """Held-out loss over the steps, from the records and from the events."""
+    """Held-out loss over steps, from records and events."""
     recorded = run.get("eval_loss")
-    told = [
+    logged = [
         (e.step, e.data["eval_loss"]) for e in run.events if e.kind in ("eval", "stop") and isinstance(e.data.get("eval_loss"), int | float)
     ]
-    steps_N = np.concatenate([recorded.steps_N, np.array([step for step, _ in told], dtype=np.float64)])
-    values_N = np.concatenate([recorded.values_N, np.array([loss for _, loss in told], dtype=np.float64)])
+    steps_N = np.concatenate([recorded.steps_N, np.array([step for step, _ in logged], dtype=np.float64)])
+    values_N = np.concatenate([recorded.values_N, np.array([loss for _, loss in logged], dtype=np.float64)])
     order_N = np.argsort(steps_N, kind="stable")
     return _rising(steps_N[order_N], values_N[order_N])
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{name}."))
-        else:
-            flat[name] = value
-    return flat

@@ -1,4 +1,4 @@
-"""The report as one page of HTML. Every text that comes from a run is escaped here or in charts.py."""
+"""The report as one HTML page. All text from a run is escaped here or in charts.py."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,17 +12,16 @@ import numpy as np
 from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart
-from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
+from maxlm.telemetry.report.charts import COLORS, FULL, Frame, Line, Marks, chart, metric_lines
+from maxlm.telemetry.report.load import Run, Series, eval_loss
 from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
-from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, in_words, status_of
+from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, headline, status_of
 
-COLORS = 8  # in the palette; a ninth run starts it again
-MAX_EVENTS = 200  # rows a run; the rest is in events.jsonl
-ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # events that come by the thousand
-MAX_STRETCH = 12  # of them, in a row
+MAX_EVENTS = 200  # rows a run; all are in events.jsonl
+ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
+MAX_STRETCH = 12  # consecutive frequent events shown one by one
 
-# Nothing is ever fetched: the page works from a disk, a mail or a bucket, and tells nobody that it was opened.
+# No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 PARTS = {
@@ -46,9 +45,9 @@ CHARTS = (
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The whole page about one run, or about several side by side."""
+    """The page for one run, or for several side by side."""
     title = " · ".join(run.name for run in runs)
-    about_experts = experts.section(runs, _names(runs), COLORS)
+    about_experts = experts.section(runs, _names(runs))
     css = CSS + EXPERTS_CSS if about_experts else CSS
     sections = [_headline(runs), _charts(runs), about_experts, _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
     return (
@@ -65,7 +64,7 @@ def _color(index: int) -> int:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Names of the runs; folders of the same name are told apart by their path."""
+    """Names of the runs; the path where two folders have the same name."""
     names = [run.name for run in runs]
     return [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
 
@@ -79,40 +78,44 @@ def _headline(runs: Sequence[Run]) -> str:
         status = status_of(run)
         swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
         head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
-        said = " ".join([*in_words(run, f), status.explanation])
+        summary = " ".join([*headline(run, f), status.explanation])
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
-        blocks.append(f"{head}<p class=lead>{escape(said)}</p>{notes}")
+        blocks.append(f"{head}<p class=lead>{escape(summary)}</p>{notes}")
     chip = "" if many else _chip(status_of(runs[0]))
     cards = _comparison(runs, figures) if many else _cards(figures[0])
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{"".join(blocks)}{cards}</header>'
 
 
 def _chip(status: Status) -> str:
-    return f' <span class="chip {status.tone}">{escape(status.word)}</span>'
+    return f' <span class="chip {status.tone}">{escape(status.label)}</span>'
 
 
-# name, value in words, explanation
+def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
+    return None if value is None else text(value)
+
+
+# name, formatted value, explanation
 _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
-    ("Parameters", lambda f: None if f.parameters is None else count(f.parameters), "numbers the model learns"),
+    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers the model learns"),
     (
         "Steps",
         lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
         "updates of the model",
     ),
-    ("Tokens", lambda f: None if f.tokens is None else count(f.tokens), "pieces of text seen"),
-    ("Training loss", lambda f: None if f.loss is None else figure(f.loss), "nats a token, lower is better"),
-    ("Held-out loss", lambda f: None if f.held_out is None else figure(f.held_out), "on text never trained on"),
-    ("Throughput", lambda f: None if f.tokens_per_s is None else count(f.tokens_per_s), "tokens/s, median"),
-    ("MFU", lambda f: None if f.mfu is None else percent(f.mfu), "of the hardware's peak"),
-    ("Data wait", lambda f: None if f.data_wait is None else percent(f.data_wait), "of a step's time"),
-    ("Time", lambda f: None if f.seconds is None else duration(f.seconds), "on the clock, all attempts"),
-    ("Goodput", lambda f: None if f.goodput is None else percent(f.goodput), "of that time, on steps that count"),
+    ("Tokens", lambda f: _or_none(count, f.tokens), "pieces of text seen"),
+    ("Training loss", lambda f: _or_none(figure, f.loss), "nats a token, lower is better"),
+    ("Held-out loss", lambda f: _or_none(figure, f.held_out), "on text never trained on"),
+    ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
+    ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
+    ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
+    ("Time", lambda f: _or_none(duration, f.seconds), "on the clock, all attempts"),
+    ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
 )
 
 
 def _cards(f: Figures) -> str:
-    shown = ((name, value(f), hint) for name, value, hint in _FIGURES)
-    cards = (f"<div><dt>{name}</dt><dd>{escape(text)}</dd><small>{hint}</small></div>" for name, text, hint in shown if text is not None)
+    figures = ((name, value(f), hint) for name, value, hint in _FIGURES)
+    cards = (f"<div><dt>{name}</dt><dd>{escape(text)}</dd><small>{hint}</small></div>" for name, text, hint in figures if text is not None)
     return f'<dl class="cards">{"".join(cards)}</dl>'
 
 
@@ -130,7 +133,7 @@ def _heads(runs: Sequence[Run]) -> list[str]:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
-    """Cells are HTML already. The first of a row names it."""
+    """A table whose cells are HTML; the first cell of a row is its header."""
     head = "".join(f"<th scope=col>{cell}</th>" for cell in heads)
     body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
     return (
@@ -159,18 +162,16 @@ def _charts(runs: Sequence[Run]) -> str:
             f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
         )
     for title, unit, key, zero in CHARTS:
-        lines = [
-            Line(name if many else title.lower(), run.get(key), _color(i)) for i, (run, name) in enumerate(zip(runs, names, strict=True))
-        ]
-        if key.endswith("_s") and key != "tokens_per_s":
-            lines, unit = _in_handy_seconds(lines, unit)
+        lines = metric_lines(runs, names, title.lower(), key)
+        if key.endswith(("_time_s", "_wait_s")):
+            lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
     drawn = "".join(parts)
-    return f'<section><h2>How it went</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+    return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
 
 
 def _frame(runs: Sequence[Run]) -> Frame:
-    """Every chart spans all steps of the runs, so that one whose figures end early shows where."""
+    """Steps and marks that all charts share, so that a metric that ends early shows where."""
     steps = [
         float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
     ]
@@ -183,8 +184,8 @@ def _marks(run: Run, color: int) -> Marks:
     return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], color)
 
 
-def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
-    """The same in milliseconds when most of it is short."""
+def _in_readable_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
+    """The same lines in milliseconds if most values are short."""
     typical = [float(np.median(line.series.values_N)) for line in lines if len(line.series.values_N)]
     if not typical or max(typical) >= 0.1:
         return lines, f"seconds {unit}".strip()
@@ -192,16 +193,16 @@ def _in_handy_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
 
 
 def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
-    """Legend of lines and marks; "" where none is needed."""
+    """Legend of lines and marks; "" if none is needed."""
     first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
-    said = []
+    keys = []
     if any(len(eval_loss(run).steps_N) for run in runs):
-        said.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
+        keys.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
     if any(marks.restarts for marks in frame.marks):
-        said.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
+        keys.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
     if any(marks.skips for marks in frame.marks):
-        said.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
-    return f'<p class="legend">{" ".join(said)}</p>' if said else ""
+        keys.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
+    return f'<p class="legend">{" ".join(keys)}</p>' if keys else ""
 
 
 def _legend(runs: Sequence[Run]) -> str:
@@ -226,30 +227,30 @@ def _goodput(runs: Sequence[Run]) -> str:
         )
         head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
         number, pause = len(run.attempts), between_attempts(run)
-        pauses = f"; between them nothing ran for {duration(pause)} that is not in here" if pause >= 0.05 else ""
+        pauses = f"; between them nothing ran for {duration(pause)} that is not counted here" if pause >= 0.05 else ""
         note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
         bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
-    return f"<section><h2>Where the time went</h2>{''.join(bars)}</section>" if bars else ""
+    return f"<section><h2>Wall time</h2>{''.join(bars)}</section>" if bars else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    flats = [flatten(run.config) for run in runs]
+    flats = [run.settings for run in runs]
     keys = list(dict.fromkeys(key for flat in flats for key in flat))
     absent = object()
     differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
     if not differing:
-        return "<section><h2>Differences of their settings</h2><p>None: the configs are equal.</p></section>"
+        return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
     rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
-    return f"<section><h2>Differences of their settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
+    return f"<section><h2>Differing settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
 
 
 def _setting(flat: dict[str, Any], key: str) -> str:
-    return f"<code>{escape(_shown(flat[key]))}</code>" if key in flat else "–"
+    return f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–"
 
 
-def _shown(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
@@ -262,12 +263,12 @@ def _events(runs: Sequence[Run]) -> str:
             cut = len(rows) - MAX_EVENTS
             left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
             head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-            blocks.append(head + left + _table(["time (UTC)", "what happened"], rows[-MAX_EVENTS:]))
-    return f"<section><h2>What happened</h2>{''.join(blocks)}</section>" if blocks else ""
+            blocks.append(head + left + _table(["time (UTC)", "event"], rows[-MAX_EVENTS:]))
+    return f"<section><h2>Events</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
 def _rows(events: list[Event], routine: bool) -> list[list[str]]:
-    """A row an event; a long stretch of saves, evaluations and skips is one row a kind."""
+    """One row an event; a long sequence of saves, evaluations and skips is one row a kind."""
     if not routine or len(events) <= MAX_STRETCH:
         return [[_clock(event.time), f'<span class="dot {escape(event.kind)}"></span>{escape(sentence(event))}'] for event in events]
     kinds = dict.fromkeys(event.kind for event in events)
@@ -280,7 +281,7 @@ def _stretch(kind: str, events: list[Event]) -> list[str]:
     loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
     times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
     begun, ended = _clock(first.time), _clock(last.time)
-    span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # the day is said once
+    span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # without repeating the day
     return [
         span,
         f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}',

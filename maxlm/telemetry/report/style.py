@@ -1,4 +1,4 @@
-"""Looks and hover of the report. Colours follow Okabe and Ito's, which colour-blind eyes tell apart: darker on white, lighter on black."""
+"""CSS and JavaScript of the report. Colours after Okabe and Ito, distinguishable by the colour-blind: darker on white, lighter on black."""
 
 CSS = """
 :root{--bg:#fff;--panel:#f6f7f9;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;
@@ -75,7 +75,7 @@ white-space:pre;font-variant-numeric:tabular-nums;z-index:9}
 @media print{.scroll{max-height:none}details{display:none}}
 """
 
-# Only on pages about mixtures of experts. Both ends of the scale stand out from the ground, in light and in dark.
+# Only on pages about mixtures of experts. Both ends of the scale contrast with the background, in light and dark.
 EXPERTS_CSS = """
 :root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
 @media(prefers-color-scheme:dark){:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}

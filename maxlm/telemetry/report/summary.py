@@ -1,4 +1,4 @@
-"""What a run did, in words and in a few figures."""
+"""Summary of a run: sentences and a few figures."""
 
 import math
 import time
@@ -10,23 +10,23 @@ import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.goodput import PARTS
-from maxlm.telemetry.report.load import Run, Series, eval_loss, flatten
+from maxlm.telemetry.report.load import Run, Series, eval_loss
 
 FINISHED = ("done", "nothing_left")
 
 
 @dataclass(frozen=True)
 class Status:
-    """How the run stands: `tone` is good, warn, bad or idle."""
+    """State of the run; `tone` is good, warn, bad or idle."""
 
-    word: str
+    label: str
     tone: str
     explanation: str
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The run in numbers; None where nothing was written."""
+    """Figures of a run; None where nothing was recorded."""
 
     steps: int
     total_steps: int | None
@@ -40,7 +40,7 @@ class Figures:
     mfu: float | None
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time of all attempts
-    goodput: float | None  # share of it that went to steps which count
+    goodput: float | None  # share of it spent on steps that were not repeated
     attempts: int
     skipped: int
     hardware: str
@@ -49,15 +49,14 @@ class Figures:
 def figures_of(run: Run) -> Figures:
     loss, tokens, held_out = run.get("loss"), run.get("tokens"), eval_loss(run)
     wait, step_time = run.get("data_wait_s"), run.get("step_time_s")
-    told = _told(run)
+    start = _start_data(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
-    settings = flatten(run.config)
-    total = told.get("total_steps", settings.get("train.steps"))
+    total = start.get("total_steps", run.settings.get("train.steps"))
     return Figures(
         steps=run.last_step,
         total_steps=total if isinstance(total, int) else None,
         tokens=_last(tokens),
-        parameters=_number(told.get("parameters")),
+        parameters=_number(start.get("parameters")),
         first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
         loss=_settled(loss),
         held_out=_last(held_out),
@@ -69,12 +68,12 @@ def figures_of(run: Run) -> Figures:
         goodput=_goodput(run),
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
-        hardware=_hardware(told),
+        hardware=_hardware(start),
     )
 
 
 def status_of(run: Run) -> Status:
-    """Judged by the last word of the run."""
+    """State by the last event of the run."""
     last_start = max((i for i, e in enumerate(run.events) if e.kind == "start"), default=-1)
     stops = [event for event in run.events[last_start + 1 :] if event.kind == "stop"]
     if not stops:
@@ -85,32 +84,32 @@ def status_of(run: Run) -> Status:
     if reason in FINISHED or not reason:
         return Status("finished", "good", message)
     if reason.startswith("preempt"):
-        return Status("preempted", "warn", f"It was told to stop{where}; the same command continues it. {message}".strip())
+        return Status("preempted", "warn", f"It was asked to stop{where}; the same command continues it. {message}".strip())
     return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
 
 
-def in_words(run: Run, f: Figures) -> list[str]:
-    """The headline: sentences, most important first."""
-    said = [_what(run, f)]
+def headline(run: Run, f: Figures) -> list[str]:
+    """Sentences of the headline, most important first."""
+    sentences = [_progress(run, f)]
     if f.loss is not None and f.first_loss is not None:
         verb = "fell" if f.loss < f.first_loss else "went"
         change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
         held_out = f"; on held-out text it is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)})" if f.held_out is not None else ""
-        said.append(f"Training loss {change} {figure(f.loss)} nats a token{held_out}.")
+        sentences.append(f"Training loss {change} {figure(f.loss)} nats a token{held_out}.")
     elif f.held_out is not None:
-        said.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
+        sentences.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
     if f.tokens_per_s is not None:
         mfu = f", {percent(f.mfu)} of the hardware's peak (MFU)" if f.mfu is not None else ""
-        said.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
+        sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
     if f.data_wait is not None:
-        said.append(f"Steps waited for data {percent(f.data_wait)} of their time.")
+        sentences.append(f"Steps waited for data {percent(f.data_wait)} of their time.")
     if f.attempts > 1 or f.skipped:
-        said.append(_troubles(f))
-    return said
+        sentences.append(_troubles(f))
+    return sentences
 
 
 def goodput_of(run: Run) -> dict[str, float]:
-    """Seconds by part over all attempts, with `lost` apart from `step`; {} when nothing was recorded."""
+    """Seconds by part over all attempts, `lost` separate from `step`; {} if nothing was recorded."""
     seconds: dict[str, float] = dict.fromkeys((*PARTS, "lost"), 0.0)
     for attempt in run.attempts:
         for part, value in attempt.seconds.items():
@@ -121,11 +120,11 @@ def goodput_of(run: Run) -> dict[str, float]:
 
 
 def between_attempts(run: Run) -> float:
-    """Seconds from the end of an attempt to the beginning of the next, together."""
+    """Seconds between attempts, in total."""
     return sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
 
 
-def _what(run: Run, f: Figures) -> str:
+def _progress(run: Run, f: Figures) -> str:
     model = run.config.get("model")
     shape = ""
     if isinstance(model, dict):
@@ -151,22 +150,22 @@ def _troubles(f: Figures) -> str:
     return f"It {' and '.join(parts)}."
 
 
-def _told(run: Run) -> dict[str, Any]:
-    """What the starts said, the newest last."""
-    told: dict[str, Any] = {}
+def _start_data(run: Run) -> dict[str, Any]:
+    """Data of all start events; newer values replace older ones."""
+    data: dict[str, Any] = {}
     for event in run.events:
         if event.kind == "start":
-            told.update(event.data)
-    return told
+            data.update(event.data)
+    return data
 
 
-def _hardware(told: dict[str, Any]) -> str:
-    devices, kind = told.get("devices"), told.get("device_kind")
+def _hardware(start: dict[str, Any]) -> str:
+    devices, kind = start.get("devices"), start.get("device_kind")
     return f"{devices} x {kind}" if devices and kind else ""
 
 
 def _wall_time(run: Run) -> float | None:
-    if not run.attempts:  # no events: as long as the steps took
+    if not run.attempts:  # no events: the sum of step times
         step_time = run.get("step_time_s")
         return float((np.diff(step_time.steps_N, prepend=0.0) * step_time.values_N).sum()) or None
     return sum(attempt.wall_s for attempt in run.attempts) or None
@@ -184,7 +183,7 @@ def _settled(series: Series) -> float | None:
 
 
 def _perplexity(loss: float) -> str:
-    return figure(math.exp(loss), 3) if loss < 50 else "beyond counting"
+    return figure(math.exp(loss), 3) if loss < 50 else "above e^50"
 
 
 def _last(series: Series) -> float | None:
@@ -196,8 +195,8 @@ def _median(series: Series) -> float | None:
 
 
 def _as_sentence(text: Any) -> str:
-    said = str(text or "").strip()
-    return f"{said[0].upper()}{said[1:].rstrip('.')}." if said else ""
+    stripped = str(text or "").strip()
+    return f"{stripped[0].upper()}{stripped[1:].rstrip('.')}." if stripped else ""
 
 
 def _number(value: Any) -> float | None:

@@ -1,6 +1,4 @@
-"""Orbax reports a failure several times over before it raises it: pages of tracebacks on stderr for one full disk. Here only what it raises
-is kept, which `errors` puts in one line.
-"""
+"""Filters for Orbax's logging: it prints pages of tracebacks for one full disk, and then raises the error, which is enough."""
 
 import logging
 import sys
@@ -14,15 +12,15 @@ _log = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Filter the loggers that Orbax reports to, and what Python says of its coroutines that nobody awaits. Again: changes nothing."""
+    """Filter the loggers that Orbax uses, and Python's warnings about its coroutines that were never awaited. Idempotent."""
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_worth_saying)
+        logging.getLogger(name).addFilter(_filter)
     if not isinstance(sys.unraisablehook, _UnraisableHook):
         sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
 
 
-def _worth_saying(record: logging.LogRecord) -> bool:
-    """Keep a record or not, in one line. An exception is raised to the caller as well, or belongs to a leaf beside the one that was."""
+def _filter(record: logging.LogRecord) -> bool:
+    """Shorten a record of Orbax to one line, and drop exceptions: one is raised to the caller, the others are of other leaves."""
     if not any(library in f"{record.pathname} {record.getMessage()}" for library in _LIBRARIES):
         return True
     if record.exc_info or "exception was never retrieved" in record.getMessage():
@@ -33,7 +31,7 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 
 
 class _UnraisableHook:
-    """Keeps to the log what is raised where nobody can catch it: coroutines that Orbax drops when one of many reads fails."""
+    """Log exceptions of coroutines that Orbax drops when one of many reads fails, in place of printing them."""
 
     def __init__(self, before: Callable[[Any], Any]) -> None:
         self._before = before

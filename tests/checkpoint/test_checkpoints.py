@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, on any layout; old checkpoints go, and reading changes nothing."""
+"""A saved state is restored bit for bit on any layout; old checkpoints are deleted, and reading changes nothing."""
 
 import dataclasses
 import json
@@ -169,5 +169,5 @@ def test_a_process_that_sees_other_folders_than_the_first_decides_as_the_first_d
     """On a network file system; it would initialize a state while the others restore one, and all would wait for ever."""
     store = open_store(tmp_path)
     assert store.latest() is None
-    monkeypatch.setattr("maxlm.checkpoint.cluster.as_first", lambda seen: [4, 7])
+    monkeypatch.setattr("maxlm.checkpoint.multihost.from_process_0", lambda seen: [4, 7])
     assert store.latest() == 7

@@ -1,4 +1,4 @@
-"""Reading a token store: ranges and windows of the flat token stream, from a disk or a bucket."""
+"""Read a token store: ranges and windows of the flat token stream, from a disk or a bucket."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 import tensorstore as ts
 
 from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import retried
 from maxlm.data import manifest, storage
 from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
@@ -16,29 +17,29 @@ CACHE_BYTES = 2**28  # of chunks and shard indices, in this process
 
 
 def read_context(read_threads: int = 4) -> ts.Context:
-    """A cache of CACHE_BYTES and `read_threads` concurrent reads, to be shared by stores that are read together."""
+    """A cache of CACHE_BYTES and a limit of `read_threads` concurrent reads, shared by stores that are read together."""
     limits = {"cache_pool": {"total_bytes_limit": CACHE_BYTES}}
     limits |= {name: {"limit": read_threads} for name in ("file_io_concurrency", "gcs_request_concurrency")}
     return ts.Context(limits, parent=storage.SHARED_CONTEXT)
 
 
 class TokenStore:
-    """One split of a token store. Opening checks that all of it is there; reading checks every chunk's CRC, and that a shard lies where it
-    was written.
+    """One split of a token store. Opening checks that all shards exist; reading checks the CRC of every chunk, and that a shard has not
+    been exchanged with another.
     """
 
     def __init__(self, path: str, split: Split, info: StoreInfo, context: ts.Context) -> None:
         """Use `TokenStore.open`."""
         self.path, self.split, self.info = path, split, info
         manifest.check_files(path, info, [manifest.TOKENIZER, *(name for name in info.files if name.startswith(f"{split}/"))])
-        self._tokens = _Flat(self, "tokens", np.dtype(info.dtype), self.size.tokens, storage.TOKENS, context)
-        self._documents = _Flat(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
+        self._tokens = _FlatArray(self, "tokens", np.dtype(info.dtype), self.size.tokens, storage.TOKENS, context)
+        self._documents = _FlatArray(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
 
     @classmethod
     def open(cls, path: str, split: Split = "train", *, context: ts.Context | None = None) -> "TokenStore":
         """The split `split` of the store in the folder `path`, local or gs://.
 
-        `context` is what `read_context` gave, for stores that share a cache; None: its own.
+        `context`: from `read_context`, for stores that share a cache; None: one of its own.
 
         Raises:
             UserError: there is no store, it is unfinished or of another kind, or parts of it are missing, cut short or edited.
@@ -48,7 +49,7 @@ class TokenStore:
         info = manifest.load(path)
         if info is None:
             if storage.read_bytes(path, manifest.PROGRESS) is not None:
-                raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to go on.")
+                raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to continue.")
             raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it); make it with `maxlm data prepare`.")
         return cls(path, split, info, context or read_context())
 
@@ -92,7 +93,7 @@ class TokenStore:
         return windows, lengths
 
     def bad_chunks(self, start: int, stop: int) -> list[int]:
-        """Numbers of the chunks that hold tokens [start, stop) and cannot be read."""
+        """Indices of the unreadable chunks among those that hold tokens [start, stop)."""
         chunk, bad = storage.TOKENS.chunk, []
         for number in range(start // chunk, -(-min(stop, self.n_tokens) // chunk)):
             try:
@@ -102,40 +103,40 @@ class TokenStore:
         return bad
 
 
-class _Flat:
-    """One array of a split. Opening checks, without reading it, that it is what store.json says."""
+class _FlatArray:
+    """One array of a split. Opening compares it with store.json without reading it."""
 
     def __init__(self, store: TokenStore, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ts.Context) -> None:
         self._store, self._dtype, self._length, self._layout = store, dtype, length, layout
         self._folder = f"{store.path}/{store.split}/{name}"
         self._array = array = storage.open_array(self._folder, context=context)
         if array.dtype.numpy_dtype != dtype or array.shape != (length,):
-            found = f"{array.dtype.name} of shape {array.shape}, not {dtype.name} of shape {(length,)}"
-            raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {found}; {REMAKE}.")
+            actual = f"{array.dtype.name} of shape {array.shape}, not {dtype.name} of shape {(length,)}"
+            raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {actual}; {REMAKE}.")
         self._samples = self._read_samples()
-        self._proven: set[int] = set()  # shards whose samples were compared
-        if storage.is_remote(store.path):
-            if length:  # objects in a bucket are whole or absent; reads notice an absent one
+        self._verified: set[int] = set()  # shards with compared samples
+        if is_remote(store.path):
+            if length:  # an object in a bucket is whole or absent, and reading an absent one fails
                 self.read([(length - 1, length)])
             return
         for shard in range(layout.shards(length)):
             file = Path(self._folder).expanduser() / "c" / str(shard)
             expected = layout.size_of(shard, length, dtype.itemsize)
-            found_bytes = file.stat().st_size if file.is_file() else None
-            if found_bytes is None:
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
                 raise UserError(f"{file} is missing; {REMAKE}.")
-            if found_bytes != expected:
-                raise UserError(f"{file} is cut short or foreign: {found_bytes:,} bytes, not {expected:,}; {REMAKE}.")
+            if size != expected:
+                raise UserError(f"{file} is cut short or foreign: {size:,} bytes, not {expected:,}; {REMAKE}.")
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Elements [start, stop) of each range, all of one length, stacked; what may pass is tried again."""
+        """Elements [start, stop) of each range, all of one length, stacked; transient failures are retried."""
         return retried(lambda: self._read(ranges), f"reading {self._folder}")
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
         try:
             for start, stop in ranges:
                 for shard in range(start // self._layout.shard, self._layout.shards(stop)):
-                    self._prove(shard)
+                    self._verify(shard)
             views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
             doing = f"read its {self._store.split} tokens ({REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged)"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
@@ -143,22 +144,22 @@ class _Flat:
                     future = ts.stack(views).read(batch=batch)
                 return future.result()
         except DamagedStoreError as error:
-            if storage.read_bytes(self._store.path, manifest.MANIFEST) is None:  # a file system that is not mounted is empty
-                raise UnavailableError(f"{self._store.path} is gone; start again when it is back.") from error
+            if storage.read_bytes(self._store.path, manifest.MANIFEST) is None:  # an unmounted file system is empty
+                raise UnavailableError(f"{self._store.path} is gone; start again when it is available.") from error
             raise
 
-    def _prove(self, shard: int) -> None:
-        """Compare the samples of a shard with what was written, once. Some may differ where chunks are damaged, which CRCs tell."""
-        if self._samples is None or shard in self._proven:
+    def _verify(self, shard: int) -> None:
+        """Compare the samples of a shard with those recorded, once. A few may differ because of damaged chunks, which CRCs report."""
+        if self._samples is None or shard in self._verified:
             return
-        found = storage.shard_samples(self._folder, shard, self._layout.size_of(shard, self._length, self._dtype.itemsize))
-        if np.count_nonzero(found != self._samples[shard]) > storage.SAMPLES // 2:
-            what = f"{self._folder}/c/{shard} is damaged or another shard's"
-            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} tokens: {what}; {REMAKE}.")
-        self._proven.add(shard)
+        samples = storage.shard_samples(self._folder, shard, self._layout.size_of(shard, self._length, self._dtype.itemsize))
+        if np.count_nonzero(samples != self._samples[shard]) > storage.SAMPLES // 2:
+            problem = f"{self._folder}/c/{shard} is damaged or another shard's"
+            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} tokens: {problem}; {REMAKE}.")
+        self._verified.add(shard)
 
     def _read_samples(self) -> np.ndarray | None:
-        """The samples of all shards, [shards, SAMPLES]; None in a store without checksums."""
+        """Recorded samples of all shards, [shards, SAMPLES]; None in a store without checksums."""
         name = f"{self._folder.removeprefix(self._store.path + '/')}.shards"
         if name not in self._store.info.files:
             return None

@@ -1,19 +1,19 @@
-"""What the processes of a run must agree on, so that none waits for a collective the others never start."""
+"""Agreement between the processes of a run, so that none waits for a collective that others never start."""
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 
-def worst(code: int) -> int:
-    """The largest `code` of all processes."""
+def max_over_processes(code: int) -> int:
+    """Largest `code` of all processes."""
     if jax.process_count() == 1:
         return code
     return int(np.max(multihost_utils.process_allgather(np.int32(code))))
 
 
-def as_first(numbers: list[int]) -> list[int]:
-    """The numbers (below 2^31) that process 0 has, in every process: folders on a network may look different for a while."""
+def from_process_0(numbers: list[int]) -> list[int]:
+    """Process 0's numbers (below 2^31) in every process: listings of a network folder may differ for a while."""
     if jax.process_count() == 1:
         return numbers
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
@@ -22,6 +22,6 @@ def as_first(numbers: list[int]) -> list[int]:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process is here."""
+    """Wait for every process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

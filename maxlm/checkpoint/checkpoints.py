@@ -1,8 +1,8 @@
 """The checkpoints of a run: `directory/STEP/`, written in the background, verified when read.
 
-Each holds two items, committed together: `state`, the arrays, and `manifest`, which says what they are (digest of every
+Each holds two items, committed together: `state`, the arrays, and `manifest`, which describes them (digest of every
 leaf, identity of the experiment, data position). With several processes all of them call every method, in the same
-order; each writes its own shards.
+order, and each writes its own shards.
 """
 
 import contextlib
@@ -18,25 +18,26 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import cluster, digest, manifest, quiet
+from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.tree_paths import PARAMS, abstract_leaf, bytes_here, named_leaves
+from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)
-_LOOKED_AT = 8  # checkpoints older than the restored one, for their steps
+_CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
-_ASIDE = "aside"  # where checkpoints go that a resumed run has left behind
+_ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
 _COMMITTED = "commit_success.txt"
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is under way, or was killed
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is running or was killed
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What came back: `state` (or the parameters alone), and why newer checkpoints were passed over, newest first."""
+    """Result of a restore: `state` (or the parameters alone), and why newer checkpoints were skipped, newest first."""
 
     step: int
     state: Any
@@ -46,7 +47,7 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A save that is committed, or why it failed, as this process sees it."""
+    """End of a save as this process sees it: committed if `failure` is None."""
 
     step: int
     failure: CheckpointError | None
@@ -67,14 +68,14 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
-        quiet.install()
-        absolute = str(directory) if "://" in str(directory) else Path(directory).absolute()
+        orbax_logging.install()
+        absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
         self._identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
-        self._untold: int | None = None  # step of a save of which `ended` has not told
+        self._unreported: int | None = None  # step of a save that `ended` has not returned
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
 
@@ -87,14 +88,14 @@ class Checkpoints:
         steps, strays = self._listed()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        return max(cluster.as_first(steps), default=None)  # a process that sees none would begin anew beside those that restore
+        return max(multihost.from_process_0(steps), default=None)  # a process that sees none would begin anew beside those that restore
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
         return self._listed()[1]
 
     def claim(self) -> None:
-        """Makes the directory and lets every process write and remove a small file in it, so that the first save finds no closed door.
+        """Make the directory, and write and remove a small file in it from every process: fails early if it is not writable.
 
         Raises CheckpointError, and then leaves nothing behind.
         """
@@ -107,49 +108,49 @@ class Checkpoints:
             probe.unlink()
         except OSError as failure:
             error = failure
-        if cluster.worst(int(error is not None)):
+        if multihost.max_over_processes(int(error is not None)):
             for folder in made if error is not None else ():  # deepest first; what another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
-            full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)  # it may have room later
+            full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)  # space may be freed later
             kind, fix = (UnreachableError, "free space or choose another folder") if full else (CheckpointError, "choose another folder")
             raise kind(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); {fix}.") from error
 
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
-        """Begins to save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
+        """Start a save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
 
-        Waits for the save before, if that is still running; should it have failed, this one is tried all the same, and the failure
-        is logged and kept in `last_failure`. `state` is a pytree of jax.Arrays with an entry `params`; `data_position` is JSON.
+        Waits for the previous save if it is still running. If that has failed, this one is tried all the same, and the failure
+        is logged and stored in `last_failure`. `state` is a pytree of jax.Arrays with an entry `params`; `data_position` is JSON.
         """
         self._settle()
-        json.dumps(data_position)  # what is not JSON must fail here, not in the background
+        json.dumps(data_position)  # a value that is not JSON must fail here, not in the background
         self._set_newer_aside()
-        if step in cluster.as_first(self.steps()):
+        if step in multihost.from_process_0(self.steps()):
             return False
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
         sums: Future[digest.Sums] = Future()
-        items = {STATE: leaves, manifest.NAME: self._late_manifest(step, leaves, data_position, sums)}
+        items = {STATE: leaves, manifest.NAME: self._deferred_manifest(step, leaves, data_position, sums)}
         try:
             self._writer = self._writer or self._open_writer()
             response = self._writer.save_checkpointables_async(step, items, force=True)
-            # Begun last: on a CPU it would take the cores from the part of the save that keeps the loop waiting.
+            # Started last: on a CPU it would compete with the part of the save that the loop waits for.
             sums.set_result(digest.start(leaves))
         except (OSError, ValueError, RuntimeError) as error:
             sums.cancel()
             self._reopen_writer()
             raise failed_save(error, step, str(self.directory), needed) from error
         assert response is not None, "forced, so no policy can have declined"
-        self._pending, self._untold = _Pending(step, response, needed), step
+        self._pending, self._unreported = _Pending(step, response, needed), step
         return True
 
     def ended(self, wait_s: float | None = 0.0) -> Ended | None:
-        """End of the newest save, returned once; None while it runs. Asks no other process, and waits for `wait_s` seconds at most (None:
-        until it has ended). To be called before the next `save`, which waits for the one before and says nothing of it.
+        """End of the newest save, returned once; None while it runs. Without communication; waits for `wait_s` seconds at most (None:
+        until it has ended). Call it before the next `save`, which waits for this one and does not report it.
         """
         pending = self._pending
-        if pending is None or self._untold is None:
+        if pending is None or self._unreported is None:
             return None
         failure = None
         try:
@@ -158,18 +159,18 @@ class Checkpoints:
             if isinstance(error, TimeoutError) and wait_s is not None:
                 return None
             failure = self._explain(error, pending)
-        self._untold = None
+        self._unreported = None
         return Ended(pending.step, failure)
 
     def wait(self) -> None:
-        """Waits for the running save. Raises CheckpointError if it failed, or if the last one did and nobody was told."""
+        """Wait for the running save. Raises CheckpointError if it failed, or if the last one did and that was not yet raised."""
         self._settle()
         failure, self.last_failure = self.last_failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Waits as `wait` does and ends the background threads."""
+        """Wait as `wait` does, and end the background threads."""
         try:
             self.wait()
         finally:
@@ -178,31 +179,31 @@ class Checkpoints:
                 self._writer = None
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """The newest checkpoint that is whole, or exactly `step`, on the shardings of `abstract_state` (any mesh).
+        """Restore the newest undamaged checkpoint, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
 
         Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
-        afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if none is good (naming each), if
-        the identity differs, or if a leaf is missing, too many, or of another shape or dtype; UnreachableError if storage still fails
-        after some tries.
+        afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if all are damaged (naming each), if
+        the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
+        after several tries.
         """
         self._settle()
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
-        found, arrays, position, skipped = self._newest_good(wanted, step, self._identity)
-        self._resumed_at = found
-        return Restored(found, _like(abstract_state, wanted, arrays), position, skipped)
+        restored, arrays, position, skipped = self._newest_undamaged(wanted, step, self._identity)
+        self._resumed_at = restored
+        return Restored(restored, _like(abstract_state, wanted, arrays), position, skipped)
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored:
-        """As `restore`, but reads and verifies only the entry `params` of the state, and does not ask whose checkpoint it is."""
+        """As `restore`, but only the entry `params` of the state is read and verified, and the identity is not checked."""
         self._settle()
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_params, PARAMS).items()}
-        found, arrays, position, skipped = self._newest_good(wanted, step, None)
-        return Restored(found, _like(abstract_params, wanted, arrays), position, skipped)
+        restored, arrays, position, skipped = self._newest_undamaged(wanted, step, None)
+        return Restored(restored, _like(abstract_params, wanted, arrays), position, skipped)
 
-    def _newest_good(
+    def _newest_undamaged(
         self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None
     ) -> tuple[int, dict[str, jax.Array], dict[str, Any], tuple[str, ...]]:
-        seen, strays = self._listed()
-        present = cluster.as_first(seen)
+        listed, strays = self._listed()
+        present = multihost.from_process_0(listed)
         candidates = present[::-1] if step is None else [number for number in present if number == step]
         if not candidates:
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
@@ -213,21 +214,21 @@ class Checkpoints:
                 arrays, position = read_checkpoint(self.directory / str(candidate), wanted, identity)
             except DamagedError as error:
                 skipped.append(f"checkpoint {candidate} is damaged: {error}")
-                _log.warning("%s/%s passed over: %s", self.directory, candidate, error)
+                _log.warning("%s/%s skipped: %s", self.directory, candidate, error)
                 continue
-            older = [number for number in candidates if number < candidate][:_LOOKED_AT]
+            older = [number for number in candidates if number < candidate][:_CHECKED_OLDER]
             return candidate, arrays, position, (*skipped, *self._renamed(older))
         fix = "Nothing was changed. Bring back a copy of one, or begin anew under another run.name."
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. {fix}")
 
     def _renamed(self, steps: list[int]) -> list[str]:
-        """Checkpoints among these that are of another step than their names say: one of them may be the newest."""
+        """Reasons that checkpoints among `steps` hold another step than their folder names: one of them may be the newest."""
         reasons = []
         for step in steps:
             try:
                 reason = manifest.read(self.directory / str(step)).disagreement(str(step))
             except (CheckpointError, DamagedError, OSError):
-                continue  # it is not needed now, and when it is, this will be said
+                continue  # not needed now; reported when it is
             reasons += [f"checkpoint {step} is damaged: {reason}"] if reason else []
         return reasons
 
@@ -248,31 +249,31 @@ class Checkpoints:
             raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
         return sorted(steps), strays
 
-    def _late_manifest(
+    def _deferred_manifest(
         self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
-    ) -> manifest.LateText:
+    ) -> manifest.DeferredText:
         kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}  # the arrays may be donated by then
 
         def text() -> str:
             done = digest.fetch(sums.result())
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
-            page = manifest.Manifest(step, self._identity, data_position, described)
-            assert not page.disagreement(str(step)), page.disagreement(str(step))
-            return page.to_text()
+            content = manifest.Manifest(step, self._identity, data_position, described)
+            assert not content.disagreement(str(step)), content.disagreement(str(step))
+            return content.to_text()
 
-        return manifest.LateText(text)
+        return manifest.DeferredText(text)
 
     def _settle(self) -> None:
-        """Waits for the running save, if any. After a failure the writer is made anew: Orbax's would raise the same error for ever."""
+        """Wait for the running save, if any. After a failure the writer is replaced: Orbax's would raise the same error at every save."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         error: Exception | None = None
         try:
             pending.response.result()
-        except Exception as failure:  # any: it comes from a background thread, and the other processes must hear of it
+        except Exception as failure:  # any: it comes from a background thread, and the other processes must learn of it
             error = failure
-        if not cluster.worst(int(error is not None)):
+        if not multihost.max_over_processes(int(error is not None)):
             self.last_failure = None
             return
         error = error or RuntimeError("another process could not write its part")
@@ -293,10 +294,10 @@ class Checkpoints:
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
-        # Only the two handlers in use: by default Orbax asks every handler it knows about every leaf, twice, while the loop waits.
+        # Only the two handlers in use: by default Orbax queries every handler for every leaf, twice, while the loop waits.
         registry = ocp.handlers.local_registry(include_global_registry=False)
         registry.add(ocp.handlers.PyTreeHandler, checkpointable_name=STATE)
-        context.checkpointables.registry = registry.add(manifest.LateTextHandler, checkpointable_name=manifest.NAME)
+        context.checkpointables.registry = registry.add(manifest.DeferredTextHandler, checkpointable_name=manifest.NAME)
         return ocp.training.Checkpointer(
             self.directory,
             context=context,
@@ -305,7 +306,7 @@ class Checkpoints:
         )
 
     def _reopen_writer(self) -> None:
-        """A fresh writer, without what a failed save left on the disk."""
+        """Replace the writer; the new one removes what a failed save left on the disk."""
         if self._writer is not None:
             with contextlib.suppress(Exception):  # it repeats the failure that is already reported
                 self._writer.close()
@@ -314,25 +315,25 @@ class Checkpoints:
             self._writer = self._open_writer()
 
     def _set_newer_aside(self) -> None:
-        """Moves checkpoints newer than the restored one out of the way: damaged, or of a future this run has turned back from.
+        """Move checkpoints newer than the restored one into `aside/`: damaged ones, and steps that this run will take again.
 
-        Also older ones whose metadata is damaged, since no other could be saved beside them.
+        Older ones with damaged metadata too: Orbax saves no other beside them.
         """
         resumed_at, self._resumed_at = self._resumed_at, None
         if resumed_at is None:
             return
-        newer = cluster.as_first([step for step in self.steps() if step > resumed_at or not _lists(self.directory, step)])
+        newer = multihost.from_process_0([step for step in self.steps() if step > resumed_at or not _lists(self.directory, step)])
         if not newer:
             return
         if jax.process_index() == 0:
             aside = self.directory / _ASIDE
             aside.mkdir(parents=True, exist_ok=True)
             for step in newer:
-                taken = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
-                target = aside / (f"{step}-{taken + 1}" if taken else str(step))
+                same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
+                target = aside / (f"{step}-{same + 1}" if same else str(step))
                 (self.directory / str(step)).rename(target)
                 _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
-        cluster.barrier("maxlm: newer checkpoints set aside")
+        multihost.barrier("maxlm: newer checkpoints set aside")
         if self._writer is not None:
             self._writer.reload()
 
@@ -356,7 +357,7 @@ def _unlisted(directory: ocp.path.Path, step: int) -> str:
 
 
 def _lists(directory: ocp.path.Path, step: int) -> bool:
-    """True if Orbax can read its metadata of this checkpoint. If not, it would refuse to save any other beside it."""
+    """True if Orbax can read its metadata of this checkpoint; it saves no other beside one it cannot read."""
     try:
         check_metadata(directory / str(step))
     except DamagedError:
@@ -365,5 +366,5 @@ def _lists(directory: ocp.path.Path, step: int) -> bool:
 
 
 def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:
-    """Folders that `folder` needs and that are not there, deepest first. A bucket has no folders to make."""
-    return [] if "://" in str(folder) else [place for place in (folder, *folder.parents) if not place.exists()]
+    """`folder` and its parents that do not exist, deepest first; [] for a bucket, which has no folders."""
+    return [] if is_remote(str(folder)) else [parent for parent in (folder, *folder.parents) if not parent.exists()]
