@@ -16,6 +16,7 @@ from maxlm.kernels.attention.gpu_dq import dq
 from maxlm.kernels.attention.gpu_forward import forward
 from maxlm.kernels.attention.gpu_parts import BLOCK, Shape
 from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.hopper import DEVICES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -41,12 +42,12 @@ def attention_hopper(
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     logsumexp: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places, what `why_not` allows.
+    """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens, what `why_not` allows.
 
     `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be. Raises ValueError for a scale that is not above 0.
     """
@@ -55,7 +56,7 @@ def attention_hopper(
     head_dim, heads = q_BSHK.shape[3], q_BSHK.shape[2]
     width = next(dim for dim in HEAD_DIMS if dim >= head_dim)
     padded = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - head_dim)]) for x in (q_BSHK, k_BSGK, v_BSGK)]
-    shape = Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, window, softcap, interpret)
+    shape = Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, mask.window, softcap, interpret)
     out_BSHK, lse_BHS = _attention(*padded, segments_BS, shape, logsumexp)
     return out_BSHK[..., :head_dim], lse_BHS
 

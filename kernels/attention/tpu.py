@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention.blocks import OTHERWISE, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
@@ -89,10 +90,14 @@ class _Shape:
         return self.block**2 * beside + diagonal * (self.block // cut) ** 2 * cut * (cut + 1) // 2
 
 
-def computed_pairs(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> tuple[int, int]:
-    """Pairs of query and key of one head that are worked on in a sequence of one document, forward and backward: whole blocks."""
-    sizes = sizes_of(seq_len, head_dim, window, device_kind)
-    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, window, None, sizes, block, flipped=False, interpret=False) for block in sizes)
+def computed_pairs(seq_len: int, head_dim: int, mask: Mask, device_kind: str) -> tuple[int, int]:
+    """Pairs of query and key of one head that are computed in a sequence of one document, forward and backward: whole blocks of a causal
+    mask; of other forms, which run in other kernels, every pair.
+    """
+    if mask.form != "causal":
+        return seq_len**2, seq_len**2
+    sizes = sizes_of(seq_len, head_dim, mask.window, device_kind)
+    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, mask.window, None, sizes, block, flipped=False, interpret=False) for block in sizes)
     forward, backward = (shape.computed(backward=backward) for shape, backward in zip(shapes, (False, True), strict=True))
     return forward, backward
 
@@ -128,56 +133,57 @@ def attention_flash(
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     device_kind: str,
     logsumexp: bool = False,
     interpret: bool = False,
     blocks: Blocks | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128.
+    """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens. S must be a multiple of 128.
 
     `blocks`: others than those of the table, to be compared with them.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
-    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, window, device_kind)
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
+    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
 
 
-def part(
+def chunk_forward(
     q_BHSK: Float[Array, "B H S K"],
     k_BGSK: Float[Array, "B G S K"],
     v_BGSK: Float[Array, "B G S K"],
     segments_B2S: Int[Array, "B 2 S"],
     **options: Any,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]:
-    """See `attention_part`; segments of queries, then of keys; `options` are fields of `_Shape`."""
+    """See `chunk_attention`; segments of queries, then of keys; `options`: `mask` and fields of `_Shape`."""
     batch, heads, seq_len, head_dim = q_BHSK.shape
-    shape = _part_shape(q_BHSK, k_BGSK, options, backward=False)
+    shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=False)
     out_BSN, lse_BHS = _forward(_padded(q_BHSK), _padded(k_BGSK), _padded(v_BGSK), segments_B2S, shape)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
 
 
-def part_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
-    """See `attention_part_gradients`; saved are q, k, v, segments as in `part`, output and logsumexp in nats."""
+def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
+    """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
     batch, _, seq_len, head_dim = q_BHSK.shape
     out_BSN, dout_BSN = (_padded(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
-    shape = _part_shape(q_BHSK, k_BGSK, options, backward=True)
+    shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
     q_BHSK, k_BGSK, v_BGSK = (_padded(x) for x in (q_BHSK, k_BGSK, v_BGSK))
     dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def _part_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
+def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
+    window, options = options["mask"].window, {name: value for name, value in options.items() if name != "mask"}
     _, heads, seq_len, head_dim = q_BHSK.shape
     platform, kind = device()
-    sizes = sizes_of(seq_len, head_dim, options["window"], kind)
-    given = {"sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
+    sizes = sizes_of(seq_len, head_dim, window, kind)
+    given = {"window": window, "sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
     return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
 
 

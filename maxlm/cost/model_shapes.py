@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import Chip
 from maxlm.kernels.attention.blocks import padded
+from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import LANES, computed_pairs
 from maxlm.models import parameter_axes
-from maxlm.models.flops import attended_pairs
+from maxlm.models.attention import layer_mask
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.parallel import RULES
 from maxlm.parallel.experts import rows_of_round
@@ -155,7 +156,7 @@ def choices_of(model: ModelConfig) -> int:
 
 def attention_flops(model: ModelConfig, seq_len: int, depths: range | None = None) -> float:
     """FLOPs a token of one forward pass through the attention of layers, by default all: two matmuls over the pairs that masks leave."""
-    pairs = {kind: attended_pairs(seq_len, model.window if kind == "local" else None) for kind in ("global", "local")}
+    pairs = {kind: layer_mask(model, local=kind == "local").attended_pairs(seq_len) for kind in ("global", "local")}
     total = sum(pairs[kind] for kind in _pattern(model, depths))
     return 2 * model.n_heads * (model.head_dim + value_dim(model)) * total / seq_len
 
@@ -164,12 +165,12 @@ def attention_work(model: ModelConfig, seq_len: int, chip: Chip) -> tuple[float,
     """FLOPs a token of our kernel, forward (two matmuls) and backward (five), as charged: whole blocks of a window, half of a square, heads
     padded to whole lanes.
     """
-    causal = attended_pairs(seq_len)
+    causal = CAUSAL.attended_pairs(seq_len)
     works = {}
     for kind in ("global", "local"):
-        window = model.window if kind == "local" else None
-        at = (seq_len, model.head_dim, window, chip.device_kinds[0])
-        computed = computed_pairs(*at) if seq_len % LANES == 0 else (attended_pairs(seq_len, window),) * 2
+        mask = layer_mask(model, local=kind == "local")
+        at = (seq_len, model.head_dim, mask, chip.device_kinds[0])
+        computed = computed_pairs(*at) if seq_len % LANES == 0 else (mask.attended_pairs(seq_len),) * 2
         works[kind] = [min(pairs, causal) for pairs in computed]
     forward, backward = (sum(works[kind][i] for kind in _pattern(model)) for i in (0, 1))
     keys, values = padded(model.head_dim), padded(value_dim(model))

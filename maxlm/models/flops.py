@@ -6,12 +6,6 @@ if TYPE_CHECKING:
     from maxlm.config.schema import Config, ModelConfig
 
 
-def attended_pairs(seq_len: int, window: int | None = None) -> int:
-    """(query, key) pairs that a causal mask, narrowed to `window` tokens, leaves in a sequence of one document."""
-    reach = seq_len if window is None else min(window, seq_len)
-    return reach * (reach + 1) // 2 + (seq_len - reach) * reach
-
-
 def token_flops(config: "ModelConfig", seq_len: int, *, masked: bool = True) -> float:
     """Model FLOPs of one training token: no recomputation counted. `masked=False` counts every pair, as some publications do."""
     from maxlm.models.parameters import abstract_decoder

@@ -1,10 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from maxlm.config.schema import ContextAttention, LatentConfig, ModelConfig
+from maxlm.config.schema import LatentConfig, ModelConfig
 from maxlm.models.attention import HEADS, AttentionBase, Cache
+from maxlm.models.forward import DEFAULT, Forward
 from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, enter, matrix_size, project, rotate, weight
 
 # B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated; V of values
@@ -36,7 +37,8 @@ class LatentAttention(AttentionBase):
         angles: Angles | None,
         segment_ids_BS: Int[Array, "B S"],
         cache: Cache | None = None,
-        context: ContextAttention = "ring",
+        forward: Forward = DEFAULT,
+        prefix_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """As `Attention`; the cache holds every head's keys and values, not what they come from."""
         assert angles is not None, "rules.py demands rotary positions"
@@ -50,7 +52,7 @@ class LatentAttention(AttentionBase):
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(turned_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
-        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, context)
+        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, forward, prefix_BS)
 
     def _queries_from(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:
@@ -58,6 +60,6 @@ class LatentAttention(AttentionBase):
         return self.query_norm(project("BSD,DR->BSR", x_BSD, self.query_down_DR[...], None, BETWEEN, BETWEEN))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
         matrices = matrix_size(self.query_down_DR, self.query_RHK, self.kv_down_DR, self.kv_RHK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, self.query_RHK.shape[-1] + self.latent.value_dim, masked=masked)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels import grouped_matmul
@@ -46,12 +46,12 @@ class Moe(nnx.Module):
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], routed_BS: Bool[Array, "B S"], noise_BS: Int[Array, "B S"] | None, forward: Forward
+        self, x_BSD: Float[Array, "B S D"], routed_BS: Bool[Array, "B S"], random_BS: UInt32[Array, "B S"] | None, forward: Forward
     ) -> tuple[Float[Array, "B S D"], Float[Array, ""], Routing]:
         """(the layer's output, auxiliary losses summed over tokens, what its router did). `routed_BS`: tokens that are not padding."""
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
-        choice, penalty, routing = route(self.config, self.logits(x_BSD, noise_BS), bias_E, routed_BS, forward)
+        choice, penalty, routing = route(self.config, self.logits(x_BSD, random_BS), bias_E, routed_BS, forward)
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         there = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(
@@ -76,11 +76,11 @@ class Moe(nnx.Module):
         weights_BSE = jnp.sum(jnp.where(hits_BSKE, choice.weights_BSK[..., None], 0), axis=2)
         return constrain(jnp.einsum("BSE,ED->BSD", weights_BSE, self.down_bias_ED[...]), *BETWEEN)
 
-    def logits(self, x_BSD: Float[Array, "B S D"], noise_BS: Int[Array, "B S"] | None) -> Float[Array, "B S E"]:
-        """Of every expert, float32 from x on; `noise_BS`: what the jitter of each token grows from, in training."""
+    def logits(self, x_BSD: Float[Array, "B S D"], random_BS: UInt32[Array, "B S"] | None) -> Float[Array, "B S E"]:
+        """Of every expert, float32 from x on; `random_BS`: what the jitter of each token grows from, in training."""
         x_BSD = x_BSD.astype(jnp.float32)
-        if self.config.router.jitter and noise_BS is not None:
-            x_BSD *= 1 + self.config.router.jitter * _noise(noise_BS, x_BSD.shape[-1])
+        if self.config.router.jitter and random_BS is not None:
+            x_BSD *= 1 + self.config.router.jitter * _uniform(random_BS, x_BSD.shape[-1])
         logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD, self.router_DE[...], precision=jax.lax.Precision.HIGHEST)
         return logits_BSE if self.router_bias_E is None else logits_BSE + self.router_bias_E[...]
 
@@ -110,9 +110,7 @@ def _of_row(sizes_E: Array, x_RD: Array) -> Float[Array, "R E"]:
     return ((row_R1 < ends_E) & (row_R1 >= ends_E - sizes_E)).astype(x_RD.dtype)
 
 
-def _noise(seed_BS: Int[Array, "B S"], width: int) -> Float[Array, "B S D"]:
-    """Numbers of -1 to 1, a function of each token's seed and the place along the width: the same on any mesh."""
-    bits_BSD = seed_BS.astype(jnp.uint32)[..., None] ^ (jnp.arange(width, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32 (Wellons 2018)
-        bits_BSD = (bits_BSD ^ (bits_BSD >> shift)) * jnp.uint32(factor)
-    return (bits_BSD >> 8).astype(jnp.float32) * (2.0 / (1 << 24)) - 1.0
+def _uniform(seeds_BS: UInt32[Array, "B S"], width: int) -> Float[Array, "B S D"]:
+    """Random numbers from -1 to 1, drawn from each token's own seed: the same on any mesh."""
+    keys_BS = jax.vmap(jax.vmap(jax.random.key))(seeds_BS)
+    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (width,), minval=-1.0)))(keys_BS)
