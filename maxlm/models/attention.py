@@ -13,7 +13,8 @@ from maxlm import kernels
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels.attention import Layout, Mask
 from maxlm.models.forward import DEFAULT, Forward
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, enter, matrix_size, project, rotate, score_gain, weight
+from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, score_gain, weight
+from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
 from maxlm.parallel import constrain, mesh_axes
 from maxlm.parallel.context import context_attention, context_size
 
@@ -71,7 +72,7 @@ class AttentionBase(nnx.Module):
             raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {forward.form} ones")
         mixed_BSN = mixed_BSHV.reshape(*q_BSHK.shape[:2], -1)
         out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
-        out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
+        out_BSD = linear("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, reads=_MIXED, writes=BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
     def _attend(
@@ -154,9 +155,9 @@ class Attention(AttentionBase):
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `prefix_BS`: see `Mask`."""
         x_BSD = enter(x_BSD)
-        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, HEADS)
-        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, GROUPS)
-        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, GROUPS)
+        q_BSHK = linear("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
+        k_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
+        v_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from maxlm.config.schema import ModelConfig
 from maxlm.models.attention import Attention, Cache
 from maxlm.models.forward import Forward
-from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
+from maxlm.models.layers import Angles, Norm, rope_angles, weight
+from maxlm.models.linear import BETWEEN, enter
 from maxlm.models.mla import LatentAttention
 from maxlm.models.mlp import Mlp
 from maxlm.models.moe import Moe

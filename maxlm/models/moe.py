@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
-from maxlm.kernels import grouped_matmul
 from maxlm.models.forward import Forward
-from maxlm.models.layers import BETWEEN, constant, enter, gated, matrix_size, weight
+from maxlm.models.layers import constant, gated, matrix_size, weight
+from maxlm.models.linear import BETWEEN, enter, grouped_linear, linear
 from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
 from maxlm.parallel import constrain
@@ -81,8 +81,7 @@ class Moe(nnx.Module):
         x_BSD = x_BSD.astype(jnp.float32)
         if self.config.router.jitter and random_BS is not None:
             x_BSD *= 1 + self.config.router.jitter * _uniform(random_BS, x_BSD.shape[-1])
-        logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD, self.router_DE[...], precision=jax.lax.Precision.HIGHEST)
-        return logits_BSE if self.router_bias_E is None else logits_BSE + self.router_bias_E[...]
+        return linear("BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward: of the experts it meets."""
@@ -96,11 +95,11 @@ def _compute(activation: str, weights: Weights, x_RD: Array, weight_R: Array, si
     of_row_RE = _of_row(sizes_E, x_RD) if "gate_bias_EF" in weights else None
 
     def into(name: str) -> Array:
-        y_RF = grouped_matmul(x_RD, weights[f"{name}_DEF"], sizes_E)
+        y_RF = grouped_linear(x_RD, weights[f"{name}_DEF"], sizes_E)
         return checkpoint_name(y_RF if of_row_RE is None else y_RF + of_row_RE @ weights[f"{name}_bias_EF"].astype(y_RF.dtype), name)
 
     hidden_RF = gated(activation, into("gate"), into("up")) * weight_R[:, None].astype(x_RD.dtype)
-    return grouped_matmul(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
+    return grouped_linear(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
 
 
 def _of_row(sizes_E: Array, x_RD: Array) -> Float[Array, "R E"]:

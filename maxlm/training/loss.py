@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
-from maxlm.kernels.linear_cross_entropy import Layout
+from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
+from maxlm.models.linear import unembedding_loss
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.parallel import constrain, mesh_axes
+from maxlm.parallel import constrain
 from maxlm.parallel.context import in_sequence
 
 
@@ -99,8 +99,8 @@ def head_sums(
     return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
 
 
-def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> kernels.CrossEntropySums:
-    return kernels.linear_cross_entropy(
+def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> CrossEntropySums:
+    return unembedding_loss(
         hidden_BSD,
         model.unembedding_VD,
         batch.targets_BS,
@@ -108,11 +108,4 @@ def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Bat
         chunks=config.train.loss_chunks,
         z_loss=config.train.z_loss,
         softcap=config.model.logits_softcap,
-        layout=_layout(),
     )
-
-
-def _layout() -> Layout:
-    """Which axes of the current mesh split the operands of the loss."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return Layout(**{name: mesh_axes(name, mesh) for name in ("batch", "seq", "vocab")}, embed=mesh_axes("table", mesh))
