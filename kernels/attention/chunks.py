@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention import tpu
-from maxlm.kernels.attention.gradients import UNSEEING, Gradients
+from maxlm.kernels.attention.gradients import NO_KEYS, Gradients
 from maxlm.kernels.attention.mask import CAUSAL, Mask
 from maxlm.kernels.attention.xla import At, attention_xla, gradients_xla
 from maxlm.kernels.platform import device, logged
@@ -178,7 +178,7 @@ def _gradients(
     **options: Any,
 ) -> Gradients:
     q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS = operands
-    out_BSHK, lse_BHS = whole[0], jnp.where(jnp.isfinite(whole[1]), whole[1], UNSEEING)
+    out_BSHK, lse_BHS = whole[0], jnp.where(jnp.isfinite(whole[1]), whole[1], NO_KEYS)
     if _runs_flash(q_BHSK, implementation):
         saved = (q_BHSK, k_BGSK, v_BGSK, jnp.stack([query_segments_BS, key_segments_BS], axis=1), out_BSHK, lse_BHS)
         return tpu.chunk_gradients(saved, dout_BSHK, dlse_BHS, offset=offset, **options)

@@ -2,7 +2,7 @@
 
 A thread block has three warpgroups: one moves tiles from HBM to shared memory with the tensor memory accelerator, two compute. Forward,
 each computing warpgroup starts the scores of its next block before it takes the exponentials of this one, and the two take turns at the
-tensor cores. Only blocks that causality, the window and the documents leave are visited, and only those that they cut are masked.
+tensor cores. Only blocks that the mask leaves are visited, and only those that it cuts are masked.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.gpu_dkv import dkv
 from maxlm.kernels.attention.gpu_dq import dq
 from maxlm.kernels.attention.gpu_forward import forward
-from maxlm.kernels.attention.gpu_parts import BLOCK, Shape
+from maxlm.kernels.attention.gpu_tiles import BLOCK, Shape
 from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.hopper import DEVICES
@@ -25,7 +25,7 @@ HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 
 
 def why_not(seq_len: int, head_dim: int, dtype: Any, device_kind: str) -> str:
-    """Why `attention_hopper` cannot run sequences on a device; empty when it can."""
+    """Reason why `attention_hopper` cannot run sequences on a device; empty when it can."""
     if not any(kind in device_kind for kind in DEVICES):
         return "the device is no H100 or H200"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

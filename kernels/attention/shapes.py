@@ -1,4 +1,4 @@
-"""Attention of real models, at the lengths they are trained on: what tests, the kernel lab and benchmarks run."""
+"""Attention of real models, at the lengths they are trained on, for tests, the kernel lab and benchmarks."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the grouped matmul has in common on every kind of device: both of its gradients are kernels of the same sort."""
+"""Custom gradient shared by the grouped matmul on every kind of device: both gradients are kernels of the same kind."""
 
 import functools
 from collections.abc import Callable

@@ -26,7 +26,7 @@ _MIXED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions generated so far, and how many there are."""
+    """Keys and values of the positions generated so far, and their number."""
 
     k_BTGK: Float[Array, "B T G K"]
     v_BTGV: Float[Array, "B T G V"]
@@ -177,6 +177,6 @@ def layer_mask(config: ModelConfig, *, local: bool) -> Mask:
 
 
 def _layout() -> Layout:
-    """How the current mesh splits attention's operands."""
+    """Mesh axes that split attention's operands on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))

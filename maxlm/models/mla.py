@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are projected from one narrow latent a token."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int

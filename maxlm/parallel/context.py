@@ -30,7 +30,7 @@ from maxlm.kernels.attention import (
     merge,
     with_sinks,
 )
-from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
+from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.parallel.sharding import mesh_axes
 
 # B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim, V that of values
@@ -163,12 +163,12 @@ def _forward(
 
         parts, _ = _around(spec, keys, (merge([first]), second), None, hop)
     out_BSHK, lse_BHS = (jnp.concatenate(pair, axis) for pair, axis in zip(zip(*parts, strict=True), (1, 2), strict=True))
-    return out_BSHK.astype(q_BSHK.dtype), jnp.where(jnp.isfinite(lse_BHS), lse_BHS * LOG2E, UNSEEING)
+    return out_BSHK.astype(q_BSHK.dtype), jnp.where(jnp.isfinite(lse_BHS), lse_BHS * LOG2E, NO_KEYS)
 
 
 def _backward(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, spec: _AttentionSpec) -> Gradients:
     q_BSHK, k_BSGK, v_BSGK, segments_BS, out_BSHK, lse_BHS = saved
-    lse_BHS = jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
+    lse_BHS = jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
     dlse_BHS = jnp.zeros_like(lse_BHS) if dlse_BHS is None else dlse_BHS
     segments = _halves(segments_BS)
     by_row = (_halves(out_BSHK), _halves(lse_BHS, axis=2), _halves(dout_BSHK), _halves(dlse_BHS, axis=2))

@@ -155,7 +155,7 @@ def test_attended_pairs_are_those_that_the_mask_leaves(form, window):
 )
 def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     """Those of the TPU, interpreted: values and gradients, documents that end inside a block and skip some, a head dim below a lane."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(5, S=512, G=2, K=16)
     weights = jax.random.normal(jax.random.key(9), q.shape)
 
@@ -176,7 +176,7 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
 )
 def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
     """By whole lanes, and by less: latent attention has heads of 192 and of 128."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
     monkeypatch.setattr(tpu, "WIDE", ("",) if flipped else ())  # an interpreted device has no kind
     q, k, v, segments = operands(6, B=1, S=256, H=2, G=1, K=160)
     v, scale = v[..., :96], 0.05
@@ -204,7 +204,7 @@ def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
 @pytest.mark.parametrize("options", [{}, {"mask": Mask(window=100)}])
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, segments = operands(10, S=256, G=2, K=16)
     of_out, of_lse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 4, 256))
@@ -272,7 +272,7 @@ def test_splash_gives_no_logsumexp():
 
 def test_bfloat16_is_as_exact_as_xla(monkeypatch):
     """Against the definition in float32: no implementation may be off by more than twice what plain bfloat16 operations are."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(13, B=1, S=512, H=2, G=1, K=64)
     weights = jax.random.normal(jax.random.key(3), q.shape)
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -310,7 +310,7 @@ def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
 
 def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
     """The forward kernel sums weights against a near score; a query whose sum then is lost, and no other, is computed again."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
     segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
     plain = run(q, k, v, segments, implementation="flash")
@@ -323,7 +323,7 @@ def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
 
 def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
     q, k, v, _ = operands(6, B=1, S=384)
     segments = jnp.asarray(np.repeat([[1, 2, 2]], 128, axis=1), jnp.int32)
     v = v.at[:, :128].set(jnp.nan)
@@ -344,7 +344,7 @@ def test_blocks_are_those_of_the_nearest_head_dim_and_divide_the_sequence(monkey
     assert blocks.blocks_of(8192, 192, None, v6e) == blocks.blocks_of(8192, 512, None, v6e) == (512, 256)
     assert blocks.blocks_of(8192, 256, 1024, v6e) == (256, 256)
     assert blocks.blocks_of(384 * 5, 128, None, v6e) == (640, 384), "the largest that divide it"
-    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.OTHERWISE
+    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.DEFAULT
 
 
 def test_smaller_blocks_run_where_those_of_the_table_have_no_room(monkeypatch):
@@ -388,7 +388,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 @pytest.mark.parametrize("implementation", ["flash", "splash", "xla"])
 def test_changing_one_document_changes_no_bit_of_another(implementation, monkeypatch):
     """Of outputs nor gradients: documents of one token and of many, that end inside a block, and padding between."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, _ = operands(3, B=1, S=256, K=16)
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0, 4]], [90, 1, 69, 20, 76], axis=1), jnp.int32)
     changed = (segments == 3)[..., None, None]

@@ -15,7 +15,7 @@ from maxlm.kernels.attention.gpu import attention_hopper, why_not
 from maxlm.kernels.attention.gpu_dkv import DKV
 from maxlm.kernels.attention.gpu_dq import DQ
 from maxlm.kernels.attention.gpu_forward import FORWARD
-from maxlm.kernels.attention.gpu_parts import BLOCK, block_bounds, query_bounds
+from maxlm.kernels.attention.gpu_tiles import BLOCK, block_bounds, query_bounds
 from maxlm.kernels.attention.reference import visible
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.hardware.topologies import parse
 from maxlm.kernels import grouped_matmul
-from maxlm.kernels.grouped_matmul import tpu, visits
+from maxlm.kernels.grouped_matmul import group_metadata, tpu
 from maxlm.kernels.grouped_matmul.gradients import apart
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
 from maxlm.kernels.grouped_matmul.shapes import SHAPES
@@ -183,7 +183,7 @@ def test_every_row_is_visited_by_its_group_alone(sizes, tile):
     """Also what nobody runs: visits beyond the last stay inside of arrays."""
     ends = np.cumsum(sizes)
     owner = np.searchsorted(ends, np.arange(ROWS), side="right")  # EXPERTS: of no group
-    for of, groups in ((visits.of_rows, EXPERTS + 1), (visits.of_groups, EXPERTS)):
+    for of, groups in ((group_metadata.row_visits, EXPERTS + 1), (group_metadata.group_visits, EXPERTS)):
         found = jax.tree.map(np.asarray, vars(of(jnp.asarray(sizes), ROWS, tile)))
         assert found["total"] <= len(found["ranks_V"])
         assert found["tiles_V"].min() >= 0 and found["tiles_V"].max() <= (ROWS - 1) // tile
