@@ -1,6 +1,6 @@
-"""Sums and gathers along a dim, in the form that XLA:TPU keeps: shares of the dim come first, all else is rows.
+"""Reduce-scatter and all-gather along a dim, in the form that XLA:TPU keeps: shares of the dim first, all else as rows.
 
-Where it would have to cut within a tile of the last two dims, or behind another dim, it sums by an all-reduce, and throws most of it away.
+Where it would have to cut within a tile of the last two dims, or behind another dim, it does an all-reduce and discards most of it.
 """
 
 import jax

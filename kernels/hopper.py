@@ -1,4 +1,4 @@
-"""Tiles of matmuls on NVIDIA Hopper, in Pallas's Mosaic GPU: what kernels share that multiply matrices.
+"""Tiles of matmuls on NVIDIA Hopper, in Pallas's Mosaic GPU: shared by all kernels that multiply matrices.
 
 A thread block of a matmul stays on its multiprocessor and computes tile after tile of the results. Of its three warpgroups one moves
 tiles of the operands from HBM to shared memory with the tensor memory accelerator, as far ahead as there is room, beyond the end of a
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-DEVICES = ("H100", "H200")  # what kinds of device are called that have Hopper's wgmma
+DEVICES = ("H100", "H200")  # kinds of device that have Hopper's wgmma
 MEMORY, COMPUTE = 24, 240  # registers a thread of a warpgroup, of 512 a lane of an SM; multiples of 8
-# Layouts are all given: jax 0.11 would look for them, by trial, and not come to an end.
+# All layouts are explicit: jax 0.11 would search for them without end.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number a row of a tile, a number a column
 
@@ -30,7 +30,7 @@ BLOCKS = 132  # thread blocks, one for each multiprocessor
 FEWER = {"NVIDIA H100 PCIe": 114}  # of them, by kind of device: those too many would run after the others
 
 T = TypeVar("T")
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
 Index = Any
 Product = tuple[Ref, Ref, int | None]  # what a wgmma multiplies, and which of the two is to be transposed
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 takes no index
@@ -48,7 +48,7 @@ def slot_of(step: Index) -> Index:
 
 @dataclass(frozen=True)
 class Block:
-    """One thread block: what its warpgroups do.
+    """One thread block and its warpgroups.
 
     Barriers of `refs.full` are passed once a stage is loaded, of `refs.free` once it is read. Of `shape` it reads `deep`, the steps along
     the contraction, `columns` of a tile, and `interpret`.
@@ -80,11 +80,11 @@ class Block:
         raise NotImplementedError
 
     def fetch(self, i: Index, j: Index, first: Index) -> None:
-        """What the memory warpgroup does for a tile."""
+        """Load the operands of a tile: run by the memory warpgroup."""
         raise NotImplementedError
 
     def compute(self, mine: Index, i: Index, j: Index, first: Index) -> None:
-        """What a computing warpgroup does for a tile."""
+        """Compute a tile: run by the compute warpgroups."""
         raise NotImplementedError
 
     def take(self, step: Index) -> Index:
@@ -146,8 +146,8 @@ class Block:
         return pl.run_scoped(run, *[plgpu.ACC((SHARE, shape.columns), jnp.float32)] * number)
 
 
-# What the interpreter lacks has a second body here, where `shape.interpret`: layouts of registers, loads into them, accumulators that go
-# on from a value.
+# Operations that the interpreter lacks have a second body for `shape.interpret`: layouts of registers, loads into them, accumulators that
+# start from a value.
 
 
 def laid_out(x: jax.Array, layout: Any, shape: Any) -> jax.Array:
@@ -159,7 +159,7 @@ def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
 
 
 def store_unswizzled(ref: Ref, value: jax.Array, shape: Any) -> None:
-    """Whatever banks of shared memory collide: jax 0.12 refuses that where it is not asked for, jax 0.10 has no way to ask."""
+    """Store even if banks of shared memory conflict: jax 0.12 refuses that unless `optimized=False`, which jax 0.10 does not have."""
     if hasattr(plgpu, "store") and not shape.interpret:
         plgpu.store(ref, value, optimized=False)
     else:
@@ -188,24 +188,24 @@ def add_product(total: jax.Array, a: jax.Array | Ref, b_ref: Ref, shape: Any) ->
 
 def transposed_product(a_ref: Ref, b_ref: Ref, shape: Any, start: jax.Array | None = None) -> jax.Array:
     """a b^T, plus a number a column."""
-    return transposed_product_beside(a_ref, b_ref, lambda: None, shape, start)[0]
+    return overlapped_transposed_product(a_ref, b_ref, lambda: None, shape, start)[0]
 
 
-def transposed_product_beside(
-    a_ref: Ref, b_ref: Ref, beside: Callable[[], T], shape: Any, start: jax.Array | None = None
+def overlapped_transposed_product(
+    a_ref: Ref, b_ref: Ref, meanwhile: Callable[[], T], shape: Any, start: jax.Array | None = None
 ) -> tuple[jax.Array, T]:
-    """(a b^T, plus a number a column; what `beside` returns, which runs while the product is formed)."""
+    """(a b^T, plus a number a column; the result of `meanwhile`, which runs while the product is formed)."""
     dims = (a_ref.shape[0], b_ref.shape[0])
     if shape.interpret:
-        found = beside()
-        return dot(operand(a_ref), operand(b_ref).T) + (0.0 if start is None else start), found
+        result = meanwhile()
+        return dot(operand(a_ref), operand(b_ref).T) + (0.0 if start is None else start), result
 
     def run(product_ref: Ref) -> tuple[jax.Array, T]:
         if start is not None:
             product_ref[...] = across(start, dims, 1)
         plgpu.wgmma(product_ref, a_ref, plgpu.transpose_ref(b_ref, (1, 0)))
-        found = beside()
-        return product_ref[...], found
+        result = meanwhile()
+        return product_ref[...], result
 
     return pl.run_scoped(run, accumulator(dims))
 
@@ -217,7 +217,7 @@ def accumulator(dims: Sequence[int]) -> Any:
 
 
 def operand(x: jax.Array | Ref) -> jax.Array:
-    """Of a wgmma, for the interpreter: it reads as the copy engine does, so nothing must be committed before that writes there again."""
+    """Operand of a wgmma in the interpreter: there it is read as by the copy engine, so it must be committed before it is overwritten."""
     value = x[...]
     plgpu.commit_smem()
     return value
@@ -227,8 +227,8 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def here(i: Index) -> jax.Array:
-    """The same number, of which LLVM knows nothing: what is computed from it stays in the loop and takes no registers around it."""
+def opaque(i: Index) -> jax.Array:
+    """The same number, opaque to LLVM: what is computed from it stays in the loop and takes no registers outside."""
     return jax.lax.optimization_barrier(jnp.int32(i))
 
 

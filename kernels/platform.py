@@ -1,4 +1,4 @@
-"""The device that kernels are chosen and made for, and what they know of it."""
+"""The device that kernels are chosen and compiled for, and its properties."""
 
 import functools
 import logging
@@ -12,17 +12,17 @@ from jax.sharding import PartitionSpec
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
-GPUS = ("gpu", "cuda")  # what platforms with NVIDIA's GPUs are called
+GPUS = ("gpu", "cuda")  # names of platforms with NVIDIA's GPUs
 CORES = {"TPU v5": 2}  # of a device, where more than one: a parallel dim of the grid is split between them
 
 _log = logging.getLogger(__name__)
 
 
 def device() -> tuple[str, str]:
-    """Platform and kind of the current mesh: programs are also compiled for devices that are not there."""
-    found = jax.sharding.get_abstract_mesh().abstract_device
-    if found is not None:
-        return found.platform, found.device_kind
+    """Platform and kind of the devices of the current mesh: programs are also compiled ahead of time, without the hardware."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.platform, abstract.device_kind
     platform = jax.default_backend()
     return platform, jax.devices()[0].device_kind if platform in GPUS else ""
 
@@ -43,7 +43,7 @@ def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @functools.cache
 def logged(operation: str, chosen: str, reason: str) -> str:
-    """`chosen`, the implementation of `operation`; said once."""
+    """`chosen`, the implementation of `operation`; logged once."""
     _log.info("%s: %s, since %s", operation, chosen, reason)
     return chosen
 
@@ -51,7 +51,7 @@ def logged(operation: str, chosen: str, reason: str) -> str:
 def on_each_device(run: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any, *, split: bool) -> Callable[..., Any]:
     """`run` on every device's share of operands that the current mesh splits as the specs say, if `split`.
 
-    Inside a `jax.shard_map` over some axes a kernel must be told of the others, too, even where they split nothing.
+    Inside a `jax.shard_map` over some axes a kernel needs one over the others, too, even where they split nothing.
     """
     mesh = jax.sharding.get_abstract_mesh()
     inside = 0 < len(mesh.manual_axes) < len(mesh.axis_names)

@@ -1,4 +1,4 @@
-"""Attention: softmax(scale * q k^T + mask) v, masked by causality, window and document."""
+"""Attention: softmax(scale * q k^T + mask) v."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -9,26 +9,30 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from maxlm.kernels.attention.chunks import PartialOutput, chunk_attention, chunk_attention_gradients, merge
 from maxlm.kernels.attention.gradients import SAVED
-from maxlm.kernels.attention.parts import attention_part, attention_part_gradients, merge
+from maxlm.kernels.attention.mask import CAUSAL, Mask
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
 from maxlm.kernels.platform import GPUS, device, logged, on_each_device
 
 __all__ = [
+    "CAUSAL",
     "Layout",
+    "Mask",
+    "PartialOutput",
     "attention",
     "attention_and_logsumexp",
-    "attention_part",
-    "attention_part_gradients",
+    "chunk_attention",
+    "chunk_attention_gradients",
     "merge",
     "with_sinks",
 ]
 
-_At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if given
+_At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if any
 
 # B batch, S queries, T keys, H query heads, G key/value heads, K head dim, V that of values
 
@@ -43,10 +47,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class _AttentionSpec:
-    """What is asked for beside the operands; fields as in `attention`."""
+    """Static options of one call; fields as in `attention`."""
 
     scale: float
-    window: int | None
+    mask: Mask
     softcap: float | None
     layout: Layout
     implementation: str | None
@@ -62,36 +66,37 @@ def attention(
     key_segments_BT: Int[Array, "B T"],
     query_positions_BS: Int[Array, "B S"] | None = None,
     key_positions_BT: Int[Array, "B T"] | None = None,
+    prefix_BT: Bool[Array, "B T"] | None = None,
     scale: float,
-    window: int | None = None,
+    mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_H: Float[Array, " H"] | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B S H V"]:
-    """Causal attention inside documents.
+    """Attention of every query to the keys that `mask` leaves.
 
-    A query sees a key when their segment ids are equal and not 0, the key does not stand later, and, with a `window`, it
-    stands fewer than `window` tokens before. Order is by the given positions (any integers that grow along a document);
-    without them, by place in the sequence. H must be a multiple of G: query head h reads key head h // (H / G). Values may be narrower
+    Segment ids name documents; 0 is padding, which is attended to by nothing and gets an output of 0. Order and distance are by the given
+    positions (any integers that grow along a document), by default the index in the sequence. `prefix_BT` marks the keys of the prefix of
+    their document, for a mask of form "prefix". H must be a multiple of G: query head h reads key head h // (H / G). Values may be narrower
     than keys.
-    `softcap` c bends scaled scores to c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
-    is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32; padding gets 0.
-    `layout` says how the current mesh splits the operands. `implementation`: "flash" and "splash" (TPU), "hopper" (H100 and H200),
-    "xla", or None for the best that the device of that mesh runs. What a remat policy saves is named "attention". Raises ValueError for
-    shapes that do not fit, or that the implementation asked for cannot run.
+    `softcap` c caps scaled scores by c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
+    is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32.
+    `layout`: how the current mesh splits the operands. `implementation`: "flash" (causal masks) and "splash" (causal and bidirectional) on
+    TPU, "hopper" (causal) on H100 and H200, "xla" (every mask), or None for the best that the device of that mesh runs. Remat policies save
+    by the name "attention". Raises ValueError for shapes that do not fit, and for what the requested implementation cannot run.
     """
     if sinks_H is not None and sinks_H.shape != q_BSHK.shape[2:3]:
         raise ValueError(f"attention: sinks of shape {sinks_H.shape} for {q_BSHK.shape[2]} query heads")
-    asked = _AttentionSpec(scale, window, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
+    spec = _AttentionSpec(scale, mask, softcap, layout or Layout(), implementation, logsumexp=sinks_H is not None)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
-    out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
+    out_BSHV, lse_BHS = _run(spec, q_BSHK, k_BTGK, v_BTGV, query_at, key_at, prefix_BT)
     return out_BSHV if sinks_H is None or lse_BHS is None else with_sinks(out_BSHV, lse_BHS, sinks_H)
 
 
 def with_sinks(out_BSHV: Float[Array, "B S H V"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]) -> Float[Array, "B S H V"]:
-    """What attention with this output and logsumexp gives when there are sinks, too."""
-    share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # what the sink leaves of the weights
+    """Output of attention with sinks, from the output and logsumexp without them."""
+    share_BHS = jax.nn.sigmoid(lse_BHS - sinks_H.astype(jnp.float32)[:, None])  # the softmax's weight on keys
     return (out_BSHV * jnp.swapaxes(share_BHS, 1, 2)[..., None]).astype(out_BSHV.dtype)
 
 
@@ -104,53 +109,65 @@ def attention_and_logsumexp(
     key_segments_BT: Int[Array, "B T"],
     query_positions_BS: Int[Array, "B S"] | None = None,
     key_positions_BT: Int[Array, "B T"] | None = None,
+    prefix_BT: Bool[Array, "B T"] | None = None,
     scale: float,
-    window: int | None = None,
+    mask: Mask = CAUSAL,
     softcap: float | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
-    """`attention`, and float32 logsumexp of every query's scores in nats, -inf where it sees nothing: parts that saw different keys add
-    up by it. Both carry gradients.
+    """`attention`, and the float32 logsumexp of every query's scores in nats, -inf where it attends to nothing: `merge` needs it to combine
+    attention over different keys. Both carry gradients.
     """
-    asked = _AttentionSpec(scale, window, softcap, layout or Layout(), implementation, logsumexp=True)
+    spec = _AttentionSpec(scale, mask, softcap, layout or Layout(), implementation, logsumexp=True)
     query_at, key_at = (query_segments_BS, query_positions_BS), (key_segments_BT, key_positions_BT)
-    out_BSHV, lse_BHS = _run(asked, q_BSHK, k_BTGK, v_BTGV, query_at, key_at)
-    assert lse_BHS is not None, "it was asked for"
+    out_BSHV, lse_BHS = _run(spec, q_BSHK, k_BTGK, v_BTGV, query_at, key_at, prefix_BT)
+    assert lse_BHS is not None, "logsumexp=True"
     return out_BSHV, lse_BHS
 
 
 def _run(
-    asked: _AttentionSpec, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_at: _At, key_at: _At
+    spec: _AttentionSpec,
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGV: jax.Array,
+    query_at: _At,
+    key_at: _At,
+    prefix_BT: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     _check(q_BSHK, k_BTGK, v_BTGV, query_at[0], key_at[0])
-    places = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
-    problems = _problems(q_BSHK, places=places, logsumexp=asked.logsumexp)
-    chosen = asked.implementation or _choose(problems)
+    if (spec.mask.form == "prefix") != (prefix_BT is not None):
+        raise ValueError(
+            f"attention: a {spec.mask.form} mask and prefix_BT {None if prefix_BT is None else prefix_BT.shape}: give both or none"
+        )
+    query_at, key_at = ((spec.mask.segments(segments), positions) for segments, positions in (query_at, key_at))
+    aligned = query_at[1] is None and key_at[1] is None and q_BSHK.shape[1] == k_BTGK.shape[1]
+    problems = _problems(q_BSHK, spec.mask, aligned=aligned, logsumexp=spec.logsumexp)
+    chosen = spec.implementation or _choose(problems)
     if chosen not in (*problems, "xla"):
         raise ValueError(f"attention: no implementation {chosen!r}: there are {', '.join((*problems, 'xla'))}")
     if problems.get(chosen):
-        raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]}")
-    options: dict[str, Any] = {"scale": asked.scale, "window": asked.window, "softcap": asked.softcap}
+        raise ValueError(f"attention: {chosen} cannot run this: {problems[chosen]} (implementation 'xla' can)")
+    options: dict[str, Any] = {"scale": spec.scale, "mask": spec.mask, "softcap": spec.softcap}
     if chosen != "xla":
         platform, kind = device()
         on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
-            "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=asked.logsumexp),
+            "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=spec.logsumexp),
             "splash": functools.partial(_widened, functools.partial(_splash, **options, **on_tpu)),
-            "hopper": functools.partial(_widened, functools.partial(_hopper, **options, logsumexp=asked.logsumexp)),
+            "hopper": functools.partial(_widened, functools.partial(_hopper, **options, logsumexp=spec.logsumexp)),
         }
         run = runs[chosen]
-        return _on_each_device(run, asked.layout, logsumexp=asked.logsumexp)(q_BSHK, k_BTGK, v_BTGV, query_at[0])
-    at = [(segments, _places(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
-    out_BSHV, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGV, *at, **options, logsumexp=asked.logsumexp)
+        return _on_each_device(run, spec.layout, logsumexp=spec.logsumexp)(q_BSHK, k_BTGK, v_BTGV, query_at[0])
+    at = [(segments, _indices(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
+    out_BSHV, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGV, *at, prefix_BT=prefix_BT, **options, logsumexp=spec.logsumexp)
     return checkpoint_name(out_BSHV, SAVED), lse_BHS
 
 
 def _widened(
     run: Callable[..., tuple[jax.Array, jax.Array | None]], q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, segments_BS: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A kernel that knows one head dim, run on values with zeros up to that of keys."""
+    """`run`, a kernel with one head dim, on values padded with zeros to the head dim of keys."""
     width = v_BSGV.shape[-1]
     v_BSGK = jnp.pad(v_BSGV, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - width)])
     out_BSHK, lse_BHS = run(q_BSHK, k_BSGK, v_BSGK, segments_BS)
@@ -181,15 +198,15 @@ def _check(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array, query_segmen
         )
 
 
-def _problems(q_BSHK: jax.Array, *, places: bool, logsumexp: bool) -> dict[str, str]:
+def _problems(q_BSHK: jax.Array, mask: Mask, *, aligned: bool, logsumexp: bool) -> dict[str, str]:
     """Kernels, the best of each kind of device first, and why each cannot run this; empty when it can.
 
-    Those of the TPU also run interpreted, where there is no TPU.
+    The TPU's kernels also run interpreted, where there is no TPU. `aligned`: queries and keys are the same tokens.
     """
     platform, kind = device()
     _, seq_len, _, head_dim = q_BSHK.shape
-    if not places:
-        return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must stand at the same places of the sequence")
+    if not aligned:
+        return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must be the same tokens of the sequence, in order")
     uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
     flash = uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
     hopper = "the device is no GPU"
@@ -197,7 +214,12 @@ def _problems(q_BSHK: jax.Array, *, places: bool, logsumexp: bool) -> dict[str, 
         from maxlm.kernels.attention import gpu
 
         hopper = gpu.why_not(seq_len, head_dim, q_BSHK.dtype, kind)
-    return {"flash": flash, "splash": "its logsumexp has no gradient" if logsumexp else uneven, "hopper": hopper}
+    splash = mask.unsupported_by("splash", "causal", "bidirectional") or ("its logsumexp has no gradient" if logsumexp else uneven)
+    return {
+        "flash": mask.unsupported_by("flash", "causal") or flash,
+        "splash": splash,
+        "hopper": mask.unsupported_by("hopper", "causal") or hopper,
+    }
 
 
 def _choose(problems: Mapping[str, str]) -> str:
@@ -218,5 +240,5 @@ def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool)
     return on_each_device(run, (spec, spec, spec, tokens), (spec, by_head), split=bool(layout.batch or layout.heads))
 
 
-def _places(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+def _indices(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return jax.lax.broadcasted_iota("int32", segments.shape, 1)

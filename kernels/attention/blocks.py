@@ -1,6 +1,6 @@
-"""Tokens of a block of the TPU's attention kernels: the best of those counted, by chip, as blocks.json has them.
+"""Block sizes of the TPU's attention kernels: the best by counted cycles, by chip, in blocks.json.
 
-`maxlm kernels sweep --operation attention --write` makes the table. Nothing needs it to be right: any block gives the same attention.
+`maxlm kernels sweep --operation attention --write` writes the table. Results do not depend on it: any block gives the same attention.
 """
 
 import functools
@@ -20,26 +20,26 @@ class Blocks(NamedTuple):
     backward: int
 
     def within(self, seq_len: int) -> "Blocks":
-        """The largest that are no larger, are whole lanes and divide the sequence, which must be a multiple of lanes itself."""
+        """The largest blocks up to these that are multiples of `LANES` and divide the sequence, itself a multiple of `LANES`."""
         return Blocks(*(max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0) for most in self))
 
 
-OTHERWISE = Blocks(1024, 512)  # of a chip that the table lacks: on v6e they were counted best
+DEFAULT = Blocks(1024, 512)  # for a chip that the table lacks: the best on v6e
 
 
 def blocks_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
-    """Of the chip's rows with a window, or without one, that of the nearest head dim, a lower one where two are as near; `OTHERWISE` where
-    the chip has none. A window makes large blocks dearer: of those at its ends much is computed for nothing.
+    """Block sizes by the table's row for the chip, with or without a window, and the nearest head dim (the lower of two as near);
+    `DEFAULT` where the chip has no row. A window makes large blocks dearer: much of those at its ends is masked.
     """
     at = (device_kind, window is not None)
     rows = {dim: blocks for (*where, dim), blocks in table().items() if tuple(where) == at}
     width = padded(head_dim)
-    most = rows[min(rows, key=lambda dim: (abs(dim - width), dim))] if rows else OTHERWISE
+    most = rows[min(rows, key=lambda dim: (abs(dim - width), dim))] if rows else DEFAULT
     return most.within(seq_len)
 
 
 def padded(head_dim: int) -> int:
-    """The head dim as the kernels have it: whole lanes."""
+    """The head dim rounded up to a multiple of `LANES`, as the kernels take it."""
     return -(-head_dim // LANES) * LANES
 
 

@@ -2,7 +2,7 @@
 
 A thread block has three warpgroups: one moves tiles from HBM to shared memory with the tensor memory accelerator, two compute. Forward,
 each computing warpgroup starts the scores of its next block before it takes the exponentials of this one, and the two take turns at the
-tensor cores. Only blocks that causality, the window and the documents leave are visited, and only those that they cut are masked.
+tensor cores. Only blocks that the mask leaves are visited, and only those that it cuts are masked.
 """
 
 from typing import Any
@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.gpu_dkv import dkv
 from maxlm.kernels.attention.gpu_dq import dq
 from maxlm.kernels.attention.gpu_forward import forward
-from maxlm.kernels.attention.gpu_parts import BLOCK, Shape
+from maxlm.kernels.attention.gpu_tiles import BLOCK, Shape
 from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.hopper import DEVICES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -24,7 +25,7 @@ HEAD_DIMS = (64, 128, 256)  # others are padded to the next
 
 
 def why_not(seq_len: int, head_dim: int, dtype: Any, device_kind: str) -> str:
-    """Why `attention_hopper` cannot run sequences on a device; empty when it can."""
+    """Reason why `attention_hopper` cannot run sequences on a device; empty when it can."""
     if not any(kind in device_kind for kind in DEVICES):
         return "the device is no H100 or H200"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -41,12 +42,12 @@ def attention_hopper(
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     logsumexp: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places, what `why_not` allows.
+    """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens, what `why_not` allows.
 
     `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be. Raises ValueError for a scale that is not above 0.
     """
@@ -55,7 +56,7 @@ def attention_hopper(
     head_dim, heads = q_BSHK.shape[3], q_BSHK.shape[2]
     width = next(dim for dim in HEAD_DIMS if dim >= head_dim)
     padded = [jnp.pad(x, [(0, 0)] * 3 + [(0, width - head_dim)]) for x in (q_BSHK, k_BSGK, v_BSGK)]
-    shape = Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, window, softcap, interpret)
+    shape = Shape(heads, k_BSGK.shape[2], q_BSHK.shape[1], width, scale, mask.window, softcap, interpret)
     out_BSHK, lse_BHS = _attention(*padded, segments_BS, shape, logsumexp)
     return out_BSHK[..., :head_dim], lse_BHS
 

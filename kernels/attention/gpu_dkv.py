@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import BLOCK, ROWS, Shape, Side, bend, cost_of, hidden_keys, mesh_of, query_bounds, slopes
+from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, Side, bend, cost_of, hidden_keys, mesh_of, query_bounds, slopes
 from maxlm.kernels.hopper import (
     BY_COLUMN,
     BY_ROW,
@@ -25,12 +25,12 @@ from maxlm.kernels.hopper import (
     across,
     add_product,
     count_rows,
-    here,
     laid_out,
     load,
+    opaque,
+    overlapped_transposed_product,
     swizzled,
     transposed_product,
-    transposed_product_beside,
 )
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, T keys and Q queries of a tile
@@ -92,7 +92,7 @@ def dkv(
 
 
 class _DkvRefs(NamedTuple):
-    """What the kernel reads, writes and shares between its warpgroups; a barrier is passed once its tile is full or free."""
+    """References of the kernel: operands, results, and memory shared by its warpgroups; barriers are passed once a tile is full or free."""
 
     bounds: Ref
     q: Ref
@@ -105,11 +105,11 @@ class _DkvRefs(NamedTuple):
     places: Ref
     dk: Ref
     dv: Ref
-    k_tile: Ref  # a part for each warpgroup, who later puts its results there
+    k_tile: Ref  # a tile for each warpgroup, later overwritten by its results
     v_tile: Ref
     q_tile: Ref
     dout_tile: Ref
-    slopes: Ref  # weights, less what the cap takes off, from the warpgroup of dv to that of dk, where those are apart
+    slopes: Ref  # weights, less what the cap takes off, from the warpgroup of dv to that of dk, where they are two
     lse_row: Ref
     delta_row: Ref
     query_segments: Ref
@@ -183,7 +183,7 @@ class _Columns:
         return jax.lax.rem(step, jnp.int32(SLOTS))
 
     def fetch(self) -> None:
-        """What the memory warpgroup does."""
+        """Run the memory warpgroup."""
         refs, shape = self.refs, self.shape
 
         def fetch(head: Index, i: Index, step: Index, nothing_carried: None) -> None:
@@ -208,7 +208,7 @@ class _Columns:
             plgpu.barrier_wait(refs.free.at[self._slot(step)])
 
     def run(self) -> None:
-        """What a computing warpgroup does."""
+        """Run a compute warpgroup."""
         refs, mine = self.refs, self.warpgroup
         self._fetch_keys(mine)
         plgpu.barrier_wait(refs.k_full.at[mine])
@@ -246,18 +246,18 @@ class _Columns:
 
     def _weights(self, i: Index, slot: Index) -> tuple[jax.Array, jax.Array]:
         """(weights of these keys for a tile of queries, gradients of their scores) [T, Q]."""
-        refs, shape, part = self.refs, self.shape, here(self.warpgroup)
+        refs, shape, part = self.refs, self.shape, opaque(self.warpgroup)
         scores = self._scores(i, slot, part)
         delta = load(refs.delta_row.at[slot], BY_COLUMN, shape)
-        dweights, (weights, formed) = transposed_product_beside(
+        dweights, (weights, formed) = overlapped_transposed_product(
             refs.v_tile.at[part], refs.dout_tile.at[slot], lambda: self._weigh(scores, slot), shape, delta
         )
         return weights, (formed * dweights).astype(refs.q.dtype)
 
     def _scores(self, i: Index, slot: Index, part: Index) -> jax.Array:
-        """What `_weigh` makes weights of.
+        """Scores that `_weigh` turns into weights.
 
-        The product goes on from what is taken off it where it can: the numbers of a row then need no registers beside it.
+        Where possible the product accumulates onto the row's offset, which then needs no registers of its own.
         """
         refs, shape = self.refs, self.shape
         start = load(refs.lse_row.at[slot], BY_COLUMN, shape) if shape.softcap is None else None
@@ -303,13 +303,13 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _WideColumns(_Columns):
-    """Of a head dim of 256: one tile of keys, whose dv the first warpgroup holds and whose dk the second.
+    """For a head dim of 256: one tile of keys, whose dv the first warpgroup holds and whose dk the second.
 
-    The first alone reads keys and puts its results there, the second values.
+    Only the first reads keys, and stores its results in their place; the second does the same with values.
     """
 
     def run(self) -> None:
-        """What a computing warpgroup does."""
+        """Run a compute warpgroup."""
         pl.when(self.warpgroup == 0)(lambda: self._fetch_keys(0))
         plgpu.barrier_wait(self.refs.k_full.at[0])
 
@@ -328,9 +328,9 @@ class _WideColumns(_Columns):
             plgpu.wait_smem_to_gmem(0)
 
     def _add_dv(self, head: Index, i: Index, step: Index, dv: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, here(self._slot(step))
+        refs, shape, slot = self.refs, self.shape, opaque(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
-        weights, formed = self._weigh(self._scores(i, slot, here(0)), slot)
+        weights, formed = self._weigh(self._scores(i, slot, opaque(0)), slot)
         pl.when(step > 0)(lambda: plgpu.barrier_wait(refs.slopes_free))
         refs.slopes[...] = formed
         plgpu.commit_smem()
@@ -340,10 +340,10 @@ class _WideColumns(_Columns):
         return dv
 
     def _add_dk(self, head: Index, i: Index, step: Index, dk: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, here(self._slot(step))
+        refs, shape, slot = self.refs, self.shape, opaque(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
         delta = load(refs.delta_row.at[slot], BY_COLUMN, shape)
-        dweights = transposed_product(refs.v_tile.at[here(0)], refs.dout_tile.at[slot], shape, delta)
+        dweights = transposed_product(refs.v_tile.at[opaque(0)], refs.dout_tile.at[slot], shape, delta)
         plgpu.barrier_wait(refs.slopes_full)
         dscores = load(refs.slopes, plgpu.Layout.WGMMA, shape) * dweights
         plgpu.barrier_arrive(refs.slopes_free)

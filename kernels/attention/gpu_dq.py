@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import BLOCK, ROWS, Shape, bend, block_bounds, cost_of, mesh_of, slopes
-from maxlm.kernels.attention.gpu_rows import KeyRefs, Rows, key_scratch
+from maxlm.kernels.attention.gpu_query_tile import KeyRefs, QueryTile, key_scratch
+from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, bend, block_bounds, cost_of, mesh_of, slopes
 from maxlm.kernels.hopper import (
     BY_ROW,
     COMPILER_PARAMS,
@@ -22,12 +22,12 @@ from maxlm.kernels.hopper import (
     Ref,
     across,
     add_product,
-    here,
     laid_out,
     load,
+    opaque,
+    overlapped_transposed_product,
     swizzled,
     transposed_product,
-    transposed_product_beside,
 )
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, Q queries and T keys of a tile
@@ -58,7 +58,9 @@ def dq(
     )
 
     def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: _Rows.of_block(_DqRefs(*refs, *scoped), shape).run_block(), *scratch, collective_axes="warpgroup")
+        pl.run_scoped(
+            lambda *scoped: _QueryTile.of_block(_DqRefs(*refs, *scoped), shape).run_block(), *scratch, collective_axes="warpgroup"
+        )
 
     return pl.kernel(
         body,
@@ -81,7 +83,7 @@ def dq(
 
 
 class _DqRefs(NamedTuple):
-    """What the kernel reads, writes and shares between its warpgroups, each of which has its own part of all but the keys."""
+    """References of the kernel: operands, results and shared memory, of which each warpgroup has its own part except for keys."""
 
     bounds: Ref
     q: Ref
@@ -103,7 +105,7 @@ class _DqRefs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rows(Rows):
+class _QueryTile(QueryTile):
     def run(self) -> None:
         """While one warpgroup forms gradients of scores from products, those of the other are under way."""
         refs, shape, mine = self.refs, self.shape, self.group
@@ -126,7 +128,7 @@ class _Rows(Rows):
         plgpu.wait_smem_to_gmem(0)
 
     def _step(self, t: Index, total: jax.Array) -> jax.Array:
-        keys, slot = self.refs.keys, here(self.slot(t))
+        keys, slot = self.refs.keys, opaque(self.slot(t))
         plgpu.barrier_wait(keys.k_full.at[slot])
         dscores = self._dscores(t, slot).astype(self.refs.q.dtype)
         plgpu.barrier_arrive(keys.v_free.at[slot])
@@ -136,7 +138,7 @@ class _Rows(Rows):
 
     def _dscores(self, t: Index, slot: Index) -> jax.Array:
         """Gradients of the scores [Q, T] of tile t."""
-        refs, shape, mine = self.refs, self.shape, here(self.group)
+        refs, shape, mine = self.refs, self.shape, opaque(self.group)
         raw = transposed_product(refs.q_tile.at[mine], refs.keys.k_tile.at[slot], shape)
         scores = self.masked(t, bend(raw, shape), shape.unseen, ordered=False)
 
@@ -145,6 +147,6 @@ class _Rows(Rows):
             return slopes(jnp.exp2(scores * shape.slope - across(lse, self.dims, 0)), scores, shape)
 
         plgpu.barrier_wait(refs.keys.v_full.at[slot])
-        dweights, formed = transposed_product_beside(refs.dout_tile.at[mine], refs.keys.v_tile.at[slot], weigh, shape)
+        dweights, formed = overlapped_transposed_product(refs.dout_tile.at[mine], refs.keys.v_tile.at[slot], weigh, shape)
         delta = load(refs.delta_row.at[self.group], BY_ROW, shape)
         return formed * (dweights - across(delta, self.dims, 0))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import BLOCK, ROWS, Shape, bend, block_bounds, cost_of, mesh_of
-from maxlm.kernels.attention.gpu_rows import KeyRefs, Rows, key_scratch
-from maxlm.kernels.attention.gradients import LOG2E, UNSEEING
+from maxlm.kernels.attention.gpu_query_tile import KeyRefs, QueryTile, key_scratch
+from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, bend, block_bounds, cost_of, mesh_of
+from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS
 from maxlm.kernels.hopper import (
     BY_ROW,
     COMPILER_PARAMS,
@@ -19,10 +19,10 @@ from maxlm.kernels.hopper import (
     accumulator,
     across,
     add_product,
-    here,
     laid_out,
+    opaque,
+    overlapped_transposed_product,
     swizzled,
-    transposed_product_beside,
 )
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, Q queries and T keys of a tile
@@ -45,7 +45,7 @@ def forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS
 
     def body(*refs: Ref) -> None:
         pl.run_scoped(
-            lambda *scoped: _Rows.of_block(_ForwardRefs(*refs, *scoped), shape).run_block(), *scratch, collective_axes="warpgroup"
+            lambda *scoped: _QueryTile.of_block(_ForwardRefs(*refs, *scoped), shape).run_block(), *scratch, collective_axes="warpgroup"
         )
 
     return pl.kernel(
@@ -62,7 +62,7 @@ def forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS
 
 
 class _ForwardRefs(NamedTuple):
-    """What the forward kernel reads, writes and shares between its warpgroups; a barrier is passed once its tile is full or free."""
+    """References of the kernel: operands, results, and memory shared by its warpgroups; barriers are passed once a tile is full or free."""
 
     bounds: Ref
     q: Ref
@@ -81,7 +81,7 @@ class _ForwardRefs(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of the queries of a warpgroup on their way: largest score in base 2 and sum of weights [Q], and of weighted values [Q, K]."""
+    """Running softmax of a warpgroup's queries: largest score in base 2 and sum of weights [Q], sum of weighted values [Q, K]."""
 
     top: jax.Array
     total: jax.Array
@@ -89,7 +89,7 @@ class _Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rows(Rows):
+class _QueryTile(QueryTile):
     def run(self) -> None:
         """Scores of tile t are formed while values of tile t - 1 are mixed."""
         refs, shape = self.refs, self.shape
@@ -114,11 +114,11 @@ class _Rows(Rows):
         self._store(sums._replace(mixed=mixed))
 
     def _pass(self) -> None:
-        """The turn at the tensor cores, to the other warpgroup."""
+        """Pass the turn at the tensor cores to the other warpgroup."""
         plgpu.barrier_arrive(self.refs.turn.at[1 - self.group])
 
     def _await_keys(self, t: Index) -> None:
-        """Unless that tile is beyond the last."""
+        """Wait for a tile of keys, unless it is beyond the last."""
 
         @pl.when(t < self.tiles)
         def _() -> None:
@@ -132,19 +132,19 @@ class _Rows(Rows):
 
         self._await_keys(jnp.int32(0))
         plgpu.barrier_wait(refs.turn.at[self.group])
-        raw, _ = transposed_product_beside(refs.q_tile.at[self.group], refs.keys.k_tile.at[slot], self._pass, shape)
+        raw, _ = overlapped_transposed_product(refs.q_tile.at[self.group], refs.keys.k_tile.at[slot], self._pass, shape)
         self._await_keys(jnp.int32(1))
         top, _, total, weights = self._softmax(jnp.int32(0), raw, top, total, ordered=False)
         return _Sums(top, total, mixed), weights.astype(refs.q.dtype)
 
     def _next(self, t: Index, sums: _Sums, weights: jax.Array) -> tuple[_Sums, jax.Array]:
         refs, shape, slot, before = self.refs, self.shape, self.slot(t), self.slot(t - 1)
-        q_ref, k_ref, v_ref = refs.q_tile.at[here(self.group)], refs.keys.k_tile.at[slot], refs.keys.v_tile.at[before]
+        q_ref, k_ref, v_ref = refs.q_tile.at[opaque(self.group)], refs.keys.k_tile.at[slot], refs.keys.v_tile.at[before]
         ordered = shape.keys == BLOCK
         plgpu.barrier_wait(refs.turn.at[self.group])
 
         def interpreted() -> tuple[Any, jax.Array]:
-            raw, _ = transposed_product_beside(q_ref, k_ref, lambda: plgpu.barrier_wait(refs.keys.v_full.at[before]), shape)
+            raw, _ = overlapped_transposed_product(q_ref, k_ref, lambda: plgpu.barrier_wait(refs.keys.v_full.at[before]), shape)
             mixed = add_product(sums.mixed, weights, v_ref, shape)
             self._pass()
             self._await_keys(t + 1)
@@ -161,7 +161,7 @@ class _Rows(Rows):
                 self._await_keys(t + 1)
                 return self._softmax(t, raw, sums.top, sums.total, ordered=ordered), mixed
             raw = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            # LLVM and ptxas would move it behind the wait for the product, beside which it is to run: neither does across these.
+            # LLVM and ptxas would move it behind the wait for the product, which it is to overlap: neither does across these.
             softmax = jax.lax.optimization_barrier(self._softmax(t, raw, sums.top, sums.total, ordered=ordered))
             self._await_keys(t + 1)
             return softmax, mixed_ref[...]
@@ -188,7 +188,7 @@ class _Rows(Rows):
         share = 1.0 / jnp.where(seen, sums.total, 1.0)
         out_ref, lse_ref = refs.q_tile.at[self.group], refs.lse_row.at[self.group]
         out_ref[...] = (sums.mixed * across(share, sums.mixed.shape, 0)).astype(refs.out.dtype)
-        lse_ref[...] = jnp.where(seen, sums.top + jnp.log(sums.total) * LOG2E, UNSEEING)
+        lse_ref[...] = jnp.where(seen, sums.top + jnp.log(sums.total) * LOG2E, NO_KEYS)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_ref, refs.out.at[self.b, self.rows, head])
         plgpu.copy_smem_to_gmem(lse_ref, refs.lse.at[self.b, head, self.rows])

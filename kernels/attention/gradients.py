@@ -1,4 +1,4 @@
-"""What flash attention has in common on every kind of device: what is saved for the backward pass, and a logsumexp that has a gradient."""
+"""Custom gradient of flash attention, for every kind of device: what the backward pass saves, and a differentiable logsumexp."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED = "attention"  # name of output and logsumexp for remat policies: saved, the backward pass does not run the forward kernel
-UNSEEING = 1e30  # logsumexp of a query that sees nothing: its weights are then 0 in the backward pass, too
+NO_KEYS = 1e30  # logsumexp of a query that attends to nothing: its weights are then 0 in the backward pass, too
 LOG2E = math.log2(math.e)
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]  # of q, k and v
@@ -23,7 +23,7 @@ Backward = Callable[[Saved, jax.Array, jax.Array | None, Any], Gradients]
 
 
 def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    """(q, k, v, segments, shape, logsumexp) to the output and, where asked for, logsumexp in nats, -inf where a query sees nothing."""
+    """(q, k, v, segments, shape, logsumexp) to the output and, if requested, logsumexp in nats, -inf where a query attends to nothing."""
 
     def save(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> tuple[jax.Array, jax.Array, Saved]:
         out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, shape))
@@ -61,6 +61,6 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
         if not logsumexp:
             return alone(q, k, v, segments, shape), None
         out, lse_BHS = both(q, k, v, segments, shape)
-        return out, jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
+        return out, jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
     return run

@@ -1,8 +1,10 @@
-"""The definition of attention, head by head and without memory thrift. Tests measure every implementation against it."""
+"""The definition of attention, one head at a time: what tests compare every implementation with."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from maxlm.kernels.attention.mask import CAUSAL, Mask
 
 
 def visible(
@@ -10,13 +12,21 @@ def visible(
     key_segments_T: Int[np.ndarray, " T"],
     query_positions_S: Int[np.ndarray, " S"],
     key_positions_T: Int[np.ndarray, " T"],
-    window: int | None,
+    mask: Mask = CAUSAL,
+    prefix_T: Bool[np.ndarray, " T"] | None = None,
 ) -> Bool[np.ndarray, "S T"]:
-    """Which key each query of one sequence sees."""
-    same = (query_segments_S[:, None] == key_segments_T[None, :]) & (query_segments_S[:, None] != 0)
-    distance = query_positions_S[:, None] - key_positions_T[None, :]
-    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return same & near
+    """True where a query of one sequence attends to a key."""
+    query_S1, key_1T = query_segments_S[:, None], key_segments_T[None, :]
+    distance_ST = query_positions_S[:, None] - key_positions_T[None, :]
+    attended_ST = {
+        "causal": distance_ST >= 0,
+        "bidirectional": np.ones_like(distance_ST, bool),
+        "prefix": (distance_ST >= 0) | (False if prefix_T is None else prefix_T[None, :]),
+    }[mask.form]
+    attended_ST = attended_ST & (query_S1 != 0) & (key_1T != 0)
+    if mask.documents:
+        attended_ST = attended_ST & (query_S1 == key_1T)
+    return attended_ST if mask.window is None else attended_ST & (np.abs(distance_ST) < mask.window)
 
 
 def attention_reference(

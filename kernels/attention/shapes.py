@@ -1,8 +1,10 @@
-"""Attention of real models, at the lengths they are trained on: what tests, the kernel lab and benchmarks run."""
+"""Attention of real models, at the lengths they are trained on, for tests, the kernel lab and benchmarks."""
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from maxlm.kernels.attention.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,10 @@ class AttentionShape:
     documents: int | None = None
     softcap: float | None = None
 
+    @property
+    def mask(self) -> Mask:
+        return Mask(window=self.window)
+
     def segments(self, batch: int, seed: int = 0) -> np.ndarray:
         """Segment ids, int32 [batch, seq_len], the last document cut off: lengths are exponential, as of web text they roughly are."""
         if self.documents is None:
@@ -29,13 +35,12 @@ class AttentionShape:
         return np.stack([np.searchsorted(row, places, side="right") + 1 for row in ends]).astype(np.int32)
 
     def pairs(self, segments: np.ndarray) -> int:
-        """Pairs of query and key that masks leave in these sequences."""
+        """(query, key) pairs that the mask leaves in these sequences."""
         total = 0
         for row in segments:
             _, lengths = np.unique(row, return_counts=True)
             for length in lengths.tolist():
-                reach = min(length, self.window or length)
-                total += reach * (reach + 1) // 2 + (length - reach) * reach
+                total += self.mask.attended_pairs(length)
         return total
 
 

@@ -9,6 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention.gradients import SAVED
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.attention.tpu import LANES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -24,14 +25,14 @@ def attention_splash(
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     device_kind: str,
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     head_dim = q_BSHK.shape[-1]
-    kernel = splash_kernel(q_BSHK.shape[2], q_BSHK.shape[1], window, softcap, interpret=interpret, device_kind=device_kind)
+    kernel = splash_kernel(q_BSHK.shape[2], q_BSHK.shape[1], mask, softcap, interpret=interpret, device_kind=device_kind)
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
     attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
     out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
@@ -39,11 +40,10 @@ def attention_splash(
 
 
 def splash_kernel(
-    heads: int, seq_len: int, window: int | None, softcap: float | None, *, interpret: bool, device_kind: str
+    heads: int, seq_len: int, mask: Mask, softcap: float | None, *, interpret: bool, device_kind: str
 ) -> splash.SplashAttentionKernel:
-    """Attention of all heads of one sequence, forward and backward."""
-    shape = (seq_len, seq_len)
-    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    """Attention of all heads of one sequence, forward and backward. `mask` is causal or bidirectional."""
+    block_mask = _block_mask(mask, (seq_len, seq_len))
     block = max(b for b in range(LANES, min(seq_len, BLOCK) + 1, LANES) if seq_len % b == 0)
     # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
     wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if device_kind in LARGE_VMEM else block
@@ -57,12 +57,20 @@ def splash_kernel(
         use_fused_bwd_kernel=True,
     )
     return splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * heads),
+        masks.MultiHeadMask([block_mask] * heads),
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=SAVED,
         interpret=interpret,
     )
+
+
+def _block_mask(mask: Mask, shape: tuple[int, int]) -> masks.Mask:
+    """`mask` in splash's terms; documents are told apart by segment ids beside it."""
+    causal = mask.form == "causal"
+    if mask.window is None:
+        return masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    return masks.LocalMask(shape, (mask.window - 1, 0 if causal else mask.window - 1), 0)
 
 
 def _padded(x: jax.Array) -> jax.Array:

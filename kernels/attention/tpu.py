@@ -1,7 +1,7 @@
 """Flash attention on TPU (arXiv 2307.08691), forward and a backward pass in one kernel.
 
 One grid step holds the keys and values of a head (backward: its queries and their gradients) in VMEM and walks over the blocks
-that causality, the window and the documents leave: none other is computed. The backward pass forms each block of scores once
+that the mask leaves: no other is computed. The backward pass forms each block of scores once
 and adds it to dq, dk and dv in VMEM, so no partial sum reaches HBM. Scores are held keys by queries: the softmax then
 reduces over sublanes, which costs additions and no shuffles, and what belongs to a query is a row.
 """
@@ -17,30 +17,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.blocks import OTHERWISE, Blocks, blocks_of, padded
-from maxlm.kernels.attention.gradients import LOG2E, UNSEEING, Gradients, Saved, differentiable
+from maxlm.kernels.attention.blocks import DEFAULT, Blocks, blocks_of, padded
+from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
-FORWARD, BACKWARD = "attention_forward", "attention_backward"  # what the kernels are called in the compiled program
-BESIDE = "_beside"  # and that when causality hides nothing, since all keys stand before all queries
+FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
+UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
 
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
 Index = Any
 
-_NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what hides keys: nothing; causality; documents and window; all of these
+_NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what masks keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
 _MASKED = -1e30
-_FIRST_MAXIMUM = -1e29  # above _MASKED: a row that sees nothing keeps weights of 0, not of 1
+_FIRST_MAXIMUM = -1e29  # above _MASKED: a row that attends to nothing keeps weights of 0, not of 1
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for. `scale` and `softcap` as in `attention`; `block` tokens a block, of which `sizes` has both
-    kernels'; `flipped`: gradients are summed head dim by tokens; `offset`: so many tokens a query stands after the key of the same index,
-    a multiple of the block. `value_dim`: of values, where it is not `head_dim`, which is that of queries and keys.
+    """Static parameters of a compiled kernel.
+
+    `scale` and `softcap` as in `attention`, `window` as in `Mask`; `block`: tokens a block, `sizes`: those of both kernels; `flipped`:
+    gradients are summed head dim by tokens; `offset`: tokens that a query stands after the key of the same index, a multiple of the
+    block; `value_dim`: head dim of values, where it is not `head_dim`, that of queries and keys.
     """
 
     heads: int
@@ -63,14 +66,14 @@ class _Shape:
         return self.value_dim or self.head_dim
 
     @property
-    def ahead(self) -> int:
+    def blocks_ahead(self) -> int:
         """Blocks that queries stand after the keys of the same index."""
         return self.offset // self.block
 
     @property
-    def beside(self) -> str:
-        """What is added to a kernel's name."""
-        return BESIDE if self.offset >= self.seq_len else ""
+    def name_suffix(self) -> str:
+        """Suffix of a kernel's name."""
+        return UNMASKED_SUFFIX if self.offset >= self.seq_len else ""
 
     @property
     def blocks(self) -> int:
@@ -84,37 +87,41 @@ class _Shape:
     def computed(self, *, backward: bool) -> int:
         """Scores of one head that are formed when a sequence is one document."""
         cut = 1 if backward else self.block // self.tile
-        diagonal = max(self.blocks - self.ahead, 0)
-        beside = sum(max(min(i + self.ahead, self.blocks) - _first_block(i, self), 0) for i in range(self.blocks))
+        diagonal = max(self.blocks - self.blocks_ahead, 0)
+        beside = sum(max(min(i + self.blocks_ahead, self.blocks) - _first_block(i, self), 0) for i in range(self.blocks))
         return self.block**2 * beside + diagonal * (self.block // cut) ** 2 * cut * (cut + 1) // 2
 
 
-def computed_pairs(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> tuple[int, int]:
-    """Pairs of query and key of one head that are worked on in a sequence of one document, forward and backward: whole blocks."""
-    sizes = sizes_of(seq_len, head_dim, window, device_kind)
-    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, window, None, sizes, block, flipped=False, interpret=False) for block in sizes)
+def computed_pairs(seq_len: int, head_dim: int, mask: Mask, device_kind: str) -> tuple[int, int]:
+    """Pairs of query and key of one head that are computed in a sequence of one document, forward and backward: whole blocks of a causal
+    mask; of other forms, which run in other kernels, every pair.
+    """
+    if mask.form != "causal":
+        return seq_len**2, seq_len**2
+    sizes = sizes_of(seq_len, head_dim, mask.window, device_kind)
+    shapes = (_Shape(1, 1, seq_len, LANES, 1.0, mask.window, None, sizes, block, flipped=False, interpret=False) for block in sizes)
     forward, backward = (shape.computed(backward=backward) for shape, backward in zip(shapes, (False, True), strict=True))
     return forward, backward
 
 
 def sizes_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
-    """Those that run: the table's, but backward smaller ones where VMEM has no room for them beside so long a sequence."""
+    """Block sizes that run: the table's, but smaller ones backward where they do not fit into VMEM with so long a sequence."""
     sizes = blocks_of(seq_len, head_dim, window, device_kind)
-    least = min(sizes.backward, OTHERWISE.backward)
+    least = min(sizes.backward, DEFAULT.backward)
     return sizes if not why_not(seq_len, head_dim, device_kind, sizes) else Blocks(sizes.forward, least).within(seq_len)
 
 
 def why_not(seq_len: int, head_dim: int, device_kind: str, blocks: Blocks | None = None) -> str:
-    """Why `attention_flash` cannot run a sequence on a device; empty when it can."""
+    """Reason why `attention_flash` cannot run a sequence on a device; empty when it can."""
     if seq_len % LANES:
         return f"a sequence of {seq_len} is no multiple of {LANES}"
     sizes = blocks or sizes_of(seq_len, head_dim, None, device_kind)
     needed, limit = _vmem_needed(seq_len, head_dim, sizes), VMEM_BYTES.get(device_kind, 0)
-    return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB can be had on {device_kind}" if needed > limit else ""
+    return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB are available on {device_kind}" if needed > limit else ""
 
 
 def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks) -> int:
-    """Bytes that the backward pass holds, the greedier one: three sums in float32; queries, output, its gradient and three results in
+    """Bytes of VMEM of the backward pass, the larger one: three sums in float32; queries, output, its gradient and three results in
     bfloat16, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
     and a MiB for rows. Values are taken to be as wide as keys.
     """
@@ -128,56 +135,57 @@ def attention_flash(
     segments_BS: Int[Array, "B S"],
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     device_kind: str,
     logsumexp: bool = False,
     interpret: bool = False,
     blocks: Blocks | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128.
+    """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens. S must be a multiple of 128.
 
-    `blocks`: others than those of the table, to be compared with them.
+    `blocks`: instead of those of the table.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
-    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, window, device_kind)
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
+    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
 
 
-def part(
+def chunk_forward(
     q_BHSK: Float[Array, "B H S K"],
     k_BGSK: Float[Array, "B G S K"],
     v_BGSK: Float[Array, "B G S K"],
     segments_B2S: Int[Array, "B 2 S"],
     **options: Any,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]:
-    """See `attention_part`; segments of queries, then of keys; `options` are fields of `_Shape`."""
+    """See `chunk_attention`; segments of queries, then of keys; `options`: `mask` and fields of `_Shape`."""
     batch, heads, seq_len, head_dim = q_BHSK.shape
-    shape = _part_shape(q_BHSK, k_BGSK, options, backward=False)
+    shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=False)
     out_BSN, lse_BHS = _forward(_padded(q_BHSK), _padded(k_BGSK), _padded(v_BGSK), segments_B2S, shape)
-    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= UNSEEING, -jnp.inf, lse_BHS / LOG2E)
+    return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
 
-def part_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
-    """See `attention_part_gradients`; saved are q, k, v, segments as in `part`, output and logsumexp in nats."""
+def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
+    """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
     batch, _, seq_len, head_dim = q_BHSK.shape
     out_BSN, dout_BSN = (_padded(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
-    shape = _part_shape(q_BHSK, k_BGSK, options, backward=True)
+    shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
     q_BHSK, k_BGSK, v_BGSK = (_padded(x) for x in (q_BHSK, k_BGSK, v_BGSK))
     dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def _part_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
+def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
+    window, options = options["mask"].window, {name: value for name, value in options.items() if name != "mask"}
     _, heads, seq_len, head_dim = q_BHSK.shape
     platform, kind = device()
-    sizes = sizes_of(seq_len, head_dim, options["window"], kind)
-    given = {"sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
+    sizes = sizes_of(seq_len, head_dim, window, kind)
+    given = {"window": window, "sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
     return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
 
 
@@ -186,11 +194,11 @@ def _padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-# Which blocks meet. Queries of block i see keys of blocks first..near; a window ends the reach, documents leave out some between.
+# Which blocks overlap. Queries of block i attend to keys of blocks first..near; a window limits the range, documents exclude some in it.
 
 
 def _first_block(i: Index, shape: _Shape) -> Index:
-    """The first block of keys that queries of block `i` (a number, traced or not) may see; past the last one if they see none."""
+    """The first block of keys that queries of block `i` (a number, traced or not) may attend to; past the last one if there is none."""
     if shape.window is None:
         return 0
     start = i * shape.block + shape.offset
@@ -198,15 +206,15 @@ def _first_block(i: Index, shape: _Shape) -> Index:
 
 
 def _near_block(i: Index, shape: _Shape) -> Index:
-    """The last block of keys that queries of block `i` may see."""
-    return jnp.minimum(i + shape.ahead, shape.blocks - 1) if shape.ahead else i
+    """The last block of keys that queries of block `i` may attend to."""
+    return jnp.minimum(i + shape.blocks_ahead, shape.blocks - 1) if shape.blocks_ahead else i
 
 
 def _last_block(j: Index, shape: _Shape) -> Index:
-    """The last block of queries that may see keys of block `j`."""
+    """The last block of queries that may attend to keys of block `j`."""
     if shape.window is None:
         return shape.blocks - 1
-    return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block - shape.ahead, shape.blocks - 1)
+    return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block - shape.blocks_ahead, shape.blocks - 1)
 
 
 def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4 B blocks"]:
@@ -217,17 +225,17 @@ def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4
     return jnp.stack([blocks_2BXT.min(-1), blocks_2BXT.max(-1)], axis=1).reshape(4, *blocks_2BXT.shape[1:3])
 
 
-def _meet(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax.Array]:
-    """(whether a query of block i may share a document with a key of block j, whether all of both are of one document)."""
+def _overlap(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax.Array]:
+    """(True if a query of block i may share a document with a key of block j, True if all of both are of one document)."""
     low_i, high_i, low_j, high_j = ranges_ref[0, b, i], ranges_ref[1, b, i], ranges_ref[2, b, j], ranges_ref[3, b, j]
     some = (low_i <= high_j) & (low_j <= high_i) & (high_i > 0) & (high_j > 0)
     return some, (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
 
 
 def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[str], None], *masks: str) -> None:
-    """`run(mask)` once if queries of block i see keys of block j, with the least mask of `masks` that hides what they do not see."""
-    some, one = _meet(ranges_ref, b, i, j)
-    at = i + shape.ahead
+    """Call `run(mask)` once if queries of block i attend to keys of block j, with the cheapest of `masks` that is enough."""
+    some, one = _overlap(ranges_ref, b, i, j)
+    at = i + shape.blocks_ahead
     if shape.window is not None:
         one &= (at - j + 1) * shape.block <= shape.window
     cases = {_NONE: one & (j < at), _ORDER: one & (j == at), _APART: jnp.logical_not(one), _ALL: jnp.logical_not(one)}
@@ -236,8 +244,8 @@ def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run
 
 
 def _hidden(segments_ref: Ref, i: Index, j: Index, keys: pl.Slice, queries: pl.Slice, mask: str, shape: _Shape) -> jax.Array:
-    """Which of these keys of block j (row) these queries of block i (column) do not see."""
-    first = (i + shape.ahead - j) * shape.block + queries.start - keys.start
+    """True where these queries of block i (columns) do not attend to these keys of block j (rows)."""
+    first = (i + shape.blocks_ahead - j) * shape.block + queries.start - keys.start
     query_at_1Q = jax.lax.broadcasted_iota(jnp.int32, (1, queries.size), 1) + first
     key_at_T1 = jax.lax.broadcasted_iota(jnp.int32, (keys.size, 1), 0)  # both are counted from the first key
     if mask == _ORDER:
@@ -265,9 +273,9 @@ def _scores(k_TK: jax.Array, q_QK: jax.Array, shape: _Shape) -> tuple[jax.Array,
 def _forward(
     q_BHSK: jax.Array, k_BGSK: jax.Array, v_BGSV: jax.Array, segments_B2S: jax.Array, shape: _Shape
 ) -> tuple[jax.Array, jax.Array]:
-    """(output [B, S, N = H V], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query sees nothing).
+    """(output [B, S, N = H V], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query attends to nothing).
 
-    The output lies as the next matmul reads it: gathered from heads that lie apart, that matmul takes 1.7 times as long.
+    The output has the layout that the next matmul reads: with heads first, that matmul takes 1.7 times as long.
     """
     batch, share = q_BHSK.shape[0], shape.heads // shape.groups
     mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, _: (b, h, i, 0))
@@ -277,7 +285,7 @@ def _forward(
     out = jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * shape.values), q_BHSK.dtype)
     out_BSN, lse = pl.pallas_call(
         functools.partial(_forward_kernel, shape),
-        name=FORWARD + shape.beside,
+        name=FORWARD + shape.name_suffix,
         out_shape=(out, jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -305,7 +313,7 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Softmax:
-    """That of the queries of block `i` on its way: for each a score to which weights are relative, their sum, and that of values.
+    """Running softmax of the queries of block `i`: for each the reference score, the sum of weights, and the sum of weighted values.
 
     A fixed reference spares the vector unit half of its work: scores go from the matrix unit through exp2 back into it, and are
     stored nowhere. The largest score among a query's nearest keys is one that nearly always does: it must come within 2**`_SAFE`
@@ -376,7 +384,7 @@ class _Softmax:
         total_1Q = self.sum_ref[...]
         nothing = total_1Q == 0
         out_QV = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
-        return out_QV, jnp.where(nothing, UNSEEING, self.top_ref[...] + jnp.log2(total_1Q))
+        return out_QV, jnp.where(nothing, NO_KEYS, self.top_ref[...] + jnp.log2(total_1Q))
 
     def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
         keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
@@ -416,11 +424,11 @@ def _forward_kernel(
         _on_blocks(b, i, j, ranges_ref, shape, functools.partial(softmax.add, j), _NONE, _APART)
 
     softmax.clear()
-    if shape.ahead == 0:
+    if shape.blocks_ahead == 0:
         begin(_ORDER, _ALL)
     else:
-        pl.when(near == i + shape.ahead)(functools.partial(begin, _ORDER, _ALL))
-        pl.when((near < i + shape.ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
+        pl.when(near == i + shape.blocks_ahead)(functools.partial(begin, _ORDER, _ALL))
+        pl.when((near < i + shape.blocks_ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
     jax.lax.fori_loop(first, near, beside, None)
     out_QV, lse_ref[0, 0] = softmax.result()
     out_ref[0] = out_QV.astype(out_ref.dtype)
@@ -432,7 +440,7 @@ def _forward_kernel(
 
         @pl.loop(first, near + 1)
         def _(j: Index) -> None:
-            pl.when(_meet(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
+            pl.when(_overlap(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
 
         out_QV, lse_1Q = softmax.result()
         lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
@@ -460,13 +468,13 @@ def _backward(
     of_head = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     of_group = [pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, g, r, j, _: (b, g, 0, 0)) for dim in dims]
     blocks = [pl.BlockSpec((1, 1, shape.block, dim), lambda b, g, r, j, _: (b, g, j, 0)) for dim in dims]
-    sums = [pltpu.VMEM(_turned((shape.seq_len, dim), shape), jnp.float32) for dim in (shape.head_dim, *dims)]
+    sums = [pltpu.VMEM(_sum_order((shape.seq_len, dim), shape), jnp.float32) for dim in (shape.head_dim, *dims)]
     columns = pl.BlockSpec((1, shape.seq_len, shape.values), lambda b, g, r, j, _: (b, 0, g * share + r))
     row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
         functools.partial(_backward_kernel, shape, len(rows)),
-        name=BACKWARD + shape.beside,
+        name=BACKWARD + shape.name_suffix,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_BHSK, k_BGSK, v_BGSV)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -518,14 +526,14 @@ def _backward_kernel(
     keys, whole = pl.Slice(j * shape.block, shape.block), pl.Slice(0, shape.block)
 
     def at(tokens: pl.Slice) -> tuple[slice | pl.Slice, ...]:
-        return _turned((tokens, slice(None)), shape)
+        return _sum_order((tokens, slice(None)), shape)
 
     def clear(sum_ref: Ref, tokens: pl.Slice) -> None:
-        sum_ref[at(tokens)] = jnp.zeros(_turned((shape.block, sum_ref.shape[0 if shape.flipped else 1]), shape), jnp.float32)
+        sum_ref[at(tokens)] = jnp.zeros(_sum_order((shape.block, sum_ref.shape[0 if shape.flipped else 1]), shape), jnp.float32)
 
     def add(sum_ref: Ref, tokens: pl.Slice, scores_TQ: jax.Array, over: int, x: jax.Array) -> None:
         """Into these tokens of a sum, the product of a block of scores with x along dim `over`: 0 keys, 1 queries."""
-        operands, dims = _turned((scores_TQ, x), shape), _turned(((over,), (0,)), shape)
+        operands, dims = _sum_order((scores_TQ, x), shape), _sum_order(((over,), (0,)), shape)
         sum_ref[at(tokens)] += jax.lax.dot_general(*operands, (dims, ((), ())), preferred_element_type=jnp.float32)
 
     def total(sum_ref: Ref, tokens: pl.Slice) -> jax.Array:
@@ -564,14 +572,14 @@ def _backward_kernel(
 
         _on_blocks(b, i, j, ranges_ref, shape, run, _NONE, _ORDER, _ALL)
 
-    jax.lax.fori_loop(jnp.maximum(j - shape.ahead, 0) if shape.ahead else j, _last_block(j, shape) + 1, visit, None)
+    jax.lax.fori_loop(jnp.maximum(j - shape.blocks_ahead, 0) if shape.blocks_ahead else j, _last_block(j, shape) + 1, visit, None)
     rest = shape.scale if shape.softcap is None else 1.0  # of the slope, where it is the same for every score
 
     def write(i: Index, _: None = None) -> None:
         queries = pl.Slice(i * shape.block, shape.block)
         dq_ref[0, 0, queries, :] = (total(dq_sum, queries) * rest).astype(dq_ref.dtype)
 
-    if shape.ahead == 0:
+    if shape.blocks_ahead == 0:
         write(j)  # queries of block j see no later keys: their gradient is whole
     else:
         pl.when(j == shape.blocks - 1)(lambda: jax.lax.fori_loop(0, shape.blocks, write, None))
@@ -582,8 +590,8 @@ def _backward_kernel(
         dv_ref[0, 0, keys, :] = total(dv_sum, keys).astype(dv_ref.dtype)
 
 
-def _turned(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
-    """What belongs to tokens and head dim, in the order in which gradients are summed."""
+def _sum_order(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
+    """A pair (for tokens, for head dim), in the order in which gradients are summed."""
     return (pair[1], pair[0]) if shape.flipped else pair
 
 
@@ -593,8 +601,8 @@ def _row_sums(x_QK: jax.Array) -> jax.Array:
 
 
 def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
-    """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and VMEM. `matmuls`: over the
-    head dim of keys, and over that of values.
+    """Cost for sequences of one document each: FLOPs of the scores that are formed, bytes between HBM and VMEM. `matmuls`: over the head
+    dim of keys, and over that of values.
     """
     scores = batch * shape.heads * shape.computed(backward=sum(matmuls) > 2)
     dims = matmuls[0] * shape.head_dim + matmuls[1] * shape.values

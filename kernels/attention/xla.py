@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import multiplied
 
 # B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, V that of values, N query blocks
@@ -23,14 +24,16 @@ def attention_xla(
     query_at: At,
     key_at: At,
     *,
+    prefix_BT: Bool[Array, "B T"] | None = None,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     logsumexp: bool,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
-    """See `maxlm.kernels.attention`; the second only if `logsumexp` is asked for."""
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "logsumexp": logsumexp}
-    attend: Callable[..., Any] = functools.partial(_attend, k_BTGK=k_BTGK, v_BTGV=v_BTGV, key_at=key_at, **options)
+    """See `maxlm.kernels.attention`; the logsumexp only if requested. Of `mask`, documents are always told apart by segment id."""
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap, "logsumexp": logsumexp}
+    keys: dict[str, Any] = {"k_BTGK": k_BTGK, "v_BTGV": v_BTGV, "key_at": key_at, "prefix_BT": prefix_BT}
+    attend: Callable[..., Any] = functools.partial(_attend, **keys, **options)
     return _in_blocks(attend, q_BSHK, *query_at)
 
 
@@ -46,10 +49,10 @@ def gradients_xla(
     dlse_BHS: Float[Array, "B H S"] | None,
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B T G K"], Float[Array, "B T G V"]]:
-    """Gradients of q, k and v where output and logsumexp (nats) are of these keys and of others: see `attention_part_gradients`.
+    """Gradients of q, k and v where output and logsumexp (nats) are of these keys and of others: see `chunk_attention_gradients`.
 
     By them a weight is exp(score - lse), and a score's gradient weight * (dout v - delta), delta the row sum of dout out - dlse: that is
     the gradient of (what the weights mix, what they sum to) under the cotangents (dout, -delta).
@@ -60,7 +63,7 @@ def gradients_xla(
 
     def weigh(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array) -> tuple[jax.Array, jax.Array]:
         def block(q_BSHK: jax.Array, lse_BSH: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
+            scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, None, mask, scale, softcap)
             lse_BGRS1 = jnp.swapaxes(lse_BSH, 1, 2).reshape(*scores_BGRST.shape[:-1], 1)
             weights_BGRST = jnp.exp(scores_BGRST - lse_BGRS1)
             mixed_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
@@ -96,13 +99,14 @@ def _attend(
     k_BTGK: jax.Array,
     v_BTGV: jax.Array,
     key_at: At,
+    prefix_BT: jax.Array | None,
     scale: float,
-    window: int | None,
+    mask: Mask,
     softcap: float | None,
     logsumexp: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     batch, queries, heads, _ = q_BSHK.shape
-    scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, scale, window, softcap)
+    scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
     weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
     out_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
     # Padding must give 0.
@@ -116,7 +120,14 @@ def _attend(
 
 
 def _scores(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, query_at: Sequence[jax.Array], key_at: At, scale: float, window: int | None, softcap: float | None
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    query_at: Sequence[jax.Array],
+    key_at: At,
+    prefix_BT: jax.Array | None,
+    mask: Mask,
+    scale: float,
+    softcap: float | None,
 ) -> Float[Array, "B G R S T"]:
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]
@@ -125,13 +136,17 @@ def _scores(
     if softcap is not None:
         scores_BGRST = softcap * jnp.tanh(scores_BGRST / softcap)
     # Added, not selected: where the softmax gives 0 the gradient is 0 already, so the backward pass needs no mask.
-    return scores_BGRST + _mask(query_at, key_at, window)[:, None, None]
+    return scores_BGRST + _bias(query_at, key_at, prefix_BT, mask)[:, None, None]
 
 
-def _mask(query_at: Sequence[jax.Array], key_at: At, window: int | None) -> Float[Array, "B S T"]:
-    """0 where a query sees a key, else so low that exp gives 0. Padding sees padding here."""
+def _bias(query_at: Sequence[jax.Array], key_at: At, prefix_BT: jax.Array | None, mask: Mask) -> Float[Array, "B S T"]:
+    """0 where a query attends to a key, else so low that exp gives 0. Padding attends to padding here."""
     seen_BST = query_at[0][:, :, None] == key_at[0][:, None, :]
-    seen_BST &= query_at[1][:, :, None] >= key_at[1][:, None, :]
-    if window is not None:
-        seen_BST &= query_at[1][:, :, None] - key_at[1][:, None, :] < window
+    if mask.form != "bidirectional":
+        order_BST = query_at[1][:, :, None] >= key_at[1][:, None, :]
+        seen_BST &= order_BST if prefix_BT is None else order_BST | prefix_BT[:, None, :]
+    if mask.window is not None:
+        seen_BST &= query_at[1][:, :, None] - key_at[1][:, None, :] < mask.window
+        if mask.form != "causal":
+            seen_BST &= key_at[1][:, None, :] - query_at[1][:, :, None] < mask.window
     return jnp.where(seen_BST, 0.0, jnp.finfo(jnp.float32).min)

@@ -31,8 +31,7 @@ def grouped_matmul(
     no gradient; an empty group's weights get a gradient of 0. Sums are float32, rounded once to the dtype of x. What is in one group's
     rows, NaN included, changes no bit of another's. `implementation`: "tpu", "hopper" (H100 and H200), "xla", or None for the best that
     the device of the current mesh runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced
-    and exceed M or are negative, and where the implementation asked for cannot run this. Sizes known only later must not: rows beyond M
-    are not there.
+    and exceed M or are negative, and where the requested implementation cannot run this. Sizes known only later must be valid, too.
     """
     _check(x, w_KG, group_sizes_E, transposed=transposed)
     platform, kind = device()
@@ -53,7 +52,7 @@ def grouped_matmul(
 
 
 def _problems(rows: int, deep: int, wide: int, dtype: jnp.dtype, platform: str, kind: str) -> dict[str, str]:
-    """Why each kernel cannot run this; empty when it can. That of the TPU also runs interpreted, where there is no TPU."""
+    """Reason why each kernel cannot run this; empty when it can. The TPU's also runs interpreted, where there is no TPU."""
     hopper = "the device is no GPU"
     if platform in GPUS:
         from maxlm.kernels.grouped_matmul import gpu  # what compiles for GPUs is loaded where there is one

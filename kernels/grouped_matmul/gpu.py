@@ -11,7 +11,7 @@ from maxlm.kernels.hopper import DEVICES
 
 
 def why_not(rows: int, deep: int, wide: int, dtype: Any, kind: str) -> str:
-    """Why the kernels cannot run this, or its gradient; empty when they can."""
+    """Reason why the kernels cannot run this, or its gradient; empty when they can."""
     if kind and not any(name in kind for name in DEVICES):  # of no kind where it is interpreted
         return "the device is no H100 or H200"
     if jnp.dtype(dtype) != jnp.bfloat16:

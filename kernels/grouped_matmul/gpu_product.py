@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.grouped_matmul.visits import of_rows
+from maxlm.kernels.grouped_matmul.group_metadata import row_visits
 from maxlm.kernels.hopper import (
     COMPILER_PARAMS,
     DEPTH,
@@ -54,7 +54,7 @@ def product(
     (rows, contracted), dtype = x_MC.shape, x_MC.dtype
     wide = w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
     columns = next(size for size in COLUMNS if wide % size == 0)
-    visits, across = of_rows(group_sizes_E, rows, ROWS), wide // columns
+    visits, across = row_visits(group_sizes_E, rows, ROWS), wide // columns
     most = len(visits.ranks_V) * across
     shape = _Shape(contracted // DEPTH, columns, across, min(blocks_of(device_kind), most), transposed, interpret)
     scratch = (
@@ -86,7 +86,7 @@ def product(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for: steps along the contraction, `columns` of a tile, and tiles `across` the results' columns."""
+    """Static parameters of a compiled kernel: steps along the contraction, `columns` of a tile, and tiles `across` the results' columns."""
 
     deep: int
     columns: int
@@ -97,7 +97,7 @@ class _Shape:
 
 
 class _Refs(NamedTuple):
-    """What the kernel reads (scalars are those of `Visits`), writes, and shares between its warpgroups."""
+    """References of the kernel: operands (scalars are those of `GroupMetadata`), results, and memory shared by its warpgroups."""
 
     total: Ref
     weights: Ref
@@ -136,7 +136,7 @@ class _Block(Block):
         return self.refs.ranks[v] < self.refs.weights[0]
 
     def _weights(self, group: Index, j: Index, k: Index) -> Ref:
-        """What step k of the contraction needs of a group's columns of weights for tile j of columns."""
+        """The tile of a group's weights for step k of the contraction and tile j of columns."""
         shape = self.shape
         if shape.transposed:
             return self.refs.w.at[pl.ds(j * shape.columns, shape.columns), pl.ds((group * shape.deep + k) * DEPTH, DEPTH)]
@@ -169,7 +169,7 @@ class _Block(Block):
             self._store(mine, v, j, zeros if shape.interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
 
     def _store(self, mine: Index, v: Index, j: Index, value: jax.Array) -> None:
-        """Those of this warpgroup's rows of a tile that are the visit's."""
+        """Store those of this warpgroup's rows of a tile that belong to the visit."""
         refs, shape, rank, start = self.refs, self.shape, self.refs.ranks[v], self.refs.tiles[v] * ROWS + mine * SHARE
         low, high = (jnp.clip(refs.starts[rank + edge] - start, 0, SHARE) for edge in (0, 1))
         whole = high - low == SHARE

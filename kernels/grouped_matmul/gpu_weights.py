@@ -1,6 +1,6 @@
 """The weights' gradient of the grouped matmul on NVIDIA Hopper, in Pallas's Mosaic GPU: x^T dout of every group.
 
-Rows come in steps that start where the copy engine can: what a step brings of other groups is replaced by 0 in shared memory.
+Rows are loaded in aligned steps: rows of other groups in a step are replaced by 0 in shared memory.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from maxlm.kernels.hopper import (
 # M rows, E experts, K and N what weights map from and to, G = E N
 
 COLUMNS = (256, 128)  # of a tile of the results, the first that divides them; half of them are pieces
-WEIGHTS = "grouped_matmul_hopper_dw"  # what the kernel is called in the compiled program
+WEIGHTS = "grouped_matmul_hopper_dw"  # name of the kernel in the compiled program
 
 
 def weights_gradient(
@@ -81,7 +81,7 @@ def weights_gradient(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for: `tiles` of a group's gradient, by rows and by columns, of so many columns."""
+    """Static parameters of a compiled kernel: `tiles` of a group's gradient, by rows and by columns, of `columns` each."""
 
     tiles: tuple[int, int]
     experts: int
@@ -91,7 +91,7 @@ class _Shape:
 
 
 class _Refs(NamedTuple):
-    """What the kernel reads, writes and shares between its warpgroups."""
+    """References of the kernel: operands, results, and memory shared by its warpgroups."""
 
     starts: Ref  # of groups, the first row; one more than there are groups
     x: Ref

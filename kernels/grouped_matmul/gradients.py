@@ -1,4 +1,4 @@
-"""What the grouped matmul has in common on every kind of device: both of its gradients are kernels of the same sort."""
+"""Custom gradient shared by the grouped matmul on every kind of device: both gradients are kernels of the same kind."""
 
 import functools
 from collections.abc import Callable
@@ -33,13 +33,3 @@ def differentiable(product: Callable[..., jax.Array], weights_gradient: Callable
 
     run.defvjp(forward, backward)
     return run
-
-
-def apart(w_KG: jax.Array, groups: int) -> jax.Array:
-    """Weights of groups one after another, [E, K, N]."""
-    return w_KG.reshape(len(w_KG), groups, -1).swapaxes(0, 1)
-
-
-def side_by_side(w_EKN: jax.Array) -> jax.Array:
-    """The inverse of `apart`: [K, G]."""
-    return w_EKN.swapaxes(0, 1).reshape(w_EKN.shape[1], -1)

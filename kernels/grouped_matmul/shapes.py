@@ -1,4 +1,4 @@
-"""Experts of real models: what tests, the kernel lab and benchmarks run."""
+"""Experts of real models, for tests, the kernel lab and benchmarks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class GroupedShape:
     """One matmul of a layer's experts that a device holds: `rows` are tokens times the experts that each goes to.
 
     The matmul back to the model's width, by the transposes of such weights, is the same three kernels: its product is dx here.
-    `skew`: None, every expert gets the same; s, rows are drawn, for the n-th favourite with a share as n^-s (0, none is favoured).
+    `skew`: None: every expert gets the same number of rows; s: rows are drawn, the n-th most popular expert with a share as n^-s.
     """
 
     name: str
@@ -22,7 +22,7 @@ class GroupedShape:
     skew: float | None = None
 
     def group_sizes(self, seed: int = 0) -> np.ndarray:
-        """Rows of every expert, int32 [experts]; favourites stand anywhere."""
+        """Rows of every expert, int32 [experts], in random order of popularity."""
         if self.skew is None:
             return np.full(self.experts, self.rows // self.experts, np.int32)
         random = np.random.default_rng(seed)
@@ -32,7 +32,7 @@ class GroupedShape:
 
 _MIXTRAL = "Mixtral 8x7B (arXiv 2401.04088, table 1), top 2 of 8, 8,192 tokens"
 _QWEN = "Qwen3-30B-A3B (Qwen/Qwen3-30B-A3B config.json), top 8 of 128, 8,192 tokens"
-_DEEPSEEK = "DeepSeek-V3 (arXiv 2412.19437, section 4.2), 8 of 256 experts a device, 32,768 rows come to them"
+_DEEPSEEK = "DeepSeek-V3 (arXiv 2412.19437, section 4.2), 8 of 256 experts a device, 32,768 rows of tokens"
 _LITE = "DeepSeek-V2-Lite (arXiv 2405.04434, appendix B), top 6 of 64, 8,192 tokens"
 SHAPES = (
     GroupedShape("mixtral-up", 8, 4096, 14336, 16384, _MIXTRAL),

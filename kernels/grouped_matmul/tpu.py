@@ -1,9 +1,9 @@
 """Grouped matmul on TPU: rows times the weights of their group, and the gradient of the weights.
 
-A grid step is a visit: one tile of rows for one group that has rows in it. A tile wholly of one group is a single dot; where groups meet,
-a visit computes only the pieces of the tile that its group touches. A dot holds the whole contraction, so sums stay in the matrix unit:
-no pass over a float32 accumulator. The weights of a group are fetched once for each tile of columns, while the rows of the group before
-still stream by.
+A grid step is a visit: one tile of rows for one group that has rows in it. A tile wholly of one group is a single dot; at the edges
+of groups a visit computes only the pieces of the tile that hold rows of its group. A dot holds the whole contraction, so sums stay in the
+matrix unit: no pass over a float32 accumulator. The weights of a group are fetched once for each tile of columns, while the
+rows of the group before are still computed.
 """
 
 import functools
@@ -18,29 +18,29 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.gradients import differentiable
-from maxlm.kernels.grouped_matmul.visits import Plan, Visit, of_groups, of_rows
+from maxlm.kernels.grouped_matmul.group_metadata import MetadataRefs, Visit, group_visits, row_visits
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
 
 # M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
 
-# What the kernels are called in the program.
+# Names of the kernels in the compiled program.
 FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose", "grouped_matmul_transposed_dw"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
-SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, beside whole lanes that divide them
+SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, besides multiples of LANES that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 12 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 11 MiB on v6e
 
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
 Index = Any
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of a kernel: rows by `deep` (what is contracted in a product, weights' rows in their gradient) by `wide` columns of the result.
+    """Tile sizes: rows by `deep` (the contraction of a product, weights' rows in their gradient) by `wide` columns of the result.
 
     A dot computes `chunk` of the columns of a product, of the rows of the weights' gradient.
     """
@@ -52,7 +52,7 @@ class Tiles:
 
 
 def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind: str) -> Iterator[Tiles]:
-    """Those that fit into VMEM: the widest, of these the highest first, which is the one that is chosen."""
+    """Tiles of a product that fit into VMEM, best first: the widest, of these the highest."""
     heights = dict.fromkeys(min(most, _up(rows, PIECES[-1])) for most in (MOST_ROWS, MOST_ROWS // 2))
     for wide in _widths(columns, CORES.get(kind, 1)):
         for height in heights:
@@ -70,7 +70,7 @@ def _widths(columns: int, cores: int) -> Iterator[int]:
 
 
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> Iterator[Tiles]:
-    """Those that fit into VMEM; first, and chosen, where rows are read least often, with little computed beyond edges."""
+    """Tiles of the weights' gradient that fit into VMEM, best first: rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
     depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
     most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
@@ -78,13 +78,13 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
     fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize) <= _vmem(kind)]
 
     def time(tiles: Tiles) -> float:
-        """Of what is computed, and of the rows read, at 512 FLOPs a byte."""
+        """Relative time of the computation and of reading rows, at 512 FLOPs a byte."""
         over, across, cores = -(-deep // tiles.deep), wide // tiles.wide, CORES.get(kind, 1)
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
     def uneven(tiles: Tiles) -> bool:
-        """Whether a part of a dot is left over, where that takes as long as a whole one."""
+        """True if a remainder of a dot is left, where that takes as long as a whole one."""
         return kind in _MOST_CYCLES_OF_WEIGHTS and tiles.deep % tiles.chunk > 0
 
     return iter(sorted(fitting, key=lambda tiles: (uneven(tiles), time(tiles))))
@@ -96,7 +96,7 @@ def _parts(size: int) -> list[int]:
 
 
 def product_bytes(tiles: Tiles, itemsize: int) -> int:
-    """VMEM of a product: everything twice, since the next travels meanwhile, and the float32 result of a dot."""
+    """VMEM of a product: everything twice, for double buffering, and the float32 result of a dot."""
     rows, deep, wide = tiles.rows, _up(tiles.deep, LANES), _up(tiles.wide, LANES)
     return 2 * itemsize * (rows * deep + deep * wide + rows * wide) + 4 * rows * tiles.chunk + _SPARE
 
@@ -112,7 +112,7 @@ def _vmem(kind: str) -> int:
 
 
 def _chunk(size: int, products: int, kind: str, most: int) -> int:
-    """What one dot of at most so many cycles computes of `size`, each of which takes so many multiplications."""
+    """Share of `size` that one dot of at most `most` cycles computes, at `products` multiplications each."""
     side = 2 * LANES if kind in WIDE else LANES
     parts = -(-size * products // (most * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
     return size if parts == 1 else min(_up(-(-size // parts), side), size)
@@ -123,19 +123,19 @@ def _up(number: int, multiple: int) -> int:
 
 
 def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
-    """Why the kernels cannot run this on a device; empty when they can."""
+    """Reason why the kernels cannot run this on a device; empty when they can."""
     if problem := unaligned(wide):
         return problem
     if kind not in VMEM_BYTES:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
     if None in (next(tiles, None) for tiles in (*products, weights_tiles(rows, deep, wide, itemsize, kind))):
-        return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
+        return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that are available on {kind}"
     return ""
 
 
 def unaligned(wide: int) -> str:
-    """Why the kernels cannot run this anywhere, interpreted or not; empty when they can."""
+    """Reason why the kernels cannot run this anywhere, interpreted or not; empty when they can."""
     return f"the {wide} columns of a group's weights are no multiple of {LANES}, and groups lie side by side" if wide % LANES else ""
 
 
@@ -151,11 +151,11 @@ def product(
 ) -> Float[Array, "M D"]:
     """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups.
 
-    `tiles`: others than the first of `product_tiles`, to be compared with them.
+    `tiles`: instead of the first of `product_tiles`.
     """
     (rows, contracted), columns = x_MC.shape, w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
     tiles = tiles or next(product_tiles(rows, contracted, columns, x_MC.dtype.itemsize, device_kind))  # why_not says if there is none
-    visits = of_rows(group_sizes_E, rows, tiles.rows)
+    visits = row_visits(group_sizes_E, rows, tiles.rows)
     across = columns // tiles.wide
     cores = CORES.get(device_kind, 1) if across % CORES.get(device_kind, 1) == 0 else 1
     weights = (tiles.wide, contracted) if transposed else (contracted, tiles.wide)
@@ -191,7 +191,7 @@ def product(
 
 def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
     *scalars, x_ref, w_hbm, out_ref, w_ref, arrived = refs
-    plan, v = Plan(tiles.rows, *scalars), pl.program_id(2)
+    plan, v = MetadataRefs(tiles.rows, *scalars), pl.program_id(2)
     visit = plan.at(v, pl.num_programs(2))
     slot = _weights(plan, visit, tiles, transposed, w_hbm, w_ref, arrived)
     has_weights = visit.rank < plan.weights_ref[0]
@@ -218,8 +218,8 @@ def _product_kernel(tiles: Tiles, transposed: bool, *refs: Ref) -> None:
             out_ref[...] = _merged(visit, pl.Slice(0, tiles.rows), jnp.zeros_like(out_ref), out_ref[...])
 
 
-def _weights(plan: Plan, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Ref, w_ref: Ref, arrived: Ref) -> Index:
-    """Which half of `w_ref` holds the weights of this visit. At the first visit of a group those of the next are sent for."""
+def _weights(plan: MetadataRefs, visit: Visit, tiles: Tiles, transposed: bool, w_hbm: Ref, w_ref: Ref, arrived: Ref) -> Index:
+    """Half of `w_ref` that holds the weights of this visit. The first visit of a group starts the copy of the next group's."""
     core, n, columns, weights = pl.program_id(0), pl.program_id(1), pl.num_programs(1), plan.weights_ref[0]
     slot = (n * weights + visit.rank) & 1
 
@@ -256,7 +256,7 @@ def weights_gradient(
     """x^T dout of every group, summed in float32; 0 of an empty one. `tiles`: as for `product`, of `weights_tiles`."""
     (rows, deep), wide, itemsize = x_MK.shape, dout_MN.shape[1], x_MK.dtype.itemsize
     tiles = tiles or next(weights_tiles(rows, deep, wide, itemsize, device_kind))
-    visits = of_groups(group_sizes_E, rows, tiles.rows)
+    visits = group_visits(group_sizes_E, rows, tiles.rows)
     over, across = -(-deep // tiles.deep), wide // tiles.wide
     groups = len(group_sizes_E)
     return pl.pallas_call(
@@ -287,7 +287,7 @@ def weights_gradient(
 
 def _weights_kernel(tiles: Tiles, *refs: Ref) -> None:
     *scalars, x_ref, dout_ref, out_ref, sum_ref = refs
-    visit = Plan(tiles.rows, *scalars).at(pl.program_id(2), pl.num_programs(2))
+    visit = MetadataRefs(tiles.rows, *scalars).at(pl.program_id(2), pl.num_programs(2))
 
     def add(rows: pl.Slice, *, masked: bool) -> None:
         def part(at: pl.Slice) -> None:

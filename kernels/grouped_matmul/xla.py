@@ -1,4 +1,4 @@
-"""Grouped matmul in plain XLA operations: the portable form. A loop over tiles of rows, each of which meets the weights of its groups only,
+"""Grouped matmul in plain XLA operations: the portable form. A loop over tiles of rows, each multiplied by the weights of its groups only,
 where `jax.lax.ragged_dot` on CPUs and GPUs multiplies every row with the weights of all.
 """
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.gradients import differentiable
-from maxlm.kernels.grouped_matmul.visits import Visits, of_groups, of_rows
+from maxlm.kernels.grouped_matmul.group_metadata import GroupMetadata, group_visits, row_visits
 from maxlm.kernels.platform import multiplied
 
 # M rows, E experts, K and N what weights map from and to, G = E N, T rows of a tile
@@ -22,7 +22,7 @@ def _product(
     rows, wide = len(x), w_KG.shape[1] // len(group_sizes_E)
     tile = min(_TILE, rows)
     x = _padded(x, tile)
-    visits = of_rows(group_sizes_E, rows, tile)
+    visits = row_visits(group_sizes_E, rows, tile)
 
     def visit(v: Array, out: Array) -> Array:
         rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
@@ -30,8 +30,8 @@ def _product(
         contracted = ((1,), (1 if transposed else 0,)), ((), ())
         rows_TK, weights_KN = multiplied(_tile(x, start, tile), weights_KN)
         new = jax.lax.dot_general(rows_TK, weights_KN, contracted, preferred_element_type=jnp.float32).astype(x.dtype)
-        kept = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new, _tile(out, start, tile))
-        return jax.lax.dynamic_update_slice_in_dim(out, kept, start, axis=0)
+        merged = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new, _tile(out, start, tile))
+        return jax.lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
     empty = jnp.zeros((len(x), len(w_KG) if transposed else wide), x.dtype)
     return jax.lax.fori_loop(0, visits.total, visit, empty)[:rows]
@@ -44,7 +44,7 @@ def _weights_gradient(
     rows, wide = dout_MN.shape
     tile = min(_TILE, rows)
     x_MK, dout_MN = _padded(x_MK, tile), _padded(dout_MN, tile)
-    visits = of_groups(group_sizes_E, rows, tile)
+    visits = group_visits(group_sizes_E, rows, tile)
 
     def visit(v: Array, total_KG: Array) -> Array:
         rank, start = visits.ranks_V[v], visits.tiles_V[v] * tile
@@ -68,8 +68,8 @@ def _tile(x: Array, start: Array, tile: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, tile, axis=0)
 
 
-def _mine(visits: Visits, rank: Array, start: Array, tile: int) -> Array:
-    """Which rows of the tile are of the rank, [T, 1]."""
+def _mine(visits: GroupMetadata, rank: Array, start: Array, tile: int) -> Array:
+    """True for the rows of the tile that belong to the rank, [T, 1]."""
     row_T = start + jnp.arange(tile)
     return ((row_T >= visits.starts_R[rank]) & (row_T < visits.starts_R[rank + 1]))[:, None]
 

@@ -1,11 +1,11 @@
-"""Losses of real models, as much of one as a GPU computes at once: what tests, the kernel lab and benchmarks run."""
+"""Losses of real models, as much as a GPU computes at once, for tests, the kernel lab and benchmarks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CrossEntropyShape:
-    """`tokens` of a device; `chunks`: as few as leave its temporaries under 1 GiB beside the gradients, that of the weights in float32."""
+    """`tokens` of a device; `chunks`: as few as keep temporaries under 1 GiB, not counting gradients."""
 
     name: str
     tokens: int

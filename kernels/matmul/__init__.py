@@ -35,7 +35,7 @@ class _MatmulSpec:
 
 
 def gated_mlp_problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout | None = None) -> str:
-    """Why `gated_mlp` cannot run x of this shape [B, S, D] on the current mesh, or is no faster than XLA; empty if it should be used."""
+    """Reason not to use `gated_mlp` for x of this shape [B, S, D]: it cannot run on the current mesh, or is no faster; else empty."""
     platform, kind = device()
     if platform != "tpu" and platform not in GPUS:
         return "the device is no TPU and no GPU"
@@ -57,7 +57,7 @@ def gated_mlp(
     """(act(x gate) * (x up)) down (Shazeer 2020, arXiv 2002.05202); `activation`: "silu" or "gelu" (by tanh).
 
     The matmuls that end in something elementwise, one forward and one backward, are kernels, interpreted on a CPU. Sums are float32, what
-    is kept is rounded to x's dtype. `layout` says how the current mesh splits the operands. What a remat policy saves is named "gate"
+    is kept is rounded to x's dtype. `layout` says how the current mesh splits the operands. Remat policies save by the names "gate"
     and "up". Raises ValueError for shapes and dtypes that do not fit, and for what the kernels cannot run.
     """
     if activation not in tpu.ACTIVATIONS:
@@ -68,10 +68,10 @@ def gated_mlp(
         raise ValueError(f"gated_mlp: shapes do not fit: x {x_BSD.shape}, {shapes}")
     if any(w.dtype != x_BSD.dtype for w in weights.values()):
         raise ValueError(f"gated_mlp: x {x_BSD.dtype} and weights {', '.join(str(w.dtype) for w in weights.values())} must be of one dtype")
-    asked = _MatmulSpec(activation, layout or MlpLayout())
-    if problem := _problem(x_BSD.shape, gate_DF.shape[1], x_BSD.dtype, asked.layout, device()[1]):
+    spec = _MatmulSpec(activation, layout or MlpLayout())
+    if problem := _problem(x_BSD.shape, gate_DF.shape[1], x_BSD.dtype, spec.layout, device()[1]):
         raise ValueError(f"gated_mlp: cannot run this: {problem}")
-    return _gated_mlp(asked, x_BSD, gate_DF, up_DF, down_FD)
+    return _gated_mlp(spec, x_BSD, gate_DF, up_DF, down_FD)
 
 
 def _problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLayout, kind: str) -> str:
@@ -97,26 +97,26 @@ def _kernels() -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_mlp(asked: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
-    return _forward(asked, x_BSD, gate_DF, up_DF, down_FD)[0]
+def _gated_mlp(spec: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+    return _forward(spec, x_BSD, gate_DF, up_DF, down_FD)[0]
 
 
 def _forward(
-    asked: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+    spec: _MatmulSpec, x_BSD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    whole, columns = _specs(asked.layout)
+    whole, columns = _specs(spec.layout)
     hidden_BSF, gate_BSF, up_BSF = _on_each_device(
-        asked, _kernels().gated_forward, (whole, P(None, *columns[2:]), P(None, *columns[2:])), x_BSD, gate_DF, up_DF
+        spec, _kernels().gated_forward, (whole, P(None, *columns[2:]), P(None, *columns[2:])), x_BSD, gate_DF, up_DF
     )
     saved = (x_BSD, checkpoint_name(gate_BSF, "gate"), checkpoint_name(up_BSF, "up"), gate_DF, up_DF, down_FD)
     return jnp.einsum("BSF,FD->BSD", hidden_BSF, down_FD), saved
 
 
-def _backward(asked: _MatmulSpec, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(spec: _MatmulSpec, saved: tuple[jax.Array, ...], dy_BSD: jax.Array) -> tuple[jax.Array, ...]:
     x_BSD, gate_BSF, up_BSF, gate_DF, up_DF, down_FD = saved
-    whole, columns = _specs(asked.layout)
+    whole, columns = _specs(spec.layout)
     hidden_BSF, dgate_BSF, dup_BSF = _on_each_device(
-        asked, _kernels().gated_backward, (whole, P(*columns[2:]), columns, columns), dy_BSD, down_FD, gate_BSF, up_BSF
+        spec, _kernels().gated_backward, (whole, P(*columns[2:]), columns, columns), dy_BSD, down_FD, gate_BSF, up_BSF
     )
     dx_BSD = jnp.einsum("BSF,DF->BSD", dgate_BSF, gate_DF) + jnp.einsum("BSF,DF->BSD", dup_BSF, up_DF)
     dgate_DF, dup_DF = (jnp.einsum("BSD,BSF->DF", x_BSD, gradient_BSF) for gradient_BSF in (dgate_BSF, dup_BSF))
@@ -127,21 +127,21 @@ _gated_mlp.defvjp(_forward, _backward)
 
 
 def _specs(layout: MlpLayout) -> tuple[P, P]:
-    """(of what is as wide as the model, of what is as wide as the feed-forward layer)."""
+    """Specs of arrays of the model's width, and of arrays of the feed-forward width."""
     return P(layout.batch or None, None, None), P(layout.batch or None, None, layout.hidden or None)
 
 
-def _on_each_device(asked: _MatmulSpec, kernel: Any, specs: tuple[P, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _on_each_device(spec: _MatmulSpec, kernel: Any, specs: tuple[P, ...], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """`kernel` on every device's share, sequences joined to rows."""
     platform, kind = device()
 
     def run(*local: jax.Array) -> tuple[jax.Array, ...]:
         rows = [x.reshape(-1, x.shape[-1]) for x in local]
-        results = kernel(*rows, activation=asked.activation, device_kind=kind, interpret=platform == "cpu")
+        results = kernel(*rows, activation=spec.activation, device_kind=kind, interpret=platform == "cpu")
         return tuple(x.reshape(*local[0].shape[:2], -1) for x in results)
 
-    split = bool(asked.layout.batch or asked.layout.hidden)
-    return on_each_device(run, specs, (_specs(asked.layout)[1],) * 3, split=split)(*operands)
+    split = bool(spec.layout.batch or spec.layout.hidden)
+    return on_each_device(run, specs, (_specs(spec.layout)[1],) * 3, split=split)(*operands)
 
 
 __all__ = ["MlpLayout", "gated_mlp", "gated_mlp_problem"]

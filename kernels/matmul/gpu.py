@@ -28,24 +28,25 @@ from maxlm.kernels.hopper import (
     Product,
     Ref,
     blocks_of,
-    here,
     load,
+    opaque,
     slot_of,
     swizzled,
 )
 
 # M rows, D model width, F feed-forward width
 
-FORWARD, BACKWARD = "gated_matmul_hopper_forward", "gated_matmul_hopper_backward"  # what the kernels are called in the compiled program
-# What XLA does beside its matmuls would add 6% to their time forward and 24% backward, at Llama 3.1 8B's sizes: bytes over 4.3 TB/s, FLOPs
-# over 700 TFLOP/s. The kernels win if they lose less than that against cuBLAS: to be turned on when `tools/bench_kernels.py` has said so.
+FORWARD, BACKWARD = "gated_matmul_hopper_forward", "gated_matmul_hopper_backward"  # names of the kernels in the compiled program
+# The elementwise operations around XLA's matmuls add 6% to their time forward and 24% backward, at Llama 3.1 8B's sizes: bytes over 4.3
+# TB/s, FLOPs over 700 TFLOP/s. The kernels are faster if they lose less than that against cuBLAS: turn them on once
+# `tools/bench_kernels.py` has shown it.
 MEASURED_FASTER = False
 COLUMNS = 128  # of a tile of the results, forward: as many of gate as of up; backward up to twice as many, where the width can be split so
 BAND = 16  # tiles of rows that are worked on at a time: with 8 tiles of columns they fill an H200, and read the least from the L2 cache
 
 
 def why_not(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
-    """Why the kernels cannot run this; empty when they can."""
+    """Reason why the kernels cannot run this; empty when they can."""
     if kind and not any(name in kind for name in DEVICES):  # of no kind where it is interpreted
         return "the device is no H100 or H200"
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -57,7 +58,7 @@ def why_not(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
 
 
 def why_slow(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
-    """Why XLA is preferred, given that the kernels can run this; empty when it is not."""
+    """Reason why XLA is preferred where the kernels can run this; empty when it is not."""
     del d_model, dtype
     blocks, tiles = blocks_of(kind), rows // ROWS * (d_ff // (2 * COLUMNS))
     if not MEASURED_FASTER:
@@ -119,7 +120,7 @@ def gated_backward(
 class _Gate:
     """x sigmoid(slope (x + cubic x^3)), and its derivative.
 
-    Of what is asked of it here, the hardware knows 2^x and 1/sqrt(x) to the last bit or two; its tanh is good for 11 bits only.
+    The hardware computes 2^x and 1/sqrt(x) to the last bit or two, but tanh to 11 bits only.
     """
 
     slope: float
@@ -141,7 +142,7 @@ ACTIVATIONS = {"silu": _Gate(1.0, 0.0), "gelu": _Gate(2.0 * math.sqrt(2.0 / math
 
 @dataclass(frozen=True)
 class _Shape:
-    """What one compiled kernel is made for. `columns` of a tile, and the steps that follow each one's along the contraction; `most`:
+    """Static parameters of a compiled kernel. `columns` of a tile; `after`: steps that follow its steps along the contraction; `most`:
     thread blocks.
     """
 
@@ -156,7 +157,7 @@ class _Shape:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Of rows, and of columns."""
+        """Numbers of tiles of rows, and of columns."""
         return self.rows // ROWS, self.d_ff // self.columns
 
     @property
@@ -216,7 +217,7 @@ class _Block(Block):
 
 
 class _ForwardRefs(NamedTuple):
-    """What the forward kernel reads, writes and shares between its warpgroups."""
+    """References of the forward kernel: operands, results, and memory shared by its warpgroups."""
 
     x: Ref
     gate_weights: Ref
@@ -265,7 +266,7 @@ class _Forward(_Block):
 
 
 class _BackwardRefs(NamedTuple):
-    """What the backward kernel reads, writes and shares between its warpgroups."""
+    """References of the backward kernel: operands, results, and memory shared by its warpgroups."""
 
     dy: Ref
     down: Ref
@@ -308,7 +309,7 @@ class _Backward(_Block):
 
         (dhidden,) = self.sums(first, products)
         for piece in range(shape.after):
-            slot = here(slot_of(first + shape.deep + piece))  # else addresses in all stages are kept in registers, where they come round
+            slot = opaque(slot_of(first + shape.deep + piece))  # else addresses in all stages are kept in registers, where they come round
             plgpu.barrier_wait(refs.full.at[slot])
             tiles = refs.dy_tile.at[slot, rows], *(refs.down_tile.at[slot, pl.ds(part * ROWS + mine * SHARE, SHARE)] for part in (0, 1))
             gate, up = (self._load(ref) for ref in tiles[1:])

@@ -1,4 +1,4 @@
-"""Matmuls and gated feed-forward layers of real models, as a chip computes them: what tests, the kernel lab and benchmarks run."""
+"""Matmuls and gated feed-forward layers of real models, as a chip computes them, for tests, the kernel lab and benchmarks."""
 
 from dataclasses import dataclass
 

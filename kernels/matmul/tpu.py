@@ -22,20 +22,20 @@ from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
 
 # M rows, D model width, F feed-forward width
 
-FORWARD, BACKWARD = "gated_matmul_forward", "gated_matmul_backward"  # what the kernels are called in the compiled program
+FORWARD, BACKWARD = "gated_matmul_forward", "gated_matmul_backward"  # names of the kernels in the compiled program
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
 }
 SIZES = (2048, 1024, 512, 256, LANES)  # rows and columns of a block, rows of a part
-FILLING = 350  # cycles of a part beside its matmuls, by the machine code of v6e
+FILLING = 350  # cycles of a part without its matmuls, by the machine code of v6e
 MOST_CYCLES = 16384  # of the matmuls of a part: all of it is straight code
 SPILLED = 1024  # bytes of VMEM for each of these, for registers that do not fit
 HBM_BYTES = 900  # of a cycle, about: v5e 550, v5p, v6e and tpu7x 800 to 940 a core
 MOST_OVER, LEAST_PART = 1.1, 256  # times what the matrix unit takes, and rows of a part, to be chosen
 _SPARE = 4 << 20  # bytes of VMEM for what else the compiler keeps there
 
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
 Index = Any
 
 
@@ -55,11 +55,11 @@ class Block:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether rows are held while weights stream by; if not, weights are held."""
+        """True if rows are held while weights are streamed; else weights are held."""
         return self.rows > self.weights * self.columns
 
     @property
-    def beside(self) -> int:
+    def elementwise(self) -> int:
         """Arrays as wide as the feed-forward layer that are read or written: hidden, gate and up; backward gradients of the two as well."""
         return {2: 3, 1: 5}[self.weights]
 
@@ -70,27 +70,27 @@ class Block:
     def moving(self, itemsize: int) -> float:
         """Cycles that its copies take."""
         again = self.d_model * (self.weights * self.columns if self.rows_stay else self.rows)
-        return itemsize * (again + self.beside * self.rows * self.columns) / HBM_BYTES
+        return itemsize * (again + self.elementwise * self.rows * self.columns) / HBM_BYTES
 
     def time(self, itemsize: int) -> float:
         """Cycles, of each of its results."""
         return max(self.computing(), self.moving(itemsize)) / (self.rows * self.columns)
 
     def vmem(self, itemsize: int) -> int:
-        """Bytes: what enters and leaves twice, since the next travels meanwhile, results of matmuls in float32, and what spills."""
+        """Bytes: operands and results twice, for double buffering, results of matmuls in float32, and spilled registers."""
         entering = (self.rows + self.weights * self.columns) * self.d_model
         sums = 4 * self.weights * self.part * self.columns
         spilled = SPILLED * math.ceil(self.part * self.cycles)
-        return 2 * itemsize * (entering + self.beside * self.rows * self.columns) + sums + spilled + _SPARE
+        return 2 * itemsize * (entering + self.elementwise * self.rows * self.columns) + sums + spilled + _SPARE
 
 
 def block_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, weights: int) -> Block | None:
-    """The one that is chosen, the first of `blocks_of`; None if there is none."""
+    """The best block, first of `blocks_of`; None if there is none."""
     return next(iter(blocks_of(rows, d_model, d_ff, itemsize, kind, weights=weights)), None)
 
 
 def blocks_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, weights: int) -> list[Block]:
-    """Those that divide both and fit into VMEM: the fastest by a rough account, of these the largest first."""
+    """Blocks that divide rows and width and fit into VMEM: the fastest by estimate first, of equals the largest."""
     side = 2 * LANES if kind in WIDE else LANES
     found = []
     for high, wide, part in itertools.product(SIZES, SIZES, SIZES):
@@ -106,17 +106,17 @@ def _vmem(kind: str) -> int:
 
 
 def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
-    """Why the kernels cannot run this; empty when they can."""
+    """Reason why the kernels cannot run this; empty when they can."""
     for name, size in (("rows", rows), ("d_model", d_model), ("d_ff", d_ff)):
         if size % LANES:
             return f"{name} of a device, {size}, is no multiple of {LANES}"
     if None in (block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights) for weights in (2, 1)):
-        return f"rows of {d_model} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that can be had on {kind}"
+        return f"rows of {d_model} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that are available on {kind}"
     return ""
 
 
 def why_slow(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
-    """Why the kernels would wait for HBM or compute in scraps, given that they can run this; empty when they would not."""
+    """Reason why the kernels would wait for HBM or compute in small pieces, where they can run this; empty when they would not."""
     for weights in (2, 1):
         block = block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights)
         scraps = block is not None and block.part < LEAST_PART
@@ -218,7 +218,7 @@ def _in_parts(block: Block, run: Callable[[pl.Slice], None]) -> None:
 
 
 def _between(dtype: jnp.dtype, kind: str) -> jnp.dtype:
-    """What is computed in between matmuls."""
+    """Dtype of elementwise operations between matmuls."""
     return dtype if kind in WIDE else jnp.dtype(jnp.float32)
 
 
@@ -231,7 +231,7 @@ def _call(
     kind: str,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three results [M, F], block by block. Each operand comes with what a block needs of it: its rows, columns, or what lies inside."""
+    """Three results [M, F], block by block. Each operand comes with the part that a block reads: its rows, its columns, or both."""
     (rows, d_model, d_ff), dtype = sizes, operands[0][0].dtype
     across, down = d_ff // block.columns, rows // block.rows
 

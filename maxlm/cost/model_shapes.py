@@ -13,10 +13,11 @@ from maxlm.config.axes import mesh_axes_of
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import LANES, Chip
 from maxlm.kernels.attention.blocks import padded
+from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs
 from maxlm.models import parameter_axes
+from maxlm.models.attention import layer_mask
 from maxlm.models.decoder import Block
-from maxlm.models.flops import attended_pairs
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
@@ -82,7 +83,7 @@ def choices_of(model: ModelConfig) -> int:
 
 def attention_flops(model: ModelConfig, seq_len: int, depths: range | None = None) -> float:
     """FLOPs a token of one forward pass through the attention of layers, by default all: two matmuls over the pairs that masks leave."""
-    pairs = {kind: attended_pairs(seq_len, model.window if kind == "local" else None) for kind in ("global", "local")}
+    pairs = {kind: layer_mask(model, local=kind == "local").attended_pairs(seq_len) for kind in ("global", "local")}
     total = sum(pairs[kind] for kind in _pattern(model, depths))
     return 2 * model.n_heads * (model.head_dim + value_dim(model)) * total / seq_len
 
@@ -91,12 +92,12 @@ def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> tupl
     """FLOPs a token that our attention kernel is charged, forward (two matmuls) and backward (five): whole blocks of a window, half of a
     square, heads padded to whole lanes.
     """
-    causal = attended_pairs(seq_len)
+    causal = CAUSAL.attended_pairs(seq_len)
     charged = {}
     for kind in ("global", "local"):
-        window = model.window if kind == "local" else None
-        at = (seq_len, model.head_dim, window, chip.device_kinds[0])
-        computed = computed_pairs(*at) if seq_len % LANES == 0 else (attended_pairs(seq_len, window),) * 2
+        mask = layer_mask(model, local=kind == "local")
+        at = (seq_len, model.head_dim, mask, chip.device_kinds[0])
+        computed = computed_pairs(*at) if seq_len % LANES == 0 else (mask.attended_pairs(seq_len),) * 2
         charged[kind] = [min(pairs, causal) for pairs in computed]
     forward, backward = (sum(charged[kind][i] for kind in _pattern(model)) for i in (0, 1))
     keys, values = padded(model.head_dim), padded(value_dim(model))

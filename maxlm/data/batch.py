@@ -16,6 +16,7 @@ class Batch(NamedTuple):
     weights_BS: Any  # float32; 1, or 0 where the target is padding or opens another document
     segment_ids_BS: Any  # int32; 1, 2, ... for each document of the window; 0 where padded
     positions_BS: Any  # int32; from 0 at the window's start and at each document's start
+    random_BS: Any = None  # uint32; the seed of what is drawn for each token, where a training step draws anything
 
 
 def batch_of_windows(window_BT: np.ndarray, length_B: np.ndarray, end_of_document: int, *, mask_documents: bool) -> Batch:

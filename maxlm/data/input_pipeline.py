@@ -128,7 +128,7 @@ class Pipeline:
         def to_devices(array_BS: np.ndarray) -> "jax.Array":
             return jax.make_array_from_callback(shape, sharding, lambda index: array_BS[place[index[0]]][:, index[1]])  # type: ignore[index]
 
-        return Batch(*map(to_devices, host))
+        return Batch(*(to_devices(array_BS) for array_BS in host if array_BS is not None))
 
     def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Prefetcher:
         """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.

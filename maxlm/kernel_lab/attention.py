@@ -30,7 +30,7 @@ def _case(shape: AttentionShape, implementation: str, device_kind: str, blocks: 
     share = shape.heads // shape.groups
     groups, segments = min(HEADS_OF_A_CASE, shape.groups), shape.segments(1)
     heads = groups * share
-    at = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    at = {"scale": shape.head_dim**-0.5, "mask": shape.mask, "softcap": shape.softcap}
     if implementation == "flash":
         ranges = [np.asarray(tpu.block_ranges(jnp.stack([jnp.asarray(segments)] * 2, axis=1), block)) for block in blocks]
         scalars = {tpu.FORWARD: [ranges[0]], tpu.BACKWARD: [ranges[1]]}
@@ -38,7 +38,7 @@ def _case(shape: AttentionShape, implementation: str, device_kind: str, blocks: 
         def run(*operands: jax.Array) -> jax.Array:
             return tpu.attention_flash(*operands, **at, device_kind=device_kind, blocks=blocks)[0]
     else:
-        kernel = splash.splash_kernel(heads, shape.seq_len, shape.window, shape.softcap, interpret=False, device_kind=device_kind)
+        kernel = splash.splash_kernel(heads, shape.seq_len, shape.mask, shape.softcap, interpret=False, device_kind=device_kind)
         infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info}
         scalars = {
             part: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]

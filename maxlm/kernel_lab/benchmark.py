@@ -61,12 +61,18 @@ def attention_benchmarks(names: Sequence[str], *, tiny: bool) -> Iterator[Benchm
         if tiny:
             shape = replace(shape, heads=2, groups=1, seq_len=256, documents=shape.documents and 64, window=shape.window and 64)
         segments_BS = jnp.asarray(shape.segments(1))
-        scale, window = shape.head_dim**-0.5, shape.window
-        at = {"query_segments_BS": segments_BS, "key_segments_BT": segments_BS, "scale": scale, "window": window, "softcap": shape.softcap}
+        scale = shape.head_dim**-0.5
+        at = {
+            "query_segments_BS": segments_BS,
+            "key_segments_BT": segments_BS,
+            "scale": scale,
+            "mask": shape.mask,
+            "softcap": shape.softcap,
+        }
         sizes = [(1, shape.seq_len, heads, shape.head_dim) for heads in (shape.heads, shape.groups, shape.groups)]
 
         def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, at: dict[str, Any] = at, packed: bool = bool(shape.documents)) -> jax.Array:
-            segments, window = at["query_segments_BS"], at["window"]
+            segments, window = at["query_segments_BS"], at["mask"].window
             mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
             local = None if window is None else (window - 1, 0)
             options = {"scale": at["scale"], "is_causal": True, "mask": mask, "local_window_size": local}

@@ -35,7 +35,7 @@ def _attention_case(shape: AttentionShape, implementation: str, heads: int) -> t
     sizes = [(1, shape.seq_len, number, shape.head_dim) for number in (groups * shape.heads // shape.groups, groups, groups)]
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+        options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "mask": shape.mask, "softcap": shape.softcap}
         at: dict[str, Any] = {"query_segments_BS": segments, "key_segments_BT": segments, "implementation": implementation}
         return attention(q, k, v, **at, **options).astype(jnp.float32).sum()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.kernel_lab.cases import SWEPT, Case, Kernel, from_hbm
-from maxlm.kernels.grouped_matmul import tpu, visits
+from maxlm.kernels.grouped_matmul import group_metadata, tpu
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 
@@ -62,7 +62,7 @@ def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[tpu.Tiles], k
 
     parts = {}
     for part, name, own in zip(PARTS, (tpu.FORWARD, tpu.ROWS, tpu.WEIGHTS), tiles, strict=True):
-        plan = (visits.of_groups if part == "dw" else visits.of_rows)(sizes_E, rows, own.rows)
+        plan = (group_metadata.group_visits if part == "dw" else group_metadata.row_visits)(sizes_E, rows, own.rows)
         parts[part] = (name, [np.asarray(array) for array in (plan.total, *plan.scalars)], f"{own.rows}x{own.deep}x{own.wide}")
     return run, parts
 

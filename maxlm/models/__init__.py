@@ -1,7 +1,7 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
 from maxlm.models.decoder import BlockContext, Cache, Decoder, Routings
-from maxlm.models.flops import attended_pairs, counts, step_flops, token_flops
+from maxlm.models.flops import counts, step_flops, token_flops
 from maxlm.models.parameters import abstract_parameters, bind, count_parameters, init_parameters, parameter_axes, parameter_specs
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Decoder",
     "Routings",
     "abstract_parameters",
-    "attended_pairs",
     "bind",
     "count_parameters",
     "counts",

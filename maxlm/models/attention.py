@@ -1,18 +1,20 @@
-"""Attention with windows, document masks and sinks; grouped-query attention, with rotary or learned positions and QK-norm."""
+"""Attention with masks and sinks; grouped-query attention, with rotary or learned positions and QK-norm."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlm import kernels
-from maxlm.config.schema import ContextAttention, ModelConfig
-from maxlm.kernels.attention import Layout
-from maxlm.models.flops import attended_pairs
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, Norm, constant, enter, matrix_size, project, rotate, score_gain, weight
+from maxlm.config.schema import ModelConfig
+from maxlm.kernels.attention import Layout, Mask
+from maxlm.models.forward import DEFAULT, Forward
+from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, score_gain, weight
+from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, mesh_axes
 from maxlm.parallel.context import context_attention, context_size
@@ -25,7 +27,7 @@ _MIXED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions generated so far, and how many there are."""
+    """Keys and values of the positions generated so far, and their number."""
 
     k_BTGK: Float[Array, "B T G K"]
     v_BTGV: Float[Array, "B T G V"]
@@ -33,15 +35,15 @@ class Cache(NamedTuple):
 
 
 class AttentionBase(nnx.Module):
-    """What every kind of attention does with its queries, keys and values: softmax(scale * q k^T) v over what causality, window and
-    document leave (arXiv 1706.03762), and the matmul out of the heads. Subclasses declare and compute the three.
+    """Shared by all kinds of attention: softmax(scale * q k^T) v over the pairs that the mask leaves (arXiv 1706.03762), and the output
+    projection. Subclasses compute queries, keys and values.
     """
 
     def __init__(self, config: ModelConfig, *, local: bool, value_dim: int) -> None:
         width, heads = config.d_model, config.n_heads
         rope = config.rope_local if local and config.rope_local else config.rope
         self.local = local
-        self.window = min(config.window, jnp.iinfo(jnp.int32).max) if local and config.window else None  # positions are int32
+        self.mask = layer_mask(config, local=local)
         self.scale = (config.attention_scale or config.head_dim**-0.5) * score_gain(rope)
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
@@ -56,34 +58,45 @@ class AttentionBase(nnx.Module):
         v_BSGV: Float[Array, "B S G V"],
         segment_ids_BS: Int[Array, "B S"],
         cache: Cache | None,
-        context: ContextAttention,
+        forward: Forward,
+        prefix_BS: Bool[Array, "B S"] | None,
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
         q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
-        if context_size() == 1 or context != "ulysses":  # which names what it has exchanged
+        if context_size() == 1 or forward.context != "ulysses":  # ulysses names the arrays after its exchange
             q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
         if cache is None:
-            mixed_BSHV = self._attend(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, context)
-        else:
+            mixed_BSHV = self._attend(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, forward, prefix_BS)
+        elif forward.form == "causal":
             mixed_BSHV, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGV, cache)
+        else:
+            raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {forward.form} ones")
         mixed_BSN = mixed_BSHV.reshape(*q_BSHK.shape[:2], -1)
         out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
-        out_BSD = project("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, _MIXED, BETWEEN)
+        out_BSD = linear("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, reads=_MIXED, writes=BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
     def _attend(
-        self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, segment_ids_BS: jax.Array, context: ContextAttention
+        self,
+        q_BSHK: jax.Array,
+        k_BSGK: jax.Array,
+        v_BSGV: jax.Array,
+        segment_ids_BS: jax.Array,
+        forward: Forward,
+        prefix_BS: jax.Array | None,
     ) -> jax.Array:
+        options = {**self._options, "mask": replace(self.mask, form=forward.form)}
         if context_size() > 1:
-            return context_attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, strategy=context, **self._options)
+            return context_attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, prefix_BS=prefix_BS, strategy=forward.context, **options)
         return kernels.attention(
             q_BSHK,
             k_BSGK,
             v_BSGV,
             query_segments_BS=segment_ids_BS,
             key_segments_BT=segment_ids_BS,
+            prefix_BT=prefix_BS,
             layout=_layout(),
-            **self._options,
+            **options,
         )
 
     def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -106,13 +119,13 @@ class AttentionBase(nnx.Module):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What every call of attention is told beside its operands."""
+        """Static options of every call of attention, and sinks."""
         sinks_H = None if self.sinks_H is None else self.sinks_H[...]
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks_H": sinks_H}
+        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
-        """FLOPs of a training token over its pairs, forward and backward; `head_dims`: those of a key and of a value, added up."""
-        pairs = attended_pairs(seq_len, self.window) if masked else seq_len**2
+        """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
+        pairs = self.mask.attended_pairs(seq_len) if masked else seq_len**2
         return 6 * self.out_HKD.shape[-3] * head_dims * pairs / seq_len
 
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -148,21 +161,22 @@ class Attention(AttentionBase):
         angles: Angles | None,
         segment_ids_BS: Int[Array, "B S"],
         cache: Cache | None = None,
-        context: ContextAttention = "ring",
+        forward: Forward = DEFAULT,
+        prefix_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `context` as in `Decoder`."""
+        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `prefix_BS`: see `Mask`."""
         x_BSD = enter(x_BSD)
-        q_BSHK = project("BSD,DHK->BSHK", x_BSD, self.query_DHK[...], self.query_bias_HK, ENTERING, HEADS)
-        k_BSGK = project("BSD,DGK->BSGK", x_BSD, self.key_DGK[...], self.key_bias_GK, ENTERING, GROUPS)
-        v_BSGK = project("BSD,DGK->BSGK", x_BSD, self.value_DGK[...], self.value_bias_GK, ENTERING, GROUPS)
+        q_BSHK = linear("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
+        k_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
+        v_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
-        return self.mix(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, context)
+        return self.mix(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, forward, prefix_BS)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
         matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, 2 * self.query_DHK.shape[-1], masked=masked)
 
@@ -171,7 +185,13 @@ class Attention(AttentionBase):
         return *(matmul_by(name, w, "out") for name, w in weights.items()), matmul_by("attention_out", self.out_HKD, "in", 2)
 
 
+def layer_mask(config: ModelConfig, *, local: bool) -> Mask:
+    """The mask of a local or global layer, for next-token prediction; `Forward.form` says where an objective wants another form."""
+    window = min(config.window, jnp.iinfo(jnp.int32).max) if local and config.window else None  # positions are int32
+    return Mask(window=window)
+
+
 def _layout() -> Layout:
-    """How the current mesh splits attention's operands."""
+    """Mesh axes that split attention's operands on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.attention import Attention, Cache
 from maxlm.models.forward import Forward
-from maxlm.models.layers import BETWEEN, Angles, Norm, enter, rope_angles, weight
+from maxlm.models.layers import Angles, Norm, rope_angles, weight
+from maxlm.models.linear import BETWEEN, enter
 from maxlm.models.mla import LatentAttention
 from maxlm.models.mlp import Mlp
 from maxlm.models.moe import Moe
@@ -36,7 +37,8 @@ class BlockContext(NamedTuple):
 
     angles: dict[bool, Angles | None]  # by whether a layer is local; None with learned positions
     segment_ids_BS: Int[Array, "B S"]  # 0 is padding
-    noise_BS: Int[Array, "B S"] | None  # what jitter grows from, in training
+    random_BS: UInt32[Array, "B S"] | None = None  # the seed of each token's router jitter, in training
+    prefix_BS: Bool[Array, "B S"] | None = None  # True in the prefix of a document, for masks of form "prefix"
 
 
 class DecoderOutput(NamedTuple):
@@ -68,11 +70,11 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Cache | None, _Report]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         angles, segment_ids_BS = given.angles[self.attention.local], given.segment_ids_BS
-        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, forward.context)
+        mixed_BSD, cache = self.attention(self.attention_norm(x_BSD), angles, segment_ids_BS, cache, forward, given.prefix_BS)
         x_BSD += mixed_BSD if self.attention_post_norm is None else self.attention_post_norm(mixed_BSD)
         report: _Report = None
         if isinstance(self.mlp, Moe):
-            fed_BSD, penalty, routing = self.mlp(self.mlp_norm(x_BSD), segment_ids_BS != 0, given.noise_BS, forward)
+            fed_BSD, penalty, routing = self.mlp(self.mlp_norm(x_BSD), segment_ids_BS != 0, given.random_BS, forward)
             report = penalty, routing
         else:
             fed_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
@@ -124,13 +126,13 @@ class Decoder(nnx.Module):
         tokens_BS: Int[Array, "B S"],
         positions_BS: Int[Array, "B S"],
         segment_ids_BS: Int[Array, "B S"],
-        noise_BS: Int[Array, "B S"] | None = None,
+        random_BS: UInt32[Array, "B S"] | None = None,
         *,
         forward: Forward | None = None,
         caches: Caches | None = None,
     ) -> DecoderOutput:
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches` extended if given."""
-        given = BlockContext(self.angles(positions_BS), segment_ids_BS, noise_BS)
+        given = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS)
         through = self.through(self.embed(tokens_BS, positions_BS), given, forward or Forward(), caches)
         return through._replace(x_BSD=self.final_norm(through.x_BSD))
 

@@ -1,15 +1,9 @@
-"""Counting FLOPs: 2 a multiply-add, a backward pass twice its forward, and attention only where its mask leaves a pair."""
+"""FLOP counts: 2 a multiply-add, a backward pass twice its forward, and attention only over the pairs that its mask leaves."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from maxlm.config.schema import Config, ModelConfig
-
-
-def attended_pairs(seq_len: int, window: int | None = None) -> int:
-    """(query, key) pairs that a causal mask, narrowed to `window` tokens, leaves in a sequence of one document."""
-    reach = seq_len if window is None else min(window, seq_len)
-    return reach * (reach + 1) // 2 + (seq_len - reach) * reach
 
 
 def token_flops(config: "ModelConfig", seq_len: int, *, masked: bool = True) -> float:
@@ -20,7 +14,7 @@ def token_flops(config: "ModelConfig", seq_len: int, *, masked: bool = True) -> 
 
 
 def counts(config: "Config") -> dict[str, int]:
-    """Counts of a config: parameters, those one token meets, tokens an update (padding included), FLOPs a training token."""
+    """Counts of a config: parameters, active parameters of a token, tokens an update (padding included), FLOPs a training token."""
     from maxlm.models.parameters import count_active_parameters, count_parameters
 
     return {

@@ -1,20 +1,29 @@
-"""How a forward pass is run, beside what it computes."""
+"""Options of a forward pass."""
 
 from dataclasses import dataclass
 
 from maxlm.config.schema import ContextAttention, MemoryConfig
+from maxlm.kernels.attention.mask import Form
 
 _ALL_KEPT = MemoryConfig(remat="none")
 
 
 @dataclass(frozen=True)
 class Forward:
-    """`memory`: what is kept for the backward pass. `context`: how attention meets a sequence that the mesh splits; see
-    `maxlm.parallel.context` for the order of tokens that it wants. `summed`: axes of the mesh that are manual here (`jax.shard_map`), over
-    which the batch of this pass goes on. `generates`: token after token, with caches.
+    """Options of one forward pass.
+
+    memory: what is saved for the backward pass.
+    context: strategy of attention where the mesh splits the sequence; `maxlm.parallel.context` says in which order it takes tokens.
+    form: form of the attention masks.
+    summed: mesh axes that are manual here (`jax.shard_map`) and split the batch.
+    generates: token after token, with caches.
     """
 
     memory: MemoryConfig = _ALL_KEPT
     context: ContextAttention = "ring"
+    form: Form = "causal"
     summed: tuple[str, ...] = ()
     generates: bool = False
+
+
+DEFAULT = Forward()

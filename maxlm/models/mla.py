@@ -1,21 +1,23 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are projected from one narrow latent a token."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from maxlm.config.schema import ContextAttention, LatentConfig, ModelConfig
+from maxlm.config.schema import LatentConfig, ModelConfig
 from maxlm.models.attention import HEADS, AttentionBase, Cache
-from maxlm.models.layers import BETWEEN, ENTERING, Angles, Norm, enter, matrix_size, project, rotate, weight
+from maxlm.models.forward import DEFAULT, Forward
+from maxlm.models.layers import Angles, Norm, matrix_size, rotate, weight
+from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
-# B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: without position, then rotated; V of values
+# B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: first those without position, then rotary ones; V of values
 
 
 class LatentAttention(AttentionBase):
     """Eqs. 37 to 47 of the paper, with every head's keys and values formed: in training that is fewer FLOPs than attention over latents.
 
-    Between tensor-parallel regions the narrow vectors are split along the sequence, as the residual stream is: they enter, not it.
-    Pairs (i, i + half) of what is rotated are turned, as everywhere here; the hub's DeepSeek weights have them side by side.
+    The latents enter a tensor-parallel region, not the residual stream; outside, they too are split along the sequence. Rotary dims are
+    paired as (i, i + half), as everywhere here; DeepSeek's published weights have pairs next to each other.
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, *, local: bool) -> None:
@@ -26,7 +28,7 @@ class LatentAttention(AttentionBase):
         up, down = ("embed", "heads", "head_dim"), ("embed", "head_dim")
         self.query_down_DR = None if q_rank is None else weight((width, q_rank), down, std)
         self.query_norm = None if q_rank is None else Norm(q_rank, config, "head_dim")
-        self.query_RHK = weight((q_rank or width, heads, query_dim), up, std)  # R is D where queries are not squeezed
+        self.query_RHK = weight((q_rank or width, heads, query_dim), up, std)  # R is D where queries are not compressed
         self.kv_down_DR = weight((width, latent.kv_rank + latent.rope_dim), down, std)
         self.kv_norm = Norm(latent.kv_rank, config, "head_dim")
         self.kv_RHK = weight((latent.kv_rank, heads, kv_dim), up, std)
@@ -37,29 +39,30 @@ class LatentAttention(AttentionBase):
         angles: Angles | None,
         segment_ids_BS: Int[Array, "B S"],
         cache: Cache | None = None,
-        context: ContextAttention = "ring",
+        forward: Forward = DEFAULT,
+        prefix_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """As `Attention`; the cache holds every head's keys and values, not what they come from."""
-        assert angles is not None, "rules.py demands rotary positions"
-        q_BSHK = project("BSR,RHK->BSHK", enter(self._queries_from(x_BSD)), self.query_RHK[...], None, ENTERING, HEADS)
-        squeezed_BSR = project("BSD,DR->BSR", x_BSD, self.kv_down_DR[...], None, BETWEEN, BETWEEN)
-        latent_BSR, position_BSK = jnp.split(squeezed_BSR, [self.latent.kv_rank], axis=-1)
-        kv_BSHV = project("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK[...], None, ENTERING, HEADS)
+        """As `Attention`; the cache holds every head's keys and values, not the latents."""
+        assert angles is not None, "rules.py requires rotary positions"
+        q_BSHK = linear("BSR,RHK->BSHK", enter(self._query_latent(x_BSD)), self.query_RHK, reads=ENTERING, writes=HEADS)
+        compressed_BSR = linear("BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
+        latent_BSR, position_BSK = jnp.split(compressed_BSR, [self.latent.kv_rank], axis=-1)
+        kv_BSHV = linear("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK, reads=ENTERING, writes=HEADS)
         keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
-        queries_BSHK, turned_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
+        queries_BSHK, rotary_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
         shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
-        q_BSHK = jnp.concatenate([queries_BSHK, rotate(turned_BSHK, angles)], axis=-1)
+        q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
-        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, context)
+        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, forward, prefix_BS)
 
-    def _queries_from(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
+    def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:
             return x_BSD
-        return self.query_norm(project("BSD,DR->BSR", x_BSD, self.query_down_DR[...], None, BETWEEN, BETWEEN))
+        return self.query_norm(linear("BSD,DR->BSR", x_BSD, self.query_down_DR, reads=BETWEEN, writes=BETWEEN))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward; `masked`: only pairs that causality and window leave."""
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
         matrices = matrix_size(self.query_down_DR, self.query_RHK, self.kv_down_DR, self.kv_RHK, self.out_HKD)
         return 6 * matrices + self.pair_flops(seq_len, self.query_RHK.shape[-1] + self.latent.value_dim, masked=masked)
 

@@ -6,7 +6,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import BETWEEN, Norm, matrix_size, project, weight
+from maxlm.models.layers import Norm, matrix_size, weight
+from maxlm.models.linear import BETWEEN, linear
 from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class FutureTokenModule(nnx.Module):
 
     def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """What the block reads, of hidden states before their final norm and of embeddings."""
-        x_BSD = project("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD[...], None, BETWEEN, BETWEEN)
-        return x_BSD + project("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD[...], None, BETWEEN, BETWEEN)
+        x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
+        return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward, the unembedding's not counted."""

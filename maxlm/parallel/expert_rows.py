@@ -1,7 +1,7 @@
-"""Rows of a device: the choices of tokens sorted by expert, computed side by side, and added up for each token.
+"""Rows of a device: the choices of its tokens sorted by expert, computed together, and summed for each token.
 
-Where how many rows there are is known only when a program runs, they are computed in rounds of a fixed number of rows, of which one is
-enough while load is about even. So nothing is ever dropped, and memory does not depend on the load.
+Where the number of rows is known only at run time, they are computed in rounds of a fixed number of rows, of which one is enough while load
+is about even. So nothing is ever dropped, and memory does not depend on the load.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 # T tokens, D width, K choices of a token, N all choices, E experts, R rows: choices, sorted by expert
 
-# What a program calls loops that an even load does not enter, and rounds of which it fills so many rows: plans are made for an even load.
+# Named scopes by which cost models, which assume an even load, find loops that it does not enter, and the rows that it fills of a round.
 FURTHER = "further_rounds_of_experts"
 EVEN = re.compile(r"experts_of_(\d+)_rows")
 
@@ -28,7 +28,7 @@ Round = Callable[[Weights, jax.Array, jax.Array, Sorted, jax.Array | int], jax.A
 
 
 def sort(experts_TK: Int[Array, "T K"], n_experts: int) -> Sorted:
-    """Choices in order of their expert; choice `n_experts` is none, and last."""
+    """Sort choices by expert; choice `n_experts` is none, and last."""
     flat_N = experts_TK.reshape(-1)
     choices_N = jnp.arange(flat_N.size, dtype=jnp.int32)
     _, order_N = jax.lax.sort_key_val(flat_N, choices_N)
@@ -38,14 +38,14 @@ def sort(experts_TK: Int[Array, "T K"], n_experts: int) -> Sorted:
 
 
 def even_load(rows: int) -> AbstractContextManager[None]:
-    """Around rounds that have room for more than the `rows` of an even load."""
+    """Named scope of rounds that hold more than the `rows` of an even load."""
     return jax.named_scope(f"experts_of_{rows}_rows")
 
 
 def compute_rows(
     compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, order: Sorted, start: Int[Array, ""] | int
 ) -> Float[Array, "T D"]:
-    """What the experts make of the `rows` sorted choices from `start` on, added up for every token."""
+    """Outputs of the experts for the `rows` sorted choices from `start` on, summed for every token."""
     order_N, places_TK, sizes_E = order
     choices_R = jax.lax.dynamic_slice_in_dim(jnp.pad(order_N, (0, -order_N.size % rows)), start, rows)
     ends_E = jnp.clip(jnp.cumsum(sizes_E) - start, 0, rows)
@@ -59,7 +59,7 @@ def compute_rows(
 def spread(
     x_TD: Array, weights_TK: Array, choices_R: Int[Array, " R"], at_TK: Int[Array, "T K"]
 ) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
-    """The token and the weight of every row. Its gradient is read from the rows, too: adding to places that repeat is slow everywhere."""
+    """The token and the weight of every row. Its gradient is a gather from the rows, too: scatter-adds are slow everywhere."""
     return x_TD[choices_R // weights_TK.shape[1]], weights_TK.reshape(-1)[choices_R]
 
 
@@ -69,8 +69,8 @@ def _spread_forward(x_TD: Array, weights_TK: Array, choices_R: Array, at_TK: Arr
 
 def _spread_backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
     (choices_R, at_TK), (dx_RD, dweight_R) = saved, gradients
-    there_TK = (at_TK >= 0) & (at_TK < dweight_R.size)
-    dweights_TK = jnp.where(there_TK, dweight_R[jnp.where(there_TK, at_TK, 0)], 0)
+    valid_TK = (at_TK >= 0) & (at_TK < dweight_R.size)
+    dweights_TK = jnp.where(valid_TK, dweight_R[jnp.where(valid_TK, at_TK, 0)], 0)
     return collect(dx_RD, choices_R, at_TK), dweights_TK, None, None
 
 
@@ -79,11 +79,11 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def collect(out_RD: Array, choices_R: Int[Array, " R"], at_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
-    """The sum of each token's rows, in float32. Choices lead: a TPU adds whole tiles of tokens, and few of two rows."""
+    """The sum of each token's rows, in float32. Choices are the leading dim: a TPU then adds whole tiles of tokens."""
     at_KT = at_TK.T
-    there_KT = (at_KT >= 0) & (at_KT < out_RD.shape[0])
-    rows_KTD = out_RD[jnp.where(there_KT, at_KT, 0).reshape(-1)].reshape(*at_KT.shape, -1)
-    return jnp.sum(jnp.where(there_KT[..., None], rows_KTD.astype(jnp.float32), 0), axis=0).astype(out_RD.dtype)
+    valid_KT = (at_KT >= 0) & (at_KT < out_RD.shape[0])
+    rows_KTD = out_RD[jnp.where(valid_KT, at_KT, 0).reshape(-1)].reshape(*at_KT.shape, -1)
+    return jnp.sum(jnp.where(valid_KT[..., None], rows_KTD.astype(jnp.float32), 0), axis=0).astype(out_RD.dtype)
 
 
 def _collect_backward(saved: tuple[Array, Array], dy_TD: Array) -> tuple[Array, None, None]:
@@ -94,7 +94,7 @@ def _collect_backward(saved: tuple[Array, Array], dy_TD: Array) -> tuple[Array, 
 collect.defvjp(lambda out_RD, choices_R, at_TK: (collect(out_RD, choices_R, at_TK), (choices_R, at_TK)), _collect_backward)
 
 
-# Rounds: as many as the rows that fell to this device need.
+# Rounds: as many as this device's rows need.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -108,7 +108,7 @@ def in_rounds(
 def _in_rounds_forward(
     one: Round, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, order: Sorted, due: Array
 ) -> tuple[Array, Any]:
-    y_TD, pull = jax.vjp(lambda *given: one(*given, order, 0), weights, x_TD, weights_TK)  # type: ignore[call-arg]
+    y_TD, pull = jax.vjp(lambda *operands: one(*operands, order, 0), weights, x_TD, weights_TK)  # type: ignore[call-arg]
 
     def another(start: Array, y_TD: Array) -> Array:
         return y_TD + one(weights, x_TD, weights_TK, order, start)
@@ -117,10 +117,10 @@ def _in_rounds_forward(
 
 
 def _in_rounds_backward(one: Round, rows: int, saved: Any, dy_TD: Array) -> tuple[Any, ...]:
-    pull, order, due, *given = saved
+    pull, order, due, *operands = saved
 
     def another(start: Array, gradients: Any) -> Any:
-        _, pull = jax.vjp(lambda *given: one(*given, order, start), *given)  # type: ignore[call-arg]
+        _, pull = jax.vjp(lambda *operands: one(*operands, order, start), *operands)  # type: ignore[call-arg]
         return jax.tree.map(jnp.add, gradients, pull(dy_TD))
 
     return *_further(rows, due, another, pull(dy_TD)), None, None
@@ -130,7 +130,7 @@ in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
 
 
 def _further(rows: int, due: Array, another: Callable[[Array, Any], Any], first: Any) -> Any:
-    """`another(start, total)` for every round after the first, whose result is `first`. An even load needs none: plans know the name."""
+    """`another(start, total)` for every round after the first, whose result is `first`. An even load needs none."""
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         start, total = carry

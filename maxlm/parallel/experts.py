@@ -1,9 +1,9 @@
-"""Tokens travel to their experts and back.
+"""Expert parallelism: tokens are sent to their experts and outputs back.
 
-On a device, the choices of its tokens are sorted by expert, and each expert computes rows that lie side by side: none is dropped and none
-is padded (`expert_rows`). Over the mesh axis `expert` each device holds its share of the experts. Either it gathers the tokens of all
-devices along the axis, computes what falls to its experts, and what they make of a token is summed while it is scattered back. Or every
-choice is sent to where its expert is, and what that made of it is sent back.
+On a device, the choices of its tokens are sorted by expert, and each expert computes contiguous rows: none is dropped and none is padded
+(`expert_rows`). Over the mesh axis `expert` each device holds its share of the experts. Either it gathers the tokens of all devices along
+the axis, computes the choices of its own experts, and the outputs are reduce-scattered; or every choice is sent to the device of its expert
+by an all-to-all, and its output back.
 """
 
 import math
@@ -37,12 +37,11 @@ def through_experts(
     weights_BSK: Float[Array, "B S K"],
     n_experts: int,
 ) -> Float[Array, "B S D"]:
-    """The sum over a token's choices of what those experts make of it; choice `n_experts` is none.
+    """Weighted sum of the outputs of each token's experts; choice `n_experts` is none.
 
-    `compute` is given rows sorted by expert and, of weights [width, expert, inside], [width, expert x inside] with the width whole; it
-    multiplies what it makes of a row by the row's weight; rows beyond all groups give 0.
-    Where `tensor` splits what is inside an expert, it gives a part of the sum. x is split as between tensor-parallel regions, and so is the
-    result. `axes`: logical axes of each of the `weights`.
+    `compute` gets rows sorted by expert and weights [width, expert, hidden] as [width, expert x hidden] with the width whole; it returns
+    the output of each row times the row's weight, 0 for rows beyond all groups; a partial sum where `tensor` splits the hidden dim.
+    x and the result are split as between tensor-parallel regions. `axes`: logical axes of each of the `weights`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     batch, seq, between = (mesh_axes(name, mesh) for name in ("batch", "seq", "seq_between"))
@@ -51,17 +50,17 @@ def through_experts(
     exchanged = mesh_axes("expert", mesh)
     choices = experts_BSK.shape[-1]
     if not exchanged:
-        run = _at_home
+        run = _local
         logged("experts", "tokens stay", f"every device computes all {n_experts} experts")
     elif sends(mesh.shape[AXIS], choices, device()[0]):
-        run = _sent
+        run = _send_choices
         logged(
             "experts",
             "choices are sent",
-            f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts, of which a token meets {choices}",
+            f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts, of which a token is routed to {choices}",
         )
     else:
-        run = _gathered
+        run = _gather_tokens
         logged("experts", "tokens are gathered", f"mesh.expert = {mesh.shape[AXIS]} splits the {n_experts} experts")
 
     def local(weights: Weights, x_BSD: Array, experts_BSK: Array, weights_BSK: Array) -> Array:
@@ -81,9 +80,10 @@ def through_experts(
 
 
 def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:
-    """A weight with its width, the first dim, gathered, and experts side by side; they and what is inside them stay split.
+    """A weight with its width, the first dim, gathered, and experts side by side; experts and hidden dim stay split.
 
-    What is inside is padded to whole lanes on a TPU. All of it is done to what is here: a TPU moves what is gathered no further.
+    On TPU the hidden dim is padded to a multiple of `LANES`. Padding and reshaping come before the gather, so that the gathered array
+    is not copied again.
     """
     if axes[-1] == "mlp" and device()[0] == "tpu":
         weight = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -weight.shape[-1] % LANES)])
@@ -93,13 +93,13 @@ def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:
     return gather(weight, split[0], 0) if split[0] else weight
 
 
-def _at_home(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
-    """Every expert is here."""
+def _local(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
+    """Compute with all experts on this device."""
     return compute_rows(compute, experts_TK.size, weights, x_TD, weights_TK, sort(experts_TK, n_experts), 0)
 
 
-def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
-    """Tokens of all devices along the axis come here, to those experts that are."""
+def _gather_tokens(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
+    """Gather the tokens of all devices along the axis, and compute the choices of this device's experts."""
     size = jax.lax.axis_size(AXIS)
     tokens, choices = experts_TK.shape
     own, rows = n_experts // size, rows_of_round(tokens, choices, n_experts, size)
@@ -111,48 +111,48 @@ def _gathered(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array
     return scatter_sum(y_TD, AXIS, 0)
 
 
-def _sent(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
-    """Every choice goes to the device that has its expert, and what that makes of it comes back."""
+def _send_choices(compute: Compute, weights: Weights, x_TD: Array, experts_TK: Array, weights_TK: Array, n_experts: int) -> Array:
+    """Send every choice to the device of its expert by an all-to-all, and the output back."""
     size = jax.lax.axis_size(AXIS)
     tokens, choices = experts_TK.shape
     rows = rows_of_round(tokens, choices, n_experts, size) // size
     order = sort(experts_TK, n_experts)
     mesh = jax.sharding.get_abstract_mesh()
     most = jnp.max(jnp.sum(order[2].reshape(size, -1), axis=1))
-    due = jax.lax.pmax(most, tuple(axis for axis, devices in mesh.shape.items() if devices > 1))  # all meet in every round
+    due = jax.lax.pmax(most, tuple(axis for axis, devices in mesh.shape.items() if devices > 1))  # every device takes part in every round
     with even_load(tokens * choices):
-        return in_rounds(partial(_exchange, compute, rows), rows, weights, x_TD, weights_TK, order, due)
+        return in_rounds(partial(_exchange_round, compute, rows), rows, weights, x_TD, weights_TK, order, due)
 
 
-def _exchange(
+def _exchange_round(
     compute: Compute, rows: int, weights: Weights, x_TD: Array, weights_TK: Array, order: Sorted, start: Int[Array, ""] | int
 ) -> Float[Array, "T D"]:
-    """Of the choices for each device `rows`, from `start` on, there and back. They arrive by sender, and are sorted by expert again."""
+    """One round: `rows` choices for each device, from `start` on, sent there and back. On arrival they are sorted by expert again."""
     size = jax.lax.axis_size(AXIS)
     choices_N, places_TK, sizes_E = order
     ends_PE = jnp.cumsum(sizes_E.reshape(size, -1), axis=1)
     first_P = jnp.cumsum(ends_PE[:, -1]) - ends_PE[:, -1] + start
-    there_TK = jnp.sum(places_TK[..., None] >= (jnp.cumsum(ends_PE[:, -1])), axis=-1)  # the device of each choice; `size`: none
-    at_TK = places_TK - first_P[jnp.minimum(there_TK, size - 1)]
-    at_TK = jnp.where((at_TK >= 0) & (at_TK < rows) & (there_TK < size), there_TK * rows + at_TK, -1)
+    device_TK = jnp.sum(places_TK[..., None] >= (jnp.cumsum(ends_PE[:, -1])), axis=-1)  # the device of each choice; `size`: none
+    at_TK = places_TK - first_P[jnp.minimum(device_TK, size - 1)]
+    at_TK = jnp.where((at_TK >= 0) & (at_TK < rows) & (device_TK < size), device_TK * rows + at_TK, -1)
     choices_R = choices_N[jnp.minimum(first_P[:, None] + jnp.arange(rows), choices_N.size - 1).reshape(-1)]
 
-    def over(rows_RX: Array) -> Array:
+    def exchange(rows_RX: Array) -> Array:
         return jax.lax.all_to_all(rows_RX.reshape(size, -1, *rows_RX.shape[1:]), AXIS, 0, 0).reshape(rows_RX.shape)
 
-    x_RD, weight_R = (over(sent) for sent in spread(x_TD, weights_TK, choices_R, at_TK))
-    ends_PE = over(jnp.clip(ends_PE - start, 0, rows))
+    x_RD, weight_R = (exchange(sent) for sent in spread(x_TD, weights_TK, choices_R, at_TK))
+    ends_PE = exchange(jnp.clip(ends_PE - start, 0, rows))
     expert_PR = jnp.sum(jnp.arange(rows)[:, None] >= ends_PE[:, None], axis=-1)  # beyond a sender's rows: none
     arrived = sort(expert_PR.reshape(-1, 1), ends_PE.shape[1])
-    return collect(over(compute_rows(compute, len(x_RD), weights, x_RD, weight_R[:, None], arrived, 0)), choices_R, at_TK)
+    return collect(exchange(compute_rows(compute, len(x_RD), weights, x_RD, weight_R[:, None], arrived, 0)), choices_R, at_TK)
 
 
 def sends(size: int, choices: int, platform: str) -> bool:
-    """Whether to send `choices` of every token to experts split over so many devices, rather than every token to all of them.
+    """True if an all-to-all of `choices` a token is cheaper than an all-gather of tokens, with experts split over `size` devices.
 
-    By the busiest link. To a device, size - 1 tokens arrive for each of its own if all are gathered, and about `choices` if they are sent.
-    A switch takes either straight there. On a torus a gathered token is handed on from neighbour to neighbour, while what is sent to one
-    device passes those between: with a square of devices, a link carries (size - 1) / 4 gathered tokens, and choices sqrt(size) / 8 sent.
+    By the busiest link. A device receives size - 1 tokens for each of its own by an all-gather, about `choices` by an all-to-all. A switch
+    delivers either directly. On a torus a gathered token is passed from neighbour to neighbour, while what is sent to one device passes
+    those in between: with a square of devices, a link carries (size - 1) / 4 gathered tokens, and choices sqrt(size) / 8 sent.
     """
     if platform == "tpu":
         return size - 1 > choices * max(1.0, math.sqrt(size) / 2)
@@ -160,7 +160,7 @@ def sends(size: int, choices: int, platform: str) -> bool:
 
 
 def rows_of_round(tokens: int, choices: int, n_experts: int, size: int) -> int:
-    """Rows that a device computes at a time, where the axis has `size` of them and each has so many tokens: a multiple of `size`."""
+    """Rows that a device computes in one round, with `size` devices of `tokens` tokens each: a multiple of `size`."""
     if size == 1:
         return tokens * choices
     most = tokens * size * min(choices, n_experts // size)

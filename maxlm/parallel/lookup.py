@@ -1,4 +1,4 @@
-"""The rows of a table that the mesh splits along the vocabulary and its width."""
+"""Embedding lookup in a table that the mesh splits along the vocabulary and its width."""
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,16 @@ from maxlm.parallel.sharding import mesh_axes, split_axes
 
 
 def lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over what else splits the
-    vocabulary: the sum over that is scattered, since the gradient of a sum that all devices hold would be summed again.
+    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
+    split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
 
-    Written out: XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some axes.
-    Here the width is gathered over what splits it, and the gradient scattered.
+    A `shard_map`, since XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some
+    axes. Here the width is gathered over the axes that split it, and its gradient scattered.
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width = split_axes(("vocab", "embed"), mesh)
     batch, seq = split_axes(("batch", "seq"), mesh)
-    between = tuple(axis for axis in mesh_axes("seq_vocab", mesh) if axis not in seq)  # which split the sequence from here on
+    between = tuple(axis for axis in mesh_axes("seq_vocab", mesh) if axis not in seq)  # axes that split the sequence of the result
     axes = {*vocab, *width, *batch, *seq}
     if not axes:
         return table_VD[tokens_BS]

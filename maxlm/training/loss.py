@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int
 
-from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
-from maxlm.kernels.linear_cross_entropy import Layout
+from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
 from maxlm.models.forward import Forward
+from maxlm.models.linear import unembedding_loss
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.parallel import split_axes
+from maxlm.parallel import constrain
 from maxlm.parallel.context import in_sequence
 
 
@@ -31,7 +31,6 @@ class MicrobatchInputs(NamedTuple):
     """What a forward pass is given of a batch, tokens where attention wants them."""
 
     batch: Batch
-    noise_BS: UInt32[Array, "B S"] | None  # what the jitter of routers grows from
     further: tuple[Batch, ...]  # the same for each token further ahead that is predicted: what is read, what comes next, whether it counts
 
 
@@ -64,10 +63,7 @@ def microbatch_inputs(config: Config, batch: Batch, *, training: bool = True) ->
         before = further[-1] if further else batch
         counts_BS = before.weights_BS * (_next(before.weights_BS) > 0)
         further.append(before._replace(tokens_BS=before.targets_BS, targets_BS=_next(before.targets_BS), weights_BS=counts_BS))
-    noise_BS = _noise(config, batch) if training else None
-    return jax.tree.map(
-        lambda x_BS: in_sequence(x_BS, config.mesh.context_attention, back=True), MicrobatchInputs(batch, noise_BS, tuple(further))
-    )
+    return jax.tree.map(lambda x_BS: in_sequence(x_BS, config.mesh.context_attention, back=True), MicrobatchInputs(batch, tuple(further)))
 
 
 def _next(x_BS: Array) -> Array:
@@ -75,19 +71,17 @@ def _next(x_BS: Array) -> Array:
     return jnp.pad(x_BS[:, 1:], ((0, 0), (0, 1)))
 
 
-def _noise(config: Config, batch: Batch) -> UInt32[Array, "B S"] | None:
-    """What the jitter of routers grows from: a function of seed, a row's tokens and the place in it."""
-    moe = config.model.moe
-    if moe is None or not moe.router.jitter:
-        return None
-    places_S = jnp.arange(batch.tokens_BS.shape[1], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(config.train.seed)
-    rows_B1 = jnp.sum((batch.tokens_BS.astype(jnp.uint32) + 1) * (places_S | 1), axis=1, keepdims=True, dtype=jnp.uint32)
-    return rows_B1 * jnp.uint32(2246822519) ^ places_S
+def with_randomness(config: Config, batch: Batch, step: Int[Array, ""]) -> Batch:
+    """The global batch of an update with the seed of every token's router jitter: a function of (seed, step, position in the batch)."""
+    if config.model.moe is None or not config.model.moe.router.jitter:
+        return batch
+    key = jax.random.fold_in(jax.random.key(config.train.seed), step)
+    return batch._replace(random_BS=constrain(jax.random.bits(key, batch.tokens_BS.shape, jnp.uint32), "batch", "seq"))
 
 
 def read_by(model: Decoder, part: MicrobatchInputs) -> BlockContext:
     """What blocks read beside hidden states."""
-    return BlockContext(model.angles(part.batch.positions_BS), part.batch.segment_ids_BS, part.noise_BS)
+    return BlockContext(model.angles(part.batch.positions_BS), part.batch.segment_ids_BS, part.batch.random_BS)
 
 
 def head_sums(
@@ -106,8 +100,8 @@ def head_sums(
     return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
 
 
-def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> kernels.CrossEntropySums:
-    return kernels.linear_cross_entropy(
+def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> CrossEntropySums:
+    return unembedding_loss(
         hidden_BSD,
         model.unembedding_VD,
         batch.targets_BS,
@@ -115,13 +109,4 @@ def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Bat
         chunks=config.train.loss_chunks,
         z_loss=config.train.z_loss,
         softcap=config.model.logits_softcap,
-        layout=_layout(),
     )
-
-
-def _layout() -> Layout:
-    """Which axes of the current mesh split the operands of the loss."""
-    mesh = jax.sharding.get_abstract_mesh()
-    batch, seq = split_axes(("batch", "seq"), mesh)
-    vocab, embed = split_axes(("vocab", "embed"), mesh)
-    return Layout(batch=batch, seq=seq, vocab=vocab, embed=embed)

@@ -16,7 +16,7 @@ from maxlm.training import guards
 from maxlm.training.balance import in_depth_order, rebalance
 from maxlm.training.diloco import sync_workers, update_workers
 from maxlm.training.gradients import accumulate
-from maxlm.training.loss import LossSums, loss_sums
+from maxlm.training.loss import LossSums, loss_sums, with_randomness
 from maxlm.training.lr_schedule import learning_rate
 from maxlm.training.state import TrainState
 
@@ -52,6 +52,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
         """One optimizer update. Pure; jitted once with the state donated."""
         done = state.step - state.skipped  # a skipped update does not move the schedule
         lr = jnp.asarray(rate(done), jnp.float32)
+        batch = with_randomness(config, batch, state.step)
         if outer is None:
             params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
         else:

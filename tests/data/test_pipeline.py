@@ -39,7 +39,7 @@ def pipeline(store: str, *, global_batch: int = 6, seed: int = 0, vocab_size: in
 
 
 def same(a: Batch, b: Batch) -> bool:
-    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
 def epoch(pipe: Pipeline, number: int = 0) -> tuple[np.ndarray, Batch]:
@@ -49,7 +49,7 @@ def epoch(pipe: Pipeline, number: int = 0) -> tuple[np.ndarray, Batch]:
     cut = slice(first - steps[0] * pipe.global_batch, last - steps[0] * pipe.global_batch)
     ids = np.concatenate([pipe.sample_ids(step) for step in steps])[cut]
     batches = [pipe.host_batch(step) for step in steps]
-    return ids, Batch(*(np.concatenate(field)[cut] for field in zip(*batches, strict=True)))
+    return ids, jax.tree.map(lambda *rows: np.concatenate(rows)[cut], *batches)
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 16, 100, len(STREAM) - 1, len(STREAM), 5000])
@@ -63,7 +63,7 @@ def test_an_epoch_holds_every_token_once(store, seq_len):
     assert real.sum() == len(STREAM) - 1 and real[: len(STREAM) - 1].all()
     np.testing.assert_array_equal(batch.tokens_BS[order].ravel()[real], STREAM[:-1])
     np.testing.assert_array_equal(batch.targets_BS[order].ravel()[real], STREAM[1:])
-    for field in batch:
+    for field in jax.tree.leaves(batch):
         assert not field[order].ravel()[~real].any(), "padding is all zeros"
 
 
@@ -71,7 +71,7 @@ def test_an_epoch_holds_every_token_once(store, seq_len):
 def test_segments_positions_and_weights_follow_the_documents(store, seq_len):
     """Checked token by token against the documents' offsets, not against the end-of-document tokens."""
     ids, batch = epoch(pipeline(store, seq_len=seq_len))
-    assert [field.dtype.name for field in batch] == ["int32", "int32", "float32", "int32", "int32"]
+    assert [field.dtype.name for field in jax.tree.leaves(batch)] == ["int32", "int32", "float32", "int32", "int32"]
     for row, window in enumerate(ids):
         start = window * seq_len
         for column in range(min(seq_len, len(STREAM) - 1 - start)):
@@ -121,7 +121,7 @@ def test_a_batch_is_the_same_however_its_rows_are_split(store, split):
         whole = pipe.host_batch(step)
         for rows in (slice(0, 3), slice(3, 6), slice(None, None, 2), np.array([5, 0]), rng.permutation(6), np.array([], int), [2]):
             part = pipe.host_batch(step, rows if isinstance(rows, slice) else np.asarray(rows))
-            assert same(part, Batch(*(field[rows] for field in whole)))
+            assert same(part, jax.tree.map(lambda field, rows=rows: field[rows], whole))
 
 
 def test_eval_is_every_held_out_window_once_in_order(store):
@@ -139,7 +139,7 @@ def fingerprint(pipe: Pipeline) -> str:
     digest = hashlib.sha256()
     for step in (0, 1, 17, 10**6):
         digest.update(pipe.sample_ids(step).tobytes())
-        for field in pipe.host_batch(step):
+        for field in jax.tree.leaves(pipe.host_batch(step)):
             digest.update(field.tobytes())
     return digest.hexdigest()
 
@@ -178,9 +178,9 @@ def test_devices_hold_the_host_batch_in_any_layout(store, shape, spec):
     pipe = pipeline(store, global_batch=16)
     sharding = NamedSharding(mesh_of(shape), spec)
     device = pipe.device_batch(3, sharding)
-    assert all(field.sharding == sharding for field in device)
-    assert same(Batch(*map(np.asarray, device)), pipe.host_batch(3))
-    for field, host in zip(device, pipe.host_batch(3), strict=True):
+    assert all(field.sharding == sharding for field in jax.tree.leaves(device))
+    assert same(jax.tree.map(np.asarray, device), pipe.host_batch(3))
+    for field, host in zip(*map(jax.tree.leaves, (device, pipe.host_batch(3))), strict=True):
         for shard in field.addressable_shards:
             np.testing.assert_array_equal(shard.data, host[shard.index])
 
@@ -222,7 +222,7 @@ def test_batches_are_those_of_device_batch_from_any_step(store):
     sharding = NamedSharding(mesh_of((8, 1)), PartitionSpec("data"))
     batches = dict(pipe.batches(5, sharding, 12))
     assert list(batches) == list(range(5, 12))
-    assert all(same(Batch(*map(np.asarray, batch)), pipe.host_batch(step)) for step, batch in batches.items())
+    assert all(same(jax.tree.map(np.asarray, batch), pipe.host_batch(step)) for step, batch in batches.items())
 
 
 def test_damage_found_in_the_background_is_raised_to_the_consumer(store):
@@ -375,8 +375,8 @@ def test_samples_that_touch_a_damaged_chunk_become_padding_and_are_told(holed, t
     skipping = pipeline(holed, shuffle=False, global_batch=8, skip_bad_chunks=SkipConfig())
     batch = skipping.host_batch(0)
     for row in range(8):
-        for name, array in batch._asdict().items():
-            expected = np.zeros_like(array[row]) if row in (4, 5) else getattr(good, name)[row]
+        for array, whole_array in zip(*map(jax.tree.leaves, (batch, good)), strict=True):
+            expected = np.zeros_like(array[row]) if row in (4, 5) else whole_array[row]
             np.testing.assert_array_equal(array[row], expected)
     [problem] = skipping.take_problems()
     assert (problem["cause"], problem["chunks"], problem["samples"], problem["tokens"]) == ("bad_chunk", [5], [4, 5], 32)

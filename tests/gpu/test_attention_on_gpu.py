@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import attention, attention_and_logsumexp
+from maxlm.kernels.attention import Mask
 from maxlm.kernels.attention.shapes import SHAPES
 from maxlm.kernels.hopper import DEVICES
 
@@ -52,9 +53,9 @@ CASES = [
     ({}, {}),
     ({"K": 64}, {}),
     ({"K": 256}, {}),
-    ({"K": 64, "S": 2048}, {"window": 300}),
-    ({"K": 128, "G": 1}, {"window": 128}),
-    ({"K": 256, "G": 4}, {"window": 200, "softcap": 5.0}),
+    ({"K": 64, "S": 2048}, {"mask": Mask(window=300)}),
+    ({"K": 128, "G": 1}, {"mask": Mask(window=128)}),
+    ({"K": 256, "G": 4}, {"mask": Mask(window=200), "softcap": 5.0}),
     ({"K": 96, "S": 128}, {"softcap": 3.0}),
     ({"K": 128, "S": 4096, "B": 1}, {"softcap": 5.0}),
 ]
@@ -111,7 +112,7 @@ def test_two_runs_give_the_same_bits(shape):
                 query_segments_BS=segments,
                 key_segments_BT=segments,
                 scale=shape.head_dim**-0.5,
-                window=shape.window,
+                mask=shape.mask,
                 softcap=shape.softcap,
                 implementation="hopper",
             )
@@ -132,7 +133,7 @@ def test_is_chosen_at_real_shapes(shape):
     sizes = [(batch, shape.seq_len, heads, shape.head_dim) for heads in (shape.heads, shape.groups, shape.groups)]
     qkv = [jax.random.normal(key, size).astype(jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
     segments = jnp.asarray(shape.segments(batch))
-    masks = {"query_segments_BS": segments, "key_segments_BT": segments, "window": shape.window}
+    masks = {"query_segments_BS": segments, "key_segments_BT": segments, "mask": shape.mask}
     options = {**masks, "scale": shape.head_dim**-0.5, "softcap": shape.softcap}
     run = jax.jit(lambda *qkv: attention(*qkv, **options))
     assert "attention_hopper_forward" in run.lower(*qkv).as_text()

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import attention, attention_and_logsumexp
-from maxlm.kernels.attention import attention_part, attention_part_gradients, blocks, merge, parts, tpu, xla
+from maxlm.kernels.attention import (
+    CAUSAL,
+    Mask,
+    blocks,
+    chunk_attention,
+    chunk_attention_gradients,
+    chunks,
+    merge,
+    tpu,
+    xla,
+)
 from maxlm.kernels.attention.reference import attention_reference, visible
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -25,11 +35,12 @@ def run(q, k, v, segments_BS, **options):
     return attention(q, k, v, query_segments_BS=segments_BS, key_segments_BT=segments_BS, **options)
 
 
-def reference(q, k, v, segments_BS, *, scale=0.3, window=None, softcap=None):
+def reference(q, k, v, segments_BS, *, scale=0.3, mask=CAUSAL, softcap=None, prefix_BT=None):
     places = np.arange(q.shape[1])
     out = []
     for b in range(q.shape[0]):
-        seen = visible(np.asarray(segments_BS[b]), np.asarray(segments_BS[b]), places, places, window)
+        prefix_T = None if prefix_BT is None else np.asarray(prefix_BT[b])
+        seen = visible(np.asarray(segments_BS[b]), np.asarray(segments_BS[b]), places, places, mask, prefix_T)
         share = q.shape[2] // k.shape[2]
         heads = [
             attention_reference(q[b, :, h], k[b, :, h // share], v[b, :, h // share], seen, scale=scale, softcap=softcap)
@@ -39,7 +50,7 @@ def reference(q, k, v, segments_BS, *, scale=0.3, window=None, softcap=None):
     return jnp.stack(out)
 
 
-OPTIONS = [{}, {"window": 5}, {"softcap": 2.0}, {"window": 1}, {"window": 3, "softcap": 1.0, "scale": 1.5}]
+OPTIONS = [{}, {"mask": Mask(window=5)}, {"softcap": 2.0}, {"mask": Mask(window=1)}, {"mask": Mask(window=3), "softcap": 1.0, "scale": 1.5}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -59,20 +70,92 @@ def test_gradients_equal_those_of_the_definition(options):
         np.testing.assert_allclose(mine, other, atol=5e-6)
 
 
+FORMS = [
+    Mask("bidirectional"),
+    Mask("bidirectional", window=3),
+    Mask("bidirectional", documents=False),
+    Mask("prefix"),
+    Mask("prefix", window=4),
+    Mask("prefix", documents=False),
+    Mask("causal", window=5, documents=False),
+]
+
+
+def prefix_of(mask, lengths, S):
+    """True at the first `lengths[b]` keys of row b, where the mask has a prefix."""
+    return jnp.arange(S) < jnp.asarray(lengths)[:, None] if mask.form == "prefix" else None
+
+
+@pytest.mark.parametrize("query_block", [1024, 8], ids=["whole", "in blocks"])
+@pytest.mark.parametrize("mask", FORMS, ids=str)
+def test_the_portable_form_has_every_mask(mask, query_block, monkeypatch):
+    """Output, logsumexp and every gradient equal the definition, with documents, padding, and a prefix of its own length in each row."""
+    monkeypatch.setattr(xla, "QUERY_BLOCK", query_block)
+    q, k, v, segments = operands(2)
+    prefix_BT = prefix_of(mask, [13, 4], q.shape[1])
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def ours(*qkv):
+        return jnp.sum(weights * run(*qkv, segments, mask=mask, prefix_BT=prefix_BT))
+
+    def theirs(*qkv):
+        return jnp.sum(weights * reference(*qkv, segments, mask=mask, prefix_BT=prefix_BT))
+
+    np.testing.assert_allclose(
+        run(q, k, v, segments, mask=mask, prefix_BT=prefix_BT), reference(q, k, v, segments, mask=mask, prefix_BT=prefix_BT), atol=2e-6
+    )
+    for mine, other in zip(*(jax.grad(total, argnums=(0, 1, 2))(q, k, v) for total in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(mine, other, atol=5e-6)
+
+
+@pytest.mark.parametrize("form", ["bidirectional", "prefix"])
+@pytest.mark.parametrize("implementation", ["flash", "splash", "hopper"])
+def test_a_kernel_refuses_a_form_that_it_does_not_have(implementation, form):
+    if (implementation, form) == ("splash", "bidirectional"):
+        pytest.skip("splash has it")
+    q, k, v, segments = operands(S=128)
+    forms = "causal and bidirectional" if implementation == "splash" else "causal"
+    prefix_BT = prefix_of(Mask(form), [3, 4], 128)
+    with pytest.raises(ValueError, match=rf"{implementation} has {forms} masks only, not {form} ones \(implementation 'xla' can\)"):
+        run(q, k, v, segments, mask=Mask(form), prefix_BT=prefix_BT, implementation=implementation)
+    run(q, k, v, segments, mask=Mask(form), prefix_BT=prefix_BT)
+
+
+def test_masks_that_say_nothing_are_refused():
+    q, k, v, segments = operands()
+    with pytest.raises(ValueError, match="form 'full' is unknown: use one of causal, bidirectional, prefix"):
+        Mask("full")
+    with pytest.raises(ValueError, match="a window of 0 hides every key"):
+        Mask(window=0)
+    with pytest.raises(ValueError, match="prefix mask and prefix_BT None: give both or none"):
+        run(q, k, v, segments, mask=Mask("prefix"))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 99])
+@pytest.mark.parametrize("form", ["causal", "bidirectional", "prefix"])
+def test_attended_pairs_are_those_that_the_mask_leaves(form, window):
+    mask, one, places = Mask(form, window), np.ones(7, int), np.arange(7)
+    for prefix in (0, 1, 5, 7):
+        assert mask.attended_pairs(7, prefix) == visible(one, one, places, places, mask, places < prefix).sum()
+
+
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
         ("flash", {}),
-        ("flash", {"window": 100}),
-        ("flash", {"window": 128, "softcap": 2.0}),
-        ("flash", {"window": 300}),
-        ("splash", {"window": 100}),
+        ("flash", {"mask": Mask(window=100)}),
+        ("flash", {"mask": Mask(window=128), "softcap": 2.0}),
+        ("flash", {"mask": Mask(window=300)}),
+        ("splash", {"mask": Mask(window=100)}),
         ("splash", {"softcap": 2.0}),
+        ("splash", {"mask": Mask("bidirectional")}),
+        ("splash", {"mask": Mask("bidirectional", window=100, documents=False)}),
+        ("flash", {"mask": Mask(documents=False)}),
     ],
 )
 def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     """Those of the TPU, interpreted: values and gradients, documents that end inside a block and skip some, a head dim below a lane."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(5, S=512, G=2, K=16)
     weights = jax.random.normal(jax.random.key(9), q.shape)
 
@@ -93,14 +176,14 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
 )
 def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
     """By whole lanes, and by less: latent attention has heads of 192 and of 128."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
     monkeypatch.setattr(tpu, "WIDE", ("",) if flipped else ())  # an interpreted device has no kind
     q, k, v, segments = operands(6, B=1, S=256, H=2, G=1, K=160)
     v, scale = v[..., :96], 0.05
     weights = jax.random.normal(jax.random.key(9), (*q.shape[:3], 96))
 
     def total(chosen, *qkv):
-        options = {"scale": scale, "window": 200}
+        options = {"scale": scale, "mask": Mask(window=200)}
         out = reference(*qkv, segments, **options) if chosen is None else run(*qkv, segments, implementation=chosen, **options)
         return jnp.sum(weights * out), out
 
@@ -110,18 +193,18 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
-def logsumexp_reference(q, k, segments_BS, window=None, scale=0.3):
-    """Of the scores that a query sees, in nats [B, H, S]."""
+def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
+    """Logsumexp of the scores that the mask leaves, in nats [B, H, S]."""
     places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]
-    seen = jnp.stack([visible(np.asarray(row), np.asarray(row), places, places, window) for row in segments_BS])
+    seen = jnp.stack([visible(np.asarray(row), np.asarray(row), places, places, mask) for row in segments_BS])
     scores = scale * jnp.einsum("bshk,bthk->bhst", q, jnp.repeat(k, share, axis=2))
     return jax.nn.logsumexp(scores, axis=-1, where=seen[:, None])
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}])
+@pytest.mark.parametrize("options", [{}, {"mask": Mask(window=100)}])
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, segments = operands(10, S=256, G=2, K=16)
     of_out, of_lse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 4, 256))
@@ -189,7 +272,7 @@ def test_splash_gives_no_logsumexp():
 
 def test_bfloat16_is_as_exact_as_xla(monkeypatch):
     """Against the definition in float32: no implementation may be off by more than twice what plain bfloat16 operations are."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(13, B=1, S=512, H=2, G=1, K=64)
     weights = jax.random.normal(jax.random.key(3), q.shape)
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -227,7 +310,7 @@ def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
 
 def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
     """The forward kernel sums weights against a near score; a query whose sum then is lost, and no other, is computed again."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
     segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
     plain = run(q, k, v, segments, implementation="flash")
@@ -240,7 +323,7 @@ def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
 
 def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(128, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
     q, k, v, _ = operands(6, B=1, S=384)
     segments = jnp.asarray(np.repeat([[1, 2, 2]], 128, axis=1), jnp.int32)
     v = v.at[:, :128].set(jnp.nan)
@@ -261,7 +344,7 @@ def test_blocks_are_those_of_the_nearest_head_dim_and_divide_the_sequence(monkey
     assert blocks.blocks_of(8192, 192, None, v6e) == blocks.blocks_of(8192, 512, None, v6e) == (512, 256)
     assert blocks.blocks_of(8192, 256, 1024, v6e) == (256, 256)
     assert blocks.blocks_of(384 * 5, 128, None, v6e) == (640, 384), "the largest that divide it"
-    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.OTHERWISE
+    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.DEFAULT
 
 
 def test_smaller_blocks_run_where_those_of_the_table_have_no_room(monkeypatch):
@@ -294,18 +377,18 @@ def test_an_unknown_implementation_is_refused():
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
     q, k, v, segments = operands(2)
-    whole = run(q, k, v, segments, window=7)
-    gradient = jax.grad(lambda q: jnp.sum(run(q, k, v, segments, window=7) ** 2))
+    whole = run(q, k, v, segments, mask=Mask(window=7))
+    gradient = jax.grad(lambda q: jnp.sum(run(q, k, v, segments, mask=Mask(window=7)) ** 2))
     whole_gradient = gradient(q)
     monkeypatch.setattr(xla, "QUERY_BLOCK", 8)
-    np.testing.assert_allclose(run(q, k, v, segments, window=7), whole, atol=1e-6)
+    np.testing.assert_allclose(run(q, k, v, segments, mask=Mask(window=7)), whole, atol=1e-6)
     np.testing.assert_allclose(gradient(q), whole_gradient, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["flash", "splash", "xla"])
 def test_changing_one_document_changes_no_bit_of_another(implementation, monkeypatch):
     """Of outputs nor gradients: documents of one token and of many, that end inside a block, and padding between."""
-    monkeypatch.setattr(blocks, "OTHERWISE", blocks.Blocks(256, 128))
+    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
     q, k, v, _ = operands(3, B=1, S=256, K=16)
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0, 4]], [90, 1, 69, 20, 76], axis=1), jnp.int32)
     changed = (segments == 3)[..., None, None]
@@ -361,12 +444,12 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
 
     for i in range(n):
         asked = [pair(i, j) for j in range(i + 1)]
-        wholes.append(merge([attention_part(*operands, **kwargs) for operands, kwargs in asked]))
+        wholes.append(merge([chunk_attention(*operands, **kwargs) for operands, kwargs in asked]))
         if dout is None:
             continue
         for j, (operands, kwargs) in enumerate(asked):
             rows = slice(i * L, (i + 1) * L)
-            found = attention_part_gradients(*operands, wholes[i], dout[:, rows], dlse[:, :, rows], **kwargs)
+            found = chunk_attention_gradients(*operands, wholes[i], dout[:, rows], dlse[:, :, rows], **kwargs)
             for at, (which, x) in zip((i, j, j), enumerate(found), strict=True):
                 gradients[which] = gradients[which].at[:, at * L : (at + 1) * L].add(jnp.swapaxes(x, 1, 2))
     whole = jnp.concatenate([out for out, _ in wholes], axis=1), jnp.concatenate([lse for _, lse in wholes], axis=2)
@@ -377,16 +460,16 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
     ("implementation", "options", "pieces"),
     [
         ("flash", {}, 1),
-        ("flash", {"window": 200, "softcap": 2.0}, 1),
-        ("xla", {"window": 100}, 1),
+        ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
+        ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 1),
         ("xla", {}, 2),
-        ("xla", {"window": 70}, 4),
+        ("xla", {"mask": Mask(window=70)}, 4),
     ],
 )
 def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):
     """Outputs and logsumexp, and gradients under the cotangents of both: documents and padding that cross chunks, and chunks in pieces."""
-    monkeypatch.setattr(parts, "_cut", lambda *_: [slice(start, start + 256 // pieces) for start in range(0, 256, 256 // pieces)])
+    monkeypatch.setattr(chunks, "_cut", lambda *_: [slice(start, start + 256 // pieces) for start in range(0, 256, 256 // pieces)])
     monkeypatch.setattr(tpu, "sizes_of", lambda *_: blocks.Blocks(128, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, _ = operands(14, B=2, S=512, H=2, G=1, K=16)

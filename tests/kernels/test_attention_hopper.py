@@ -10,11 +10,12 @@ from hopper_interpreter import interpreting
 from test_attention import logsumexp_reference, operands, reference, run
 
 from maxlm.kernel_lab import hopper
+from maxlm.kernels.attention import CAUSAL, Mask
 from maxlm.kernels.attention.gpu import attention_hopper, why_not
 from maxlm.kernels.attention.gpu_dkv import DKV
 from maxlm.kernels.attention.gpu_dq import DQ
 from maxlm.kernels.attention.gpu_forward import FORWARD
-from maxlm.kernels.attention.gpu_parts import BLOCK, block_bounds, query_bounds
+from maxlm.kernels.attention.gpu_tiles import BLOCK, block_bounds, query_bounds
 from maxlm.kernels.attention.reference import visible
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
@@ -41,12 +42,12 @@ def values_and_gradients(attend, of_out, of_lse, operands):
 
 
 def definition(segments, options, *qkv):
-    lse = None if "softcap" in options else logsumexp_reference(*qkv[:2], segments, window=options.get("window"))
+    lse = None if "softcap" in options else logsumexp_reference(*qkv[:2], segments, mask=options.get("mask", CAUSAL))
     return reference(*qkv, segments, **options), lse
 
 
 def hopper_interpreted(segments, options, *qkv):
-    options = {"window": None, "softcap": None, "scale": 0.3, **options}
+    options = {"mask": CAUSAL, "softcap": None, "scale": 0.3, **options}
     return attention_hopper(*qkv, segments, **options, logsumexp=True, interpret=True)
 
 
@@ -58,9 +59,9 @@ def distance(x, y):
     ("shape", "options"),
     [
         ({"S": 384, "H": 2, "K": 64}, {}),
-        ({"S": 256, "H": 2, "G": 2, "K": 80}, {"window": 100}),
-        ({"S": 384, "K": 128}, {"window": 150, "softcap": 2.0}),
-        ({"S": 256, "K": 256}, {"window": 100}),
+        ({"S": 256, "H": 2, "G": 2, "K": 80}, {"mask": Mask(window=100)}),
+        ({"S": 384, "K": 128}, {"mask": Mask(window=150), "softcap": 2.0}),
+        ({"S": 256, "K": 256}, {"mask": Mask(window=100)}),
     ],
 )
 def test_equals_the_definition(shape, options, monkeypatch):
@@ -110,7 +111,7 @@ def test_only_blocks_that_meet_are_visited_and_only_whole_ones_are_not_masked(ke
     """By what the definition says of every pair; documents in their order, and out of it."""
     length, block = 1024, BLOCK
     segments = np.repeat(documents, (300, 280, 20, 200, 224)).astype(np.int32)
-    seen = visible(segments, segments, np.arange(length), np.arange(length), window)
+    seen = visible(segments, segments, np.arange(length), np.arange(length), Mask(window=window))
     tiles = seen.reshape(length // block, block, length // keys, keys)
     some, every = tiles.any(axis=(1, 3)), tiles.all(axis=(1, 3))
     first, whole = np.asarray(block_bounds(jnp.asarray(segments)[None], keys, window))[:, 0]

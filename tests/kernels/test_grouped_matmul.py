@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.hardware.topologies import parse
 from maxlm.kernels import grouped_matmul
-from maxlm.kernels.grouped_matmul import tpu, visits
-from maxlm.kernels.grouped_matmul.gradients import apart
+from maxlm.kernels.grouped_matmul import group_metadata, tpu
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
 from maxlm.kernels.grouped_matmul.shapes import SHAPES
 from maxlm.kernels.platform import VMEM_BYTES
@@ -32,6 +31,11 @@ SIZES = {
 }
 SIZES |= {f"random-{seed}": tuple(np.random.default_rng(seed).multinomial(ROWS, np.ones(6) / 6)[:5].tolist()) for seed in range(2)}
 IMPLEMENTATIONS = ("xla", "tpu")
+
+
+def by_group(w_KG, groups):
+    """Weights as [E, K, N]."""
+    return w_KG.reshape(len(w_KG), groups, -1).swapaxes(0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +73,7 @@ def equals_definition(implementation, sizes, *, transposed=False, wide=WIDE):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
     out, dx, dw = found
     assert not np.any(out[sizes.sum() :]) and not np.any(dx[sizes.sum() :]), "rows beyond all groups"
-    assert not np.any(apart(dw, EXPERTS)[sizes == 0]), "an empty group's weights"
+    assert not np.any(by_group(dw, EXPERTS)[sizes == 0]), "an empty group's weights"
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -141,7 +145,7 @@ def test_rows_of_one_group_change_no_bit_of_another(implementation, dtype):
         assert not np.any(after[ends[-1] :]), "rows beyond all groups give 0 whatever they hold"
         assert np.all(np.isnan(after[ends[1] : ends[2]]))
     others = np.asarray([0, 1, 3, 4])
-    np.testing.assert_array_equal(*(apart(a, EXPERTS)[others] for a in (dw, before[2])))
+    np.testing.assert_array_equal(*(by_group(a, EXPERTS)[others] for a in (dw, before[2])))
 
 
 INTERPRETED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
@@ -183,7 +187,7 @@ def test_every_row_is_visited_by_its_group_alone(sizes, tile):
     """Also what nobody runs: visits beyond the last stay inside of arrays."""
     ends = np.cumsum(sizes)
     owner = np.searchsorted(ends, np.arange(ROWS), side="right")  # EXPERTS: of no group
-    for of, groups in ((visits.of_rows, EXPERTS + 1), (visits.of_groups, EXPERTS)):
+    for of, groups in ((group_metadata.row_visits, EXPERTS + 1), (group_metadata.group_visits, EXPERTS)):
         found = jax.tree.map(np.asarray, vars(of(jnp.asarray(sizes), ROWS, tile)))
         assert found["total"] <= len(found["ranks_V"])
         assert found["tiles_V"].min() >= 0 and found["tiles_V"].max() <= (ROWS - 1) // tile

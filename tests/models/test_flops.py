@@ -2,21 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from maxlm.config.schema import ModelConfig
-from maxlm.kernels.attention.reference import visible
+from maxlm.kernels.attention import CAUSAL, Mask
 from maxlm.kernels.linear_cross_entropy import logits
-from maxlm.models import abstract_parameters, attended_pairs, bind, token_flops
-
-
-@pytest.mark.parametrize(("seq_len", "window"), [(1, None), (7, None), (16, 1), (16, 5), (16, 16), (16, 99)])
-def test_pairs_equal_those_the_mask_leaves(seq_len, window):
-    one = np.ones(seq_len, np.int32)
-    places = np.arange(seq_len)
-    assert attended_pairs(seq_len, window) == visible(one, one, places, places, window).sum()
-
+from maxlm.models import abstract_parameters, bind, token_flops
 
 LATENT = {"kv_rank": 128, "nope_dim": 64, "rope_dim": 32, "value_dim": 48}
 MODELS = {
@@ -57,5 +48,5 @@ def test_windows_and_depth_are_counted_layer_by_layer():
 
     pair = 12 * 2 * 16  # FLOPs of a (query, key) pair over all heads
     for layers, locals_ in [({"n_layers": 5}, 0), ({"n_layers": 5, "layer_pattern": ("local", "global"), "window": 8}, 3)]:
-        pairs = locals_ * attended_pairs(seq_len, 8) + (5 - locals_) * attended_pairs(seq_len)
+        pairs = locals_ * Mask(window=8).attended_pairs(seq_len) + (5 - locals_) * CAUSAL.attended_pairs(seq_len)
         assert attention_share(**layers) == pytest.approx(pair * (pairs - 5 * seq_len**2))

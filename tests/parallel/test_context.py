@@ -9,6 +9,7 @@ from tiny import run_steps, tiny_batch, tiny_program
 
 from maxlm.config.schema import AXES
 from maxlm.kernels import attention
+from maxlm.kernels.attention import Mask
 from maxlm.parallel.context import context_attention, zigzag
 from maxlm.training.step import accumulate
 
@@ -38,7 +39,7 @@ def both(attend, q, k, v, sinks, weights):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 20, "softcap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"mask": Mask(window=5)}, {"mask": Mask(window=20, documents=False), "softcap": 2.0}])
 def test_attention_is_that_of_one_device(strategy, options):
     """Output and every gradient, with sinks: documents that cross borders of chunks; windows within a chunk, and over several."""
     q, k, v, segments, weights = operands()
@@ -58,6 +59,39 @@ def test_attention_is_that_of_one_device(strategy, options):
         found = both(split, q, k, v, sinks, weights)
     for mine, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask("bidirectional"), Mask("bidirectional", window=9, documents=False), Mask("prefix", window=20)], ids=str
+)
+def test_ulysses_takes_any_mask(mask):
+    """Output and every gradient, with a prefix of its own length in each row."""
+    q, k, v, segments, weights = operands()
+    sinks = jnp.zeros(4)
+    prefix = jnp.arange(S) < jnp.asarray([[17], [40]]) if mask.form == "prefix" else None
+
+    def alone(q, k, v, sinks):
+        both = {"query_segments_BS": segments, "key_segments_BT": segments, "prefix_BT": prefix}
+        return attention(q, k, v, **both, scale=0.3, sinks_H=sinks, mask=mask)
+
+    def split(q, k, v, sinks):
+        return context_attention(q, k, v, segments, prefix_BS=prefix, strategy="ulysses", scale=0.3, sinks_H=sinks, mask=mask)
+
+    expected = both(alone, q, k, v, sinks, weights)
+    with jax.set_mesh(mesh_of(context=4, data=2)):
+        for mine, other in zip(both(split, q, k, v, sinks, weights), expected, strict=True):
+            np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("form", ["bidirectional", "prefix"])
+def test_a_strategy_refuses_a_form_that_it_does_not_have(strategy, form):
+    q, k, v, segments, _ = operands()
+    with (
+        jax.set_mesh(mesh_of(context=4, data=2)),
+        pytest.raises(ValueError, match=f"{strategy} has causal masks only, not {form} ones: use"),
+    ):
+        context_attention(q, k, v, segments, strategy=strategy, scale=0.3, mask=Mask(form))
 
 
 def permuted(x, size, back=False):

@@ -16,6 +16,7 @@ from maxlm.hardware.topologies import parse
 from maxlm.hardware.xla_flags import FLAGS, compiler_options
 from maxlm.hlo.parser import read
 from maxlm.kernels import attention
+from maxlm.kernels.attention import Mask
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.parallel import build_mesh
 from maxlm.training.program import build_program
@@ -87,7 +88,9 @@ def test_attention_fits_into_vmem_where_it_says_so(chip):
     segments = jax.ShapeDtypeStruct((1, longest), jnp.int32, sharding=everywhere)
 
     def total(q, k, v, segments):
-        out = attention(q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.1, window=3000, implementation="flash")
+        out = attention(
+            q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.1, mask=Mask(window=3000), implementation="flash"
+        )
         return jnp.sum(out.astype(jnp.float32))
 
     with jax.set_mesh(mesh):

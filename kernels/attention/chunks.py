@@ -1,6 +1,6 @@
-"""Attention of a sequence that lies in several places: each computes what its queries see of some keys, and the parts add up.
+"""Attention of one chunk of a sequence to another, with causal masks: `merge` combines the outputs over several chunks of keys.
 
-Arrays are heads first, as they then travel and as kernels read them, but what is read or written by matmuls of the model.
+Arrays are heads first, as they are sent between devices and as kernels read them, except those that matmuls of the model read or write.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention import tpu
-from maxlm.kernels.attention.gradients import UNSEEING, Gradients
+from maxlm.kernels.attention.gradients import NO_KEYS, Gradients
+from maxlm.kernels.attention.mask import CAUSAL, Mask
 from maxlm.kernels.attention.xla import At, attention_xla, gradients_xla
 from maxlm.kernels.platform import device, logged
 
 # B batch, S queries of a chunk, and as many keys, H query heads, G key/value heads, K head dim
 
-Part = tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]  # output, and logsumexp of the scores in nats, -inf where nothing is seen
-
-
+# Output, and logsumexp of the scores in nats, -inf where a query attends to nothing.
+PartialOutput = tuple[Float[Array, "B S H K"], Float[Array, "B H S"]]
 _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # q, k, v, segments of queries, of keys
 _Sums = dict[int, list[jax.Array]]  # by the first token of a piece
 
 
-def attention_part(
+def chunk_attention(
     q_BHSK: Float[Array, "B H S K"],
     k_BGSK: Float[Array, "B G S K"],
     v_BGSK: Float[Array, "B G S K"],
@@ -33,62 +33,68 @@ def attention_part(
     *,
     scale: float,
     offset: int = 0,
-    window: int | None = None,
+    mask: Mask = CAUSAL,
     softcap: float | None = None,
     implementation: str | None = None,
-) -> Part:
+) -> PartialOutput:
     """Attention of a chunk's queries to the keys of a chunk that begins `offset` tokens before, 0 or a multiple of S.
 
-    As `attention` with `logsumexp`, where a query sees key t when t <= s + offset and, with a `window`, t > s + offset - window.
-    Carries no gradient: see `attention_part_gradients`. `implementation`: "flash" (TPU), "xla", or None for the better one that runs.
+    As `attention_and_logsumexp` with a causal mask, where query s stands at position s + offset and key t at position t. Carries no
+    gradient: see `chunk_attention_gradients`. `implementation`: "flash" (TPU), "xla", or None for the best that the device runs.
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "implementation": implementation}
-    operands = (q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS)
+    _check(mask)
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap, "implementation": implementation}
+    operands = (q_BHSK, k_BGSK, v_BGSK, mask.segments(query_segments_BS), mask.segments(key_segments_BS))
     merged = []
     for queries in _cut(q_BHSK, implementation):
-        pieces = _seen(queries, q_BHSK.shape[2], offset, window)
-        parts = [_part(_piece(operands, queries, keys), offset=between, **options) for keys, between in pieces]
-        merged.append(parts[0] if len(parts) == 1 else merge([_nothing(q_BHSK[:, :, queries]), *parts]))
+        pieces = _attended(queries, q_BHSK.shape[2], offset, mask.window)
+        parts = [_forward(_piece(operands, queries, keys), offset=between, **options) for keys, between in pieces]
+        merged.append(parts[0] if len(parts) == 1 else merge([_no_keys(q_BHSK[:, :, queries]), *parts]))
     out_BSHK, lse_BHS = (jnp.concatenate(x, axis) for x, axis in zip(zip(*merged, strict=True), (1, 2), strict=True))
     return out_BSHK.astype(q_BHSK.dtype), lse_BHS
 
 
-def attention_part_gradients(
+def chunk_attention_gradients(
     q_BHSK: Float[Array, "B H S K"],
     k_BGSK: Float[Array, "B G S K"],
     v_BGSK: Float[Array, "B G S K"],
     query_segments_BS: Int[Array, "B S"],
     key_segments_BS: Int[Array, "B S"],
-    whole: Part,
+    whole: PartialOutput,
     dout_BSHK: Float[Array, "B S H K"],
     dlse_BHS: Float[Array, "B H S"] | None = None,
     *,
     scale: float,
     offset: int = 0,
-    window: int | None = None,
+    mask: Mask = CAUSAL,
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H S K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
-    """What this part adds to the gradients of q, k and v, where `whole` is the output and logsumexp over all parts, and `dout_BSHK` and
-    `dlse_BHS` are the cotangents of those. The rest as in `attention_part`.
+    """Contribution of these keys to the gradients of q, k and v, where `whole` is the output and logsumexp over all chunks of keys, and
+    `dout_BSHK` and `dlse_BHS` are their cotangents. Other arguments as in `chunk_attention`.
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "implementation": implementation}
-    operands = (q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS)
+    _check(mask)
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap, "implementation": implementation}
+    operands = (q_BHSK, k_BGSK, v_BGSK, mask.segments(query_segments_BS), mask.segments(key_segments_BS))
     pieces = _cut(q_BHSK, implementation)
     dq, dk, dv = sums = tuple(_Sums({piece.start: [] for piece in pieces}) for _ in range(3))
     for queries in pieces:
         whole_piece, dout_piece = (whole[0][:, queries], whole[1][:, :, queries]), dout_BSHK[:, queries]
         dlse_piece = None if dlse_BHS is None else dlse_BHS[:, :, queries]
-        for keys, between in _seen(queries, q_BHSK.shape[2], offset, window):
-            given = _piece(operands, queries, keys)
-            found = _gradients(given, whole_piece, dout_piece, dlse_piece, offset=between, **options)
-            for total, piece, x in zip(sums, (queries, keys, keys), found, strict=True):
+        for keys, between in _attended(queries, q_BHSK.shape[2], offset, mask.window):
+            gradients = _gradients(_piece(operands, queries, keys), whole_piece, dout_piece, dlse_piece, offset=between, **options)
+            for total, piece, x in zip(sums, (queries, keys, keys), gradients, strict=True):
                 total[piece.start].append(x)
     return _joined(dq, q_BHSK), _joined(dk, k_BGSK), _joined(dv, v_BGSK)
 
 
-def merge(parts: Sequence[Part]) -> Part:
-    """The same queries' attention to the keys of all parts together; float32."""
+def _check(mask: Mask) -> None:
+    if problem := mask.unsupported_by("attention between chunks", "causal"):
+        raise ValueError(f"chunk_attention: {problem}")
+
+
+def merge(parts: Sequence[PartialOutput]) -> PartialOutput:
+    """Attention of the same queries to the keys of all `parts` together; float32."""
     lses = jnp.stack([lse for _, lse in parts])
     top_BHS = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - jnp.where(jnp.isfinite(top_BHS), top_BHS, 0.0))
@@ -98,13 +104,13 @@ def merge(parts: Sequence[Part]) -> Part:
     return jnp.asarray(out_BSHK), top_BHS + jnp.log(jnp.where(total_BHS == 0, 1.0, total_BHS))
 
 
-def _nothing(q_BHSK: Float[Array, "B H S K"]) -> Part:
-    """What queries make of no keys; float32."""
+def _no_keys(q_BHSK: Float[Array, "B H S K"]) -> PartialOutput:
+    """Attention of queries to no keys; float32."""
     batch, heads, length, head_dim = q_BHSK.shape
     return jnp.zeros((batch, length, heads, head_dim), jnp.float32), jnp.full((batch, heads, length), -jnp.inf)
 
 
-# A chunk of which the kernel cannot hold a head is cut into equal pieces.
+# A chunk that is too long for the kernel is cut into equal pieces.
 
 
 def _cut(q_BHSK: jax.Array, implementation: str | None) -> list[slice]:
@@ -117,8 +123,8 @@ def _cut(q_BHSK: jax.Array, implementation: str | None) -> list[slice]:
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def _seen(queries: slice, length: int, offset: int, window: int | None) -> Iterator[tuple[slice, int]]:
-    """Pieces of the keys that these queries see, and how far these stand after them."""
+def _attended(queries: slice, length: int, offset: int, window: int | None) -> Iterator[tuple[slice, int]]:
+    """Pieces of the keys that these queries attend to, and by how many tokens the queries stand after them."""
     size = queries.stop - queries.start
     for start in range(0, length, size):
         between = offset + queries.start - start
@@ -132,10 +138,10 @@ def _piece(operands: _Operands, queries: slice, keys: slice) -> _Operands:
 
 
 def _joined(sums: _Sums, like: jax.Array) -> jax.Array:
-    """The sum of what there is for each piece, summed in float32."""
+    """The sum of the contributions to each piece, in float32."""
     size = like.shape[2] // len(sums)
     pieces = [
-        sum((x.astype(jnp.float32) for x in found[1:]), found[0]) if found else jnp.zeros_like(like[:, :, :size]) for found in sums.values()
+        sum((x.astype(jnp.float32) for x in terms[1:]), terms[0]) if terms else jnp.zeros_like(like[:, :, :size]) for terms in sums.values()
     ]
     return jnp.concatenate(pieces, axis=2).astype(like.dtype)
 
@@ -145,25 +151,25 @@ def _runs_flash(q_BHSK: jax.Array, implementation: str | None) -> bool:
     problem = tpu.why_not(q_BHSK.shape[2], q_BHSK.shape[3], kind) if platform == "tpu" else "the device is no TPU"
     chosen = implementation or ("xla" if problem else "flash")
     if chosen not in ("flash", "xla"):
-        raise ValueError(f"attention_part: no implementation {chosen!r}: there are flash, xla")
+        raise ValueError(f"chunk_attention: no implementation {chosen!r}: there are flash, xla")
     if implementation is None:
-        logged("attention in parts", chosen, problem or "the device is a TPU")
+        logged("attention between chunks", chosen, problem or "the device is a TPU")
     return chosen == "flash"
 
 
-def _part(operands: _Operands, *, offset: int, implementation: str | None, **options: Any) -> Part:
+def _forward(operands: _Operands, *, offset: int, implementation: str | None, **options: Any) -> PartialOutput:
     q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS = operands
     if _runs_flash(q_BHSK, implementation):
         segments_B2S = jnp.stack([query_segments_BS, key_segments_BS], axis=1)
-        return tpu.part(q_BHSK, k_BGSK, v_BGSK, segments_B2S, offset=offset, **options)
+        return tpu.chunk_forward(q_BHSK, k_BGSK, v_BGSK, segments_B2S, offset=offset, **options)
     out_BSHK, lse_BHS = attention_xla(*_portable(operands, offset), **options, logsumexp=True)
-    assert lse_BHS is not None, "it was asked for"
+    assert lse_BHS is not None, "logsumexp=True"
     return out_BSHK, lse_BHS
 
 
 def _gradients(
     operands: _Operands,
-    whole: Part,
+    whole: PartialOutput,
     dout_BSHK: jax.Array,
     dlse_BHS: jax.Array | None,
     *,
@@ -172,18 +178,18 @@ def _gradients(
     **options: Any,
 ) -> Gradients:
     q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS = operands
-    out_BSHK, lse_BHS = whole[0], jnp.where(jnp.isfinite(whole[1]), whole[1], UNSEEING)
+    out_BSHK, lse_BHS = whole[0], jnp.where(jnp.isfinite(whole[1]), whole[1], NO_KEYS)
     if _runs_flash(q_BHSK, implementation):
         saved = (q_BHSK, k_BGSK, v_BGSK, jnp.stack([query_segments_BS, key_segments_BS], axis=1), out_BSHK, lse_BHS)
-        return tpu.part_gradients(saved, dout_BSHK, dlse_BHS, offset=offset, **options)
-    found = gradients_xla(*_portable(operands, offset), out_BSHK, lse_BHS, dout_BSHK, dlse_BHS, **options)
-    dq_BHSK, dk_BGSK, dv_BGSK = (jnp.swapaxes(x, 1, 2) for x in found)
+        return tpu.chunk_gradients(saved, dout_BSHK, dlse_BHS, offset=offset, **options)
+    gradients = gradients_xla(*_portable(operands, offset), out_BSHK, lse_BHS, dout_BSHK, dlse_BHS, **options)
+    dq_BHSK, dk_BGSK, dv_BGSK = (jnp.swapaxes(x, 1, 2) for x in gradients)
     return dq_BHSK, dk_BGSK, dv_BGSK
 
 
 def _portable(operands: _Operands, offset: int) -> tuple[jax.Array, jax.Array, jax.Array, At, At]:
-    """q, k and v as the portable form takes them, and where queries and keys stand."""
+    """q, k and v as the portable form takes them, and segment ids and positions of queries and keys."""
     q_BHSK, k_BGSK, v_BGSK, query_segments_BS, key_segments_BS = operands
     q_BSHK, k_BSGK, v_BSGK = (jnp.swapaxes(x, 1, 2) for x in (q_BHSK, k_BGSK, v_BGSK))
-    place_BS = jax.lax.broadcasted_iota("int32", query_segments_BS.shape, 1)
-    return q_BSHK, k_BSGK, v_BSGK, (query_segments_BS, place_BS + offset), (key_segments_BS, place_BS)
+    index_BS = jax.lax.broadcasted_iota("int32", query_segments_BS.shape, 1)
+    return q_BSHK, k_BSGK, v_BSGK, (query_segments_BS, index_BS + offset), (key_segments_BS, index_BS)

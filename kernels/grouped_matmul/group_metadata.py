@@ -1,4 +1,4 @@
-"""Which group meets which tile of rows: computed outside of kernels from the sizes of the groups, read by them as scalars."""
+"""Group metadata: which tile of rows holds which group, computed from the sizes of the groups and read by kernels as scalars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from jaxtyping import Array, Int
 
 # E groups, R ranks: the groups that are visited, in order, V visits
 
-Ref = Any  # what Pallas hands a kernel; `Index`, a number known when traced or when run
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
 Index = Any
 
 
 @dataclass(frozen=True)
-class Visits:
-    """A visit is one tile of rows for one group: `total` of them. `ranks_V` and `tiles_V` say whose and where, `groups_R` and `starts_R`
-    which group a rank is and its first row; a rank ends where the next starts. Ranks below `weights_1` are groups with weights.
+class GroupMetadata:
+    """A visit computes one tile of rows for one group: `total` of them. `ranks_V` and `tiles_V`: rank of the group and tile of each visit;
+    `groups_R` and `starts_R`: group of each rank and its first row, up to the start of the next. Ranks below `weights_1` have weights.
     """
 
     total: jax.Array
@@ -30,11 +30,11 @@ class Visits:
 
     @property
     def scalars(self) -> tuple[jax.Array, ...]:
-        """What a kernel is given, in the order of `Plan`."""
+        """Scalar arguments of a kernel, in the order of `MetadataRefs`."""
         return self.weights_1, self.ranks_V, self.tiles_V, self.groups_R, self.starts_R
 
 
-def of_rows(group_sizes_E: Int[Array, " E"], rows: int, tile: int) -> Visits:
+def row_visits(group_sizes_E: Int[Array, " E"], rows: int, tile: int) -> GroupMetadata:
     """Every row is visited: ranks are the groups that have any, and last the rows beyond all groups."""
     ends_E = jnp.minimum(jnp.cumsum(group_sizes_E.astype(jnp.int32)), rows)
     sizes_R = jnp.diff(ends_E, prepend=0, append=rows)
@@ -42,14 +42,14 @@ def of_rows(group_sizes_E: Int[Array, " E"], rows: int, tile: int) -> Visits:
     return _visits(groups_R, sizes_R[groups_R], jnp.sum(sizes_R[:-1] > 0), -(-rows // tile), tile, least=0)
 
 
-def of_groups(group_sizes_E: Int[Array, " E"], rows: int, tile: int) -> Visits:
+def group_visits(group_sizes_E: Int[Array, " E"], rows: int, tile: int) -> GroupMetadata:
     """Every group is visited, one without rows once. No row beyond all groups is."""
     ends_E = jnp.minimum(jnp.cumsum(group_sizes_E.astype(jnp.int32)), rows)
     groups = len(group_sizes_E)
     return _visits(jnp.arange(groups), jnp.diff(ends_E, prepend=0), jnp.asarray(groups), -(-rows // tile), tile, least=1)
 
 
-def _visits(groups_R: jax.Array, sizes_R: jax.Array, weights: jax.Array, tiles: int, tile: int, *, least: int) -> Visits:
+def _visits(groups_R: jax.Array, sizes_R: jax.Array, weights: jax.Array, tiles: int, tile: int, *, least: int) -> GroupMetadata:
     ends_R = jnp.cumsum(sizes_R)
     first_R = (ends_R - sizes_R) // tile
     counts_R = jnp.where(sizes_R > 0, (ends_R - 1) // tile - first_R + 1, least)
@@ -58,12 +58,12 @@ def _visits(groups_R: jax.Array, sizes_R: jax.Array, weights: jax.Array, tiles: 
     ranks_V = jnp.minimum(jnp.sum(until_R <= visits_V[:, None], axis=1), len(groups_R) - 1)
     tiles_V = jnp.clip((first_R - until_R + counts_R)[ranks_V] + visits_V, 0, tiles - 1)
     starts_R = jnp.concatenate([jnp.zeros_like(ends_R[:1]), ends_R])
-    return Visits(*(array.astype(jnp.int32) for array in (until_R[-1], weights[None], ranks_V, tiles_V, groups_R, starts_R)))
+    return GroupMetadata(*(array.astype(jnp.int32) for array in (until_R[-1], weights[None], ranks_V, tiles_V, groups_R, starts_R)))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`Visits` inside a kernel, for tiles of so many rows."""
+class MetadataRefs:
+    """`GroupMetadata` inside a kernel, for tiles of so many rows."""
 
     rows: int
     weights_ref: Ref
@@ -84,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Visit:
-    """The rows from `low` up to `high` of a tile are of a rank; whether it is that rank's first visit, and its last."""
+    """The rows from `low` up to `high` of a tile belong to `rank`; `first`, `last`: it is that rank's first visit, its last."""
 
     rank: Index
     low: Index
@@ -93,7 +93,7 @@ class Visit:
     last: Index
 
     def whole(self, rows: int) -> Index:
-        """Whether all rows of the tile are of the rank."""
+        """True if all rows of the tile belong to the rank."""
         return (self.low == 0) & (self.high == rows)
 
     def on_pieces(self, sizes: Sequence[int], run: Callable[[pl.Slice], None]) -> None:

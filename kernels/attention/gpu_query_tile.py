@@ -1,6 +1,6 @@
-"""What the two kernels for Hopper share that hold queries, the forward one and that of dq.
+"""Base of the two Hopper kernels that hold a tile of queries: forward and dq.
 
-Two computing warpgroups hold ROWS queries each, and one moves tiles of keys and values, which pass by from the diagonal back.
+Two compute warpgroups hold ROWS queries each, and one loads tiles of keys and values, from the diagonal back.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_parts import BLOCK, ROWS, Shape, Side, hidden_keys
+from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, Side, hidden_keys
 from maxlm.kernels.hopper import BY_COLUMN, BY_ROW, COMPUTE, MEMORY, Index, Ref, count_rows, load, swizzled
 
 # Q queries and T keys of a tile
@@ -31,7 +31,7 @@ class KeyRefs(NamedTuple):
 
 
 def key_scratch(shape: Shape, stages: int, dtype: Any) -> KeyRefs:
-    """What `KeyRefs` refer to, with so many tiles of keys and of values."""
+    """Scratch memory of `KeyRefs`, with `stages` tiles of keys and of values."""
     tiles = swizzled((stages, shape.keys, shape.head_dim), dtype)
     return KeyRefs(
         tiles,
@@ -46,11 +46,11 @@ def key_scratch(shape: Shape, stages: int, dtype: Any) -> KeyRefs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryTile:
     """The queries of one computing warpgroup: block `i` of sequence `b`, tiles of keys from `last` back, `tiles` of them.
 
     Of `refs` it reads bounds, k, v, segments, query_segments and keys, which are `KeyRefs`. Keys before tile `whole` and those on the
-    diagonal are not seen by all of these queries.
+    diagonal are masked for some of these queries.
     """
 
     refs: Any
@@ -64,7 +64,7 @@ class Rows:
 
     @classmethod
     def of_block(cls, refs: Any, shape: Shape) -> Self:
-        """Of this thread block: the last queries first, since they take longest."""
+        """The tile of this thread block: the last queries first, since they take longest."""
         i, b = shape.seq_len // BLOCK - 1 - jax.lax.axis_index("block"), jax.lax.axis_index("batch")
         last = (i + 1) * (BLOCK // shape.keys) - 1
         return cls(refs, shape, jax.lax.axis_index("warpgroup"), b, i, last, last + 1 - refs.bounds[0, b, i], refs.bounds[1, b, i])
@@ -90,11 +90,11 @@ class Rows:
         return self.refs.keys.k_tile.shape[0]
 
     def slot(self, t: Index) -> Index:
-        """Where tile t lies in shared memory."""
+        """Index of tile t in shared memory."""
         return jax.lax.rem(t, jnp.int32(self.stages))
 
     def run_block(self) -> None:
-        """What the three warpgroups do."""
+        """Run the three warpgroups."""
 
         @pl.when(self.group == 2)
         def _() -> None:
@@ -107,11 +107,11 @@ class Rows:
             self.run()
 
     def run(self) -> None:
-        """What a computing warpgroup does."""
+        """Run a compute warpgroup."""
         raise NotImplementedError
 
     def _fetch(self) -> None:
-        """What the memory warpgroup does."""
+        """Run the memory warpgroup."""
         refs, keys, shape = self.refs, self.refs.keys, self.shape
         head = jax.lax.div(jax.lax.axis_index("head"), jnp.int32(shape.heads // shape.groups))
 
@@ -138,7 +138,7 @@ class Rows:
             plgpu.barrier_wait(keys.v_free.at[self.slot(t)])
 
     def masked(self, t: Index, scores: jax.Array, hidden: float, *, ordered: bool) -> jax.Array:
-        """Scores [Q, T] of tile t, `hidden` where a key is not seen. `ordered`: no key of it stands after any query."""
+        """Scores [Q, T] of tile t, `hidden` where a key is masked. `ordered`: no key of it stands after any query."""
         refs, shape, j = self.refs, self.shape, self.last - t
 
         def masked(scores: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper share: what is not seen, which blocks meet, what they cost."""
+"""Tiles of the attention kernels for Hopper: shapes, masks, which blocks of queries and keys overlap, and cost."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ _NO_DOCUMENT = jnp.iinfo(jnp.int32).max  # above every document
 
 @dataclass(frozen=True)
 class Shape:
-    """What one compiled kernel is made for. `scale`, `window` and `softcap` as in `attention`."""
+    """Static parameters of a compiled kernel. `scale` and `softcap` as in `attention`, `window` as in `Mask`."""
 
     heads: int
     groups: int
@@ -55,19 +55,19 @@ class Shape:
 
     @property
     def slope(self) -> float:
-        """What raw scores, or those that the cap bent, are multiplied with to stand in base 2."""
+        """Factor that turns raw scores, or capped ones, into exponents of 2."""
         return (self.scale if self.softcap is None else self.softcap) * LOG2E
 
     @property
     def unseen(self) -> float:
-        """What stands for the score, or the bent one, of a key that is not seen: its weight is 0, and finite is what a cap's slope
-        multiplies that with.
+        """Score, or capped score, of a masked key: its weight is 0, and with a cap it is finite, since the cap's derivative
+        multiplies that weight.
         """
         return -math.inf if self.softcap is None else -1e15
 
 
 def keys_of(head_dim: int) -> int:
-    """Keys of a tile: beside an output of 256 a row, registers are left for few scores."""
+    """Keys of a tile: an output of 256 a row leaves registers for few scores."""
     return 64 if head_dim > 128 else 128
 
 
@@ -91,7 +91,7 @@ class Side(NamedTuple):
 
 
 def hidden_keys(queries: Side, keys: Side, query_dim: int, dims: Sequence[int], shape: Shape, *, ordered: bool) -> jax.Array:
-    """Which keys of a tile, queries along `query_dim`, are not seen. `ordered`: none stands after any query, so causality hides none."""
+    """True for masked keys of a tile, queries along `query_dim`. `ordered`: no key stands after any query, so causality masks none."""
     query, key = (functools.partial(across, dims=dims, dim=dim) for dim in (query_dim, 1 - query_dim))
     hidden = key(keys.documents) != query(jnp.where(queries.documents == 0, -1, queries.documents))
     if not ordered:
@@ -99,12 +99,12 @@ def hidden_keys(queries: Side, keys: Side, query_dim: int, dims: Sequence[int], 
     return hidden if shape.window is None else hidden | (key(keys.places) <= query(queries.places - shape.window))
 
 
-# Which blocks meet, found before a kernel starts.
+# Which blocks overlap, computed before a kernel starts.
 
 
 def block_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> Int[Array, "2 B I"]:
-    """(first, whole) of every block of queries, in tiles of `keys`: it sees some keys of tiles first.., all of whole.. to the diagonal."""
-    some_BIJ, all_BIJ = _meet(segments_BS, keys, window)
+    """(first, whole) of every block of queries, in tiles of `keys`: it attends to some keys from tile first on, to all from whole on."""
+    some_BIJ, all_BIJ = _overlap(segments_BS, keys, window)
     tiles = jnp.arange(some_BIJ.shape[2], dtype=jnp.int32)
     diagonal_I1 = (jnp.arange(some_BIJ.shape[1], dtype=jnp.int32) * (BLOCK // keys))[:, None]
     first_BI = jnp.min(jnp.where(some_BIJ | (tiles == diagonal_I1), tiles, tiles.size), axis=2)
@@ -113,8 +113,8 @@ def block_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) 
 
 
 def query_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> Int[Array, "2 B J"]:
-    """(end, whole) of every `keys` keys, in blocks of queries: none from end on sees any; after the diagonal, before whole, all do."""
-    some_BIJ, all_BIJ = _meet(segments_BS, keys, window)
+    """(end, whole) of every `keys` keys, in blocks of queries: none from end on attends to any, all from the diagonal to whole do."""
+    some_BIJ, all_BIJ = _overlap(segments_BS, keys, window)
     blocks_I1 = jnp.arange(some_BIJ.shape[1], dtype=jnp.int32)[:, None]
     diagonal = jnp.arange(some_BIJ.shape[2], dtype=jnp.int32) * keys // BLOCK
     end_BJ = jnp.max(jnp.where(some_BIJ | (blocks_I1 == diagonal), blocks_I1 + 1, 0), axis=1)
@@ -122,8 +122,8 @@ def query_bounds(segments_BS: Int[Array, "B S"], keys: int, window: int | None) 
     return jnp.stack([end_BJ, whole_BJ])
 
 
-def _meet(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """(whether a query of block I may see a key of tile J, whether every query does, those on the diagonal left aside) [B, I, J]."""
+def _overlap(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """(True if a query of block I may attend to a key of tile J, True if every query does; tiles on the diagonal aside) [B, I, J]."""
     segments_BS = jnp.asarray(segments_BS)
 
     def ranges(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -149,7 +149,7 @@ def mesh_of(grid: tuple[int, ...], name: str) -> plgpu.Mesh:
 
 
 def cost_of(matmuls: int, batch: int, shape: Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
-    """Of sequences of one document each: FLOPs of the scores that are formed, bytes that pass between HBM and the chip."""
+    """Cost for sequences of one document each: FLOPs of the scores that are formed, bytes between HBM and the chip."""
     scores = batch * shape.heads * computed_pairs(shape.seq_len, shape.head_dim, shape.window)
     return pl.CostEstimate(
         flops=2 * matmuls * scores * shape.head_dim, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
@@ -157,7 +157,7 @@ def cost_of(matmuls: int, batch: int, shape: Shape, arrays: list[jax.Array]) -> 
 
 
 def computed_pairs(seq_len: int, head_dim: int, window: int | None) -> int:
-    """Pairs of query and key of one head that are worked on in a sequence of one document: whole tiles."""
+    """Pairs of query and key of one head that are computed in a sequence of one document: whole tiles."""
     keys = keys_of(head_dim)
     starts = range(0, seq_len, BLOCK)
     return sum(BLOCK * (start + BLOCK - (max(start - window + 1, 0) // keys * keys if window else 0)) for start in starts)

@@ -1,0 +1,128 @@
+"""Every matmul of the model: the one place that decides its precision, its layout over tensor-parallel devices and its compiler fences."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+from jaxtyping import Array, Float, Int
+
+from maxlm import kernels
+from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
+from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
+
+# B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
+
+Axes = tuple[str | None, ...]  # a logical axis a dim
+BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # hidden states between tensor-parallel regions
+ENTERING: Axes = ("batch", "seq", "embed_act")  # where they enter one: the sequence is whole, width too; heads or hidden units are split
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
+
+
+def linear(
+    spec: str,
+    x: Array,
+    w: nnx.Param | Array,
+    bias: nnx.Param | None = None,
+    *,
+    reads: Axes | None,
+    writes: Axes | None,
+    exact: bool = False,
+) -> Array:
+    """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
+    the layout to XLA's partitioner. `exact`: full float32 precision, whatever the setting.
+
+    On TPU nothing elementwise is fused into the output of a matmul with a layout. XLA:TPU fuses additions, activations and the sums of
+    norms into it, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s of a step). Fused
+    into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into the two matmuls
+    of a gradient.
+    """
+    multiply = partial(_einsum, spec, w=w[...], exact=exact)
+    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes)
+    return y if bias is None else y + bias[...].astype(y.dtype)
+
+
+def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Param, down_FD: nnx.Param, activation: str) -> Array | None:
+    """W_down(act(x W_gate) * (x W_up)) by the fused kernel; None where it does not run or is no faster than XLA."""
+    mesh = jax.sharding.get_abstract_mesh()
+    layout = kernels.MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))
+    if activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
+        return None
+    weights = gate_DF[...], up_DF[...], down_FD[...]
+    return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+
+
+def grouped_linear(
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+) -> Array:
+    """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
+
+
+def unembedding_loss(
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+    *,
+    chunks: int,
+    z_loss: float,
+    softcap: float | None,
+) -> kernels.CrossEntropySums:
+    """Cross-entropy of x w^T against the targets, summed over tokens: see `maxlm.kernels.linear_cross_entropy`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    (batch, seq), (vocab, embed) = (split_axes(names, mesh) for names in (("batch", "seq"), ("vocab", "embed")))
+    layout = LossLayout(batch, seq, vocab, embed)
+    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, chunks=chunks, z_loss=z_loss, softcap=softcap, layout=layout)
+
+
+def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Enter a tensor-parallel region. Where several matmuls read x, their gradients are summed before they are scattered, once."""
+    return constrain(_fence_gradient(x_BSD, BETWEEN) if _scatters_gradient() else x_BSD, *ENTERING)
+
+
+def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
+    return jnp.einsum(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
+
+
+def _scatters_gradient() -> bool:
+    """True if the gradient of the input of a tensor-parallel region is a sum over its devices that is scattered along the sequence."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh_axes("seq_between", mesh) != mesh_axes("seq", mesh)
+
+
+# Compiler fences, on TPU only: matmuls are compiled without what comes after them.
+
+
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes) -> Array:
+    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
+    x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
+    return _fence(constrain(multiply(x), *writes), writes)
+
+
+def _fence(x: Array, axes: Axes) -> Array:
+    """Keep XLA:TPU from fusing what follows into the matmul that writes x, forward and backward, and from transposing x."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.abstract_device is None or mesh.abstract_device.platform != "tpu":
+        return x
+    if x.ndim != 3:  # heads: attention chooses their layout in memory
+        return jax.lax.optimization_barrier(x)
+    row_major = MemoryLayout(tuple(range(x.ndim)))
+
+    def pin(x: Array) -> Array:
+        return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, row_major)), row_major)
+
+    split = partition_spec(axes, x.shape, mesh, "activation")  # inside a shard_map: the partitioner gathers around layout constraints
+    return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fence_gradient(x: Array, axes: Axes) -> Array:
+    """x, with a fence after its gradient only: the input of a matmul may be computed inside it."""
+    return x
+
+
+_fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fence(gradient, axes),))

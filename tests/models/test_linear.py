@@ -1,0 +1,76 @@
+"""Every matrix of a model is multiplied in `maxlm.models.linear`: that module alone decides how."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm import kernels
+from maxlm.config.schema import ModelConfig
+from maxlm.models import BlockContext, abstract_parameters, bind, linear
+from maxlm.models.forward import Forward
+
+SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 48}
+MOE = {"n_experts": 4, "top_k": 2, "d_ff": 24, "n_shared": 1}
+LATENT = {"q_rank": 20, "kv_rank": 12, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+MODELS = {
+    "gated": {},
+    "plain": {"activation": "gelu"},
+    "biases": {"bias": "all"},
+    "experts": {"moe": MOE},
+    "latent": {"latent": LATENT, "n_kv_heads": 4, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_matrix_is_multiplied_there(model, monkeypatch):
+    """Each weight of a block once: projections, feed-forward, router and experts."""
+    config = ModelConfig(**{**SHAPE, **model})
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    multiplied = []
+
+    def einsum(spec, x, w, *, exact):
+        multiplied.append(w.shape)
+        return jnp.einsum(spec, x, w)
+
+    def grouped_matmul(x, w_KG, sizes, *, transposed):
+        multiplied.append((w_KG.shape[0], len(sizes), w_KG.shape[1] // len(sizes)))
+        return grouped(x, w_KG, sizes, transposed=transposed)
+
+    grouped = kernels.grouped_matmul
+    monkeypatch.setattr(linear, "_einsum", einsum)
+    monkeypatch.setattr(kernels, "grouped_matmul", grouped_matmul)
+    jax.eval_shape(lambda params, *batch: bind(config, params)(*batch).x_BSD, abstract_parameters(config), ids, ids, ids)
+    blocks = abstract_parameters(config)["layers"]
+    matrices = [
+        leaf.shape[1:]  # layers are stacked
+        for path, leaf in jax.tree_util.tree_flatten_with_path(blocks)[0]
+        if leaf.ndim > 2 and "bias" not in jax.tree_util.keystr(path)
+    ]
+    joined = [(np.prod(shape[:-1]), shape[-1]) if len(shape) == 3 else shape for shape in multiplied]  # heads side by side
+
+    def found(shape):
+        return shape in multiplied or (np.prod(shape[:-1]), shape[-1]) in joined
+
+    assert len(multiplied) == len(matrices)
+    assert all(map(found, matrices)), (matrices, multiplied)
+
+
+@pytest.mark.parametrize("form", ["causal", "bidirectional", "prefix"])
+def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
+    """By gradient: which inputs a hidden state depends on. The prefix is 3 tokens of 6."""
+    config = ModelConfig(**SHAPE)
+    params = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), abstract_parameters(config))
+    one = jnp.ones((1, 6), jnp.int32)
+    places = jnp.arange(6)[None]
+
+    def hidden(x_BSD):
+        model = bind(config, params)
+        context = BlockContext(model.angles(places), one, prefix_BS=places < 3 if form == "prefix" else None)
+        return model.through(x_BSD, context, Forward(form=form)).x_BSD
+
+    x_BSD = jax.random.normal(jax.random.key(0), (1, 6, 32))
+    depends = jnp.abs(jax.jacrev(lambda x: jnp.sum(jnp.sin(hidden(x)), -1))(x_BSD)).sum(-1)[0, :, 0] > 0
+    earlier, prefix = np.tril(np.ones((6, 6), bool)), np.arange(6) < 3
+    expected = {"causal": earlier, "bidirectional": np.ones((6, 6), bool), "prefix": earlier | prefix}[form]
+    np.testing.assert_array_equal(depends, expected)
