@@ -243,6 +243,7 @@ class TrainConfig(Section):
 
     steps: Positive | None = None  # or `tokens`
     tokens: Positive | None = None
+    objective: Literal["next_token"] = "next_token"  # the rows of maxlm.objectives.OBJECTIVES
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"  # order of the passes, with mesh.stage; gpipe keeps activations of every microbatch

@@ -54,7 +54,7 @@ def state_parts(program: "Program") -> tuple[Part, ...]:
     state = program.abstract_state
     return (
         Part("state", "parameters (float32)", _bytes(state.params)),
-        Part("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
+        Part("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.workers))),
         Part("batch", "batch", _bytes(program.abstract_batch)),
     )
 

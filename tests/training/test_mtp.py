@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_parameters
 from maxlm.models.forward import Forward
-from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
 
 SECTIONS = {
     "model": {"n_layers": 3, "mtp_depth": 2, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1, "router": {"bias_rate": 0.01}}},

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxlm.training.loss import LossSums
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
@@ -21,7 +22,6 @@ from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
 from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import Session, restore_or_init, train
-from maxlm.training.loss import LossSums
 from maxlm.training.state import TrainState
 from maxlm.training.step import Metrics
 

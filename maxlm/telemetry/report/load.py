@@ -55,6 +55,17 @@ class Run:
         return self.series.get(name, EMPTY)
 
     @cached_property
+    def metrics(self) -> dict[str, dict[str, str]]:
+        """Name -> title and unit of the metrics that the run declares in its `start` events; {} for runs of before."""
+        declared: dict[str, dict[str, str]] = {}
+        for event in self.events:
+            stated = event.data.get("metrics") if event.kind == "start" else None
+            for name, item in stated.items() if isinstance(stated, dict) else ():
+                if isinstance(item, dict):
+                    declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
+        return declared
+
+    @cached_property
     def attempts(self) -> list[Attempt]:
         """Attempts, from events and records."""
         return attempts_of(self.events, self._signs)
