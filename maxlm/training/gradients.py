@@ -2,7 +2,8 @@
 reduced over devices: by XLA's partitioner, which is the plain case and needs no line here, or once an update by `reduced_once`.
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
-for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32.
+for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
+the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.)
 """
 
 from collections.abc import Callable, Mapping

@@ -107,7 +107,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     """Save the last state if it is healthy, and evaluate it meanwhile; else report why not, and which checkpoint is left."""
     state = end.state
     assert state is not None, "the steps end with a state"
-    saving.doubt(state)
+    saving.check(state)
     wrong = meter.health.at_end()
     if wrong and (meter.health.unhealthy or end.status == "done"):
         end = replace(end, status="unhealthy", message=wrong)

@@ -103,7 +103,7 @@ class Meter:
 
     def _watch(self, step: int, metrics: Metrics, balance: Balance | None) -> None:
         """Report faults of routers, a skipped update, and a loss or gradient norm that stands out."""
-        for alarm in self._alarms.saw(step, balance) if balance is not None else ():
+        for alarm in self._alarms.update(step, balance) if balance is not None else ():
             self._observers.on_event(alarm)
         loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         router = not_finite(balance) if balance is not None else ""
@@ -111,5 +111,5 @@ class Meter:
             reason = f"loss {loss:g}, gradient norm {grad_norm:g}; {int(metrics.skipped)} skipped so far"
             reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
-        for alarm in self.health.saw(step, loss, grad_norm, router):
+        for alarm in self.health.update(step, loss, grad_norm, router):
             self._observers.on_event(alarm)

@@ -34,21 +34,21 @@ class Saving:
         self.poll()
         if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
             return
-        doubt = self.doubt(state)
-        if not doubt:
+        problem = self.check(state)
+        if not problem:
             self.save(step, state)
         elif not self._postponed:
             self._postponed = True
-            self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {doubt}")
+            self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {problem}")
 
-    def doubt(self, state: TrainState) -> str:
+    def check(self, state: TrainState) -> str:
         """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
         self._meter.flush()
         names = guards.not_finite(state, self._session.program.mesh)
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            self._meter.health.condemn(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
-        return self._meter.health.doubt
+            self._meter.health.fail(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
+        return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
         """Begin to save `state`, whatever it holds, unless it is saved already."""
@@ -73,7 +73,7 @@ class Saving:
 
     def before_error(self, step: int, state: TrainState) -> None:
         """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""
-        if jax.process_count() == 1 and not self.doubt(state):
+        if jax.process_count() == 1 and not self.check(state):
             with contextlib.suppress(CheckpointError):  # the error that ends training is the one to report
                 self.save(step, state)
 

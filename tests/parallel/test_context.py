@@ -10,7 +10,6 @@ from tiny import run_steps, tiny_batch, tiny_program
 from maxlm.config.schema import AXES
 from maxlm.kernels import attention
 from maxlm.parallel.context import context_attention, zigzag
-from maxlm.training.step import accumulate
 
 S = 64
 
@@ -87,7 +86,7 @@ LAYOUTS = {
 def sums_and_gradients(program):
     state = program.init()
     with jax.set_mesh(program.mesh):
-        gradients = jax.jit(lambda p, b: accumulate(program.config, p, b))
+        gradients = jax.jit(program.gradients)
         return jax.device_get(gradients(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
