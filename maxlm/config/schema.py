@@ -243,7 +243,6 @@ class TrainConfig(Section):
 
     steps: Positive | None = None  # or `tokens`
     tokens: Positive | None = None
-    objective: Literal["next_token"] = "next_token"  # the rows of maxlm.objectives.OBJECTIVES
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
     pipeline: Literal["1f1b", "gpipe"] = "1f1b"  # order of the passes, with mesh.stage; gpipe keeps activations of every microbatch
@@ -254,6 +253,12 @@ class TrainConfig(Section):
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
+
+
+class ObjectiveConfig(Section):
+    """What the model is trained to do; settings of one kind go into a section of their own, joined here by `kind`."""
+
+    kind: Literal["next_token"]  # a row of maxlm.objectives.OBJECTIVES
 
 
 class OuterConfig(Section):
@@ -376,6 +381,7 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    objective: ObjectiveConfig | None = None  # absent: next-token prediction
     cluster: ClusterConfig | None = None
     wandb: WandbConfig | None = None
 

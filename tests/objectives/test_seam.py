@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
-from maxlm.config.schema import TrainConfig
+from maxlm.config.schema import ObjectiveConfig
 from maxlm.objectives import OBJECTIVES, ArraySpec, Sums
 from maxlm.objectives.next_token import NextToken
 from maxlm.telemetry.console import describe
@@ -79,7 +79,7 @@ def test_metrics_are_reduced_as_they_are_declared(layout):
 
 
 def test_every_objective_can_be_named_in_a_config():
-    field = TrainConfig.model_fields["objective"]
+    field = ObjectiveConfig.model_fields["kind"]
     assert set(field.annotation.__args__) == set(OBJECTIVES)
     assert all({metric.name for metric in objective.metrics} >= {"loss"} for objective in OBJECTIVES.values())
 
