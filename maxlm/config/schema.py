@@ -299,6 +299,12 @@ class PipelineConfig(Section):
     chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
 
 
+class ObjectiveConfig(Section):
+    """What the model is trained to do; settings of one kind go into a section of their own, joined here by `kind`."""
+
+    kind: Literal["next_token"]  # a row of maxlm.objectives.OBJECTIVES
+
+
 class DilocoConfig(Section):
     """Local updates (DiLoCo, arXiv 2311.08105): each worker trains on its own, and every `every` updates the mean of their changes is the
     gradient of a step of Nesterov's SGD on the shared weights, with which all continue. Only then is anything large sent along `mesh.data`.
@@ -429,6 +435,7 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    objective: ObjectiveConfig | None = None  # absent: next-token prediction
     cluster: ClusterConfig | None = None
     pipeline: PipelineConfig | None = None
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update

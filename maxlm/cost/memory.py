@@ -54,7 +54,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     state = program.abstract_state
     return (
         MemoryPart("state", "parameters (float32)", _bytes(state.params)),
-        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes(state.opt_state)),
+        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.workers))),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
 

@@ -1,4 +1,4 @@
-"""What a model is trained on: windows of tokens with targets, weights, segments and positions.
+"""Batches of next-token prediction: windows of tokens with targets, weights, segments and positions.
 
 B batch, S sequence (inputs of a window), T = S + 1 (inputs and the last target).
 """
@@ -20,10 +20,10 @@ class Batch(NamedTuple):
 
 
 def batch_of_windows(window_BT: np.ndarray, length_B: np.ndarray, end_of_document: int, *, mask_documents: bool) -> Batch:
-    """Targets, weights, segments and positions of windows, worked out from the end-of-document tokens in them.
+    """Derive targets, weights, segments and positions of windows from the end-of-document tokens in them.
 
     Args:
-        window_BT: tokens, integers; what lies beyond a row's length is ignored.
+        window_BT: tokens, integers; tokens beyond a row's length are ignored.
         length_B: tokens in each row, from 0 (all padding) to T; the last of them is only a target.
         end_of_document: the id that ends every document, and that no document contains.
         mask_documents: when false the window is one segment with positions 0..S-1; weights stay 0 where a target opens

@@ -6,7 +6,7 @@ are split over windows, short ones share one; the last window is padded. Nothing
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +24,28 @@ from maxlm.data.token_store import TokenStore, read_context
 if TYPE_CHECKING:
     import jax
 
+# (windows [B, T], tokens in each [B], number of each in the stream of samples [B], end of document) -> a NamedTuple of arrays, rows first
+MakeBatch = Callable[[np.ndarray, np.ndarray, np.ndarray, int], Any]
+
 PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
 
 
 class Pipeline:
     """Batch number -> batch. Train batches never end; eval batches are the held-out windows once, in order."""
 
-    def __init__(self, config: DataConfig, stores: Sequence[TokenStore], weights: Sequence[float], *, global_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        stores: Sequence[TokenStore],
+        weights: Sequence[float],
+        *,
+        global_batch: int,
+        seed: int,
+        make_batch: MakeBatch | None = None,
+    ) -> None:
         """Use `Pipeline.create`."""
         self.global_batch = global_batch
+        self._make_batch = make_batch or self._next_tokens
         self._config, self._stores = config, stores
         windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in stores]
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
@@ -43,7 +56,16 @@ class Pipeline:
         self._lock = threading.Lock()  # batches are made in a background thread
 
     @classmethod
-    def create(cls, config: DataConfig, *, global_batch: int, seed: int, vocab_size: int, split: Split = "train") -> "Pipeline":
+    def create(
+        cls,
+        config: DataConfig,
+        *,
+        global_batch: int,
+        seed: int,
+        vocab_size: int,
+        split: Split = "train",
+        make_batch: MakeBatch | None = None,
+    ) -> "Pipeline":
         """Open the stores of `config` and check that they match each other and the model.
 
         Args:
@@ -51,6 +73,7 @@ class Pipeline:
             seed: of the order of train batches.
             vocab_size: of the model; every id must be below it.
             split: "train" or "eval". Stores of a mixture without held-out documents are left out of "eval".
+            make_batch: of the objective; None: next-token prediction.
 
         Raises:
             UserError: a store is missing, damaged, empty, or of another tokenizer than the others; or the model's vocabulary
@@ -68,7 +91,7 @@ class Pipeline:
             fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
             raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
         shares = [weight for path, weight in weights.items() if any(store.path == path.rstrip("/") for store in used)]
-        return cls(config, used, shares, global_batch=global_batch, seed=seed)
+        return cls(config, used, shares, global_batch=global_batch, seed=seed, make_batch=make_batch)
 
     @property
     def tokenizer_hash(self) -> str:
@@ -103,49 +126,53 @@ class Pipeline:
 
         An id is unique over the stores of a mixture. -1 is a row of padding, which only the last eval batch has.
         """
-        return self._ids(step, np.arange(self.global_batch))
+        return self._ids(self._samples(step))
 
     def host_batch(self, step: int, rows: slice | np.ndarray | None = None) -> Batch:
         """Batch `step`, or the given rows of it, as numpy arrays [rows, seq_len]."""
-        all_rows = np.arange(self.global_batch)
-        return self._batch(self._ids(step, all_rows if rows is None else all_rows[rows]))
+        return self._batch(self._samples(step)[slice(None) if rows is None else rows])
 
-    def device_batch(self, step: int, sharding: "jax.sharding.NamedSharding") -> Batch:
-        """Batch `step` as global jax arrays [global_batch, seq_len] with `sharding`.
+    def device_batch(self, step: int, shardings: Any) -> Any:
+        """Batch `step` as global jax arrays with `shardings`: one NamedSharding for every array, or a batch of them.
 
         Every process reads the rows of its own devices, each row once.
         """
         import jax
 
-        shape = (self.global_batch, self._config.seq_len)
         held = np.zeros(self.global_batch, np.bool_)
-        for index in sharding.addressable_devices_indices_map(shape).values():
+        tokens = jax.tree.leaves(shardings)[0]  # the rows of all arrays are split like those of the first
+        for index in tokens.addressable_devices_indices_map((self.global_batch, self._config.seq_len)).values():
             assert index is not None, "every device of a NamedSharding has a part or a copy"
             held[index[0]] = True
         host = self.host_batch(step, np.flatnonzero(held))
-        place = np.cumsum(held) - 1  # row of the global batch -> row of `host`
+        row = np.cumsum(held) - 1  # of the global batch -> of `host`
 
-        def to_devices(array_BS: np.ndarray) -> "jax.Array":
-            return jax.make_array_from_callback(shape, sharding, lambda index: array_BS[place[index[0]]][:, index[1]])  # type: ignore[index]
+        def to_devices(sharding: "jax.sharding.NamedSharding", array: np.ndarray) -> "jax.Array":
+            def own(index: Any) -> np.ndarray:
+                return array[row[index[0]]][:, *index[1:]]
 
-        return Batch(*(to_devices(array_BS) for array_BS in host if array_BS is not None))
+            return jax.make_array_from_callback((self.global_batch, *array.shape[1:]), sharding, own)
 
-    def batches(self, start_step: int, sharding: "jax.sharding.NamedSharding", stop_step: int) -> Prefetcher:
+        return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
+
+    def batches(self, start_step: int, shardings: Any, stop_step: int) -> Prefetcher:
         """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
 
         Errors in the background are raised here. Call `close` on it, or use it in a `with` block, to stop early.
         """
-        return Prefetcher(lambda step: self.device_batch(step, sharding), range(start_step, stop_step), self._config.prefetch)
+        return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 
-    def _ids(self, step: int, rows: np.ndarray) -> np.ndarray:
-        samples = step * self.global_batch + rows
+    def _samples(self, step: int) -> np.ndarray:
+        return step * self.global_batch + np.arange(self.global_batch)
+
+    def _ids(self, samples: np.ndarray) -> np.ndarray:
         if self._order is not None:
             return self._order.ids(samples)
         return np.where(samples < self.n_windows, samples, PADDING)
 
-    def _batch(self, ids: np.ndarray) -> Batch:
-        """Read the windows `ids`, each from its store."""
-        S = self._config.seq_len
+    def _batch(self, samples: np.ndarray) -> Any:
+        """Read the windows of `samples`, each from its store."""
+        ids, S = self._ids(samples), self._config.seq_len
         window_BT, length_B = np.zeros((len(ids), S + 1), np.int32), np.zeros(len(ids), np.int64)
         owner_B = np.searchsorted(self._first, ids, side="right") - 1
         for number, store in enumerate(self._stores):
@@ -156,8 +183,10 @@ class Pipeline:
                 largest, limit = int(tokens.max()), store.info.vocab_size
                 if largest >= limit:
                     raise UserError(f"{store.path} holds the id {largest}, and its manifest says all are below {limit}; prepare it again.")
-        end = self._stores[0].info.end_of_document_id
-        return batch_of_windows(window_BT, length_B, end, mask_documents=self._config.mask_documents)
+        return self._make_batch(window_BT, length_B, samples, self._stores[0].info.end_of_document_id)
+
+    def _next_tokens(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
+        return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self._config.mask_documents)
 
     def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.skip_bad_chunks one that touches a damaged chunk has

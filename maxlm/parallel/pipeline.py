@@ -28,7 +28,9 @@ class Work(NamedTuple):
     inputs: Callable[[Tree, Array], Tree]  # (part, which part of the depth) -> what layers read beside x_BSD; carries no gradient
     # (layers of a chunk, x_BSD, inputs) -> ((x_BSD, what they add to the loss), what is summed and reported, stacked as the layers are)
     layers: Callable[[Tree, Array, Tree], tuple[tuple[Array, Array], Tree]]
-    last: Callable[[Tree, Tree, Array], tuple[Array, Tree]]  # (ends, part, x_BSD) -> (loss, what is summed and reported)
+    last: Callable[[Tree, Tree, Array], tuple[Array, Tree]]  # (ends, part, x_BSD) -> (loss, figures of the microbatch)
+    no_figures: Callable[[Tree], Tree]  # figures of no microbatch, given those of one as shapes
+    add_figures: Callable[[Tree, Tree], Tree]  # figures of two parts of the batch -> of both together
 
 
 class _State(NamedTuple):
@@ -83,7 +85,7 @@ class _Runner:
             finished=jnp.zeros((self.schedule.finished, *x_BSD.shape), x_BSD.dtype),
             layer_grads=jax.tree.map(lambda a: _zeros(a.shape, jnp.float32), self.layers),
             end_grads=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.ends),
-            sums=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
+            sums=self.work.no_figures(sums),
             reports=jax.tree.map(lambda a: _zeros(a.shape, a.dtype), reports),
         )
 
@@ -144,7 +146,7 @@ class _Runner:
         part = self._part(microbatch)
         loss, pull, sums = jax.vjp(lambda ends, x: self.work.last(ends, part, x), self.ends, x_BSD, has_aux=True)
         end_grads, dx_BSD = pull(jnp.ones_like(loss))
-        return dx_BSD, (_add(totals[0], end_grads), _add(totals[1], sums))
+        return dx_BSD, (_add(totals[0], end_grads), self.work.add_figures(totals[1], sums))
 
     def _backward(self, state: _State, dloss_BSD: Array, tick: Array) -> _State:
         schedule = self.schedule

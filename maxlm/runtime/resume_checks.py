@@ -12,8 +12,8 @@ from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
-from maxlm.training.loop import Start
 from maxlm.training.lr_schedule import learning_rate
+from maxlm.training.session import Start
 
 IGNORED = ("run.", "cluster.")  # settings that change no step
 STORE, RATE = "contents of the data store", "learning rate of the next update"

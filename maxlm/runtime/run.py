@@ -23,6 +23,7 @@ from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
+from maxlm.objectives import build_objective
 from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
@@ -34,6 +35,7 @@ from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.log import RunLog
+from maxlm.telemetry.metric import charts_of
 from maxlm.telemetry.observer import Event, Observer, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
@@ -41,8 +43,9 @@ from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
-from maxlm.training.loop import Outcome, Session, Start, restore_or_init, train
+from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
+from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -97,6 +100,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
         with _observing(config, directory, phases.console, phases.primary) as observers:
             start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+            facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.abandon_batch), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
@@ -166,7 +170,12 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = functools.partial(
-        Pipeline.create, config.data, global_batch=config.train.global_batch, seed=config.train.seed, vocab_size=config.model.vocab_size
+        Pipeline.create,
+        config.data,
+        global_batch=config.train.global_batch,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+        make_batch=build_objective(config).make_batch,
     )
     return create(), create(split="eval") if config.train.eval_batches > 0 else None
 

@@ -1,4 +1,4 @@
-"""Alarms, each told once: figures that jump and stay there; routers that collapse, idle experts, logits that are not finite."""
+"""Alarms, each raised once: figures that jump and stay there; routers that collapse, idle experts, logits that are not finite."""
 
 import math
 import statistics
@@ -15,8 +15,8 @@ from maxlm.telemetry.observer import Event
 COLLAPSED_STEPS = 20  # in a row
 IDLE_STEPS = 100  # in a row without a token
 
-JUMP_WINDOW = 100  # recent values that say what is usual
-JUMP_FEWEST = 20  # of them, before their spread means anything
+JUMP_WINDOW = 100  # recent values from which median and spread are taken
+JUMP_FEWEST = 20  # of them, before a spread is estimated
 JUMP_SPREADS = 8.0  # above the median. For normal noise a chance of 1e-15; losses have longer tails, hence also:
 JUMP_STEPS = 5  # in a row: one hard batch, or two, is no alarm
 
@@ -24,10 +24,10 @@ HELP = "raise model.moe.router.balance_loss or bias_rate, or lower the learning 
 
 
 class JumpAlarm:
-    """Call `saw` with a figure of every update. A value far above its own recent spread, `JUMP_STEPS` times in a row, is an alarm.
+    """Call `update` with a figure of every update. A value far above its own recent spread, `JUMP_STEPS` times in a row, is an alarm.
 
-    Median and median absolute deviation, which a few outliers do not move. After an alarm the new level is the usual one, so a lasting
-    change is told once.
+    The spread is the median absolute deviation, which a few outliers do not move. After an alarm the new level is the usual one, so a
+    lasting change raises one alarm.
     """
 
     def __init__(self, cause: str, name: str, least_spread: float, *, logarithmic: bool = False) -> None:
@@ -38,14 +38,14 @@ class JumpAlarm:
         self._usual: deque[float] = deque(maxlen=JUMP_WINDOW)
         self._above: list[float] = []
 
-    def saw(self, step: int, value: float) -> list[Event]:
-        """The alarm to tell after this step, if any. `value` must be finite, and positive if its logarithm is judged."""
+    def update(self, step: int, value: float) -> list[Event]:
+        """The alarm of this step, if any. `value` must be finite, and positive if its logarithm is judged."""
         value = math.log(value) if self._logarithmic else value
         if len(self._usual) < JUMP_FEWEST:
             self._usual.append(value)
             return []
         median = statistics.median(self._usual)
-        spread = max(1.4826 * statistics.median(abs(seen - median) for seen in self._usual), self._least)  # 1.4826: of a normal deviation
+        spread = max(1.4826 * statistics.median(abs(value - median) for value in self._usual), self._least)  # 1.4826: of a normal deviation
         if value <= median + JUMP_SPREADS * spread:
             self._usual.append(value)
             self._above.clear()
@@ -65,53 +65,53 @@ class JumpAlarm:
 
 
 class RoutingAlarms:
-    """Call `saw` after every step. A cause is told once a layer, and again only after the layer was healthy in between.
+    """Call `update` after every step. A cause is raised once a layer, and again only after the layer was healthy in between.
 
-    Causes: `collapse` (see balance.collapsed), `idle` (experts without a token) and `unsound` (logits that are not finite; the first such
-    layer is named: those behind it read what it spoiled).
+    Causes: `collapse` (see balance.collapsed), `idle` (experts without a token) and `unsound` (logits that are not finite; only the first
+    such layer is named, since the layers above it read its output).
     """
 
     def __init__(self) -> None:
         self._collapsed_L: NDArray[np.int64] | int = 0  # steps in a row
         self._idle_LE: NDArray[np.int64] | int = 0
-        self._told: set[tuple[str, int]] = set()
+        self._raised: set[tuple[str, int]] = set()
 
-    def saw(self, step: int, balance: Balance) -> list[Event]:
-        """The alarms to tell after this step."""
+    def update(self, step: int, balance: Balance) -> list[Event]:
+        """The alarms of this step."""
         now: dict[tuple[str, int], str] = {}
         for cause, reasons in (("unsound", _unsound(balance)), ("collapse", self._collapse(balance)), ("idle", self._idle(balance))):
             now |= {(cause, layer): reason for layer, reason in reasons.items()}
-        news = [Event("alarm", step, data={"cause": key[0], "layer": key[1], "reason": now[key]}) for key in now if key not in self._told]
-        self._told = set(now)
+        news = [Event("alarm", step, data={"cause": key[0], "layer": key[1], "reason": now[key]}) for key in now if key not in self._raised]
+        self._raised = set(now)
         return news
 
     def _collapse(self, balance: Balance) -> dict[int, str]:
-        """Layer -> what is wrong with it."""
+        """Layer -> reason, of the routers that collapse."""
         self._collapsed_L = np.where(collapsed(balance.load_LE, balance.tokens_L), self._collapsed_L + 1, 0)
-        said = {}
+        reasons = {}
         for i in np.flatnonzero(self._collapsed_L >= COLLAPSED_STEPS):
             load_E, tokens = balance.load_LE[i], int(balance.tokens_L[i])
             busiest, layer = int(load_E.argmax()), balance.layers[i]
-            said[layer] = (
+            reasons[layer] = (
                 f"layer {layer}: the router collapses: expert {busiest} is chosen by {percent(load_E[busiest] / tokens)} of the tokens, "
                 f"{times_even(load_E)[busiest]:.1f} times its even share, for {COLLAPSED_STEPS} steps; {HELP}"
             )
-        return said
+        return reasons
 
     def _idle(self, balance: Balance) -> dict[int, str]:
-        """Layer -> how many of its experts are idle. A step without tokens proves nothing."""
+        """Layer -> reason, of the layers with idle experts. A step without tokens counts for nothing."""
         idle_LE = np.where(balance.load_LE == 0, self._idle_LE + (balance.tokens_L > 0)[:, None], 0)
         self._idle_LE = idle_LE
-        said = {}
+        reasons = {}
         for i in np.flatnonzero(idle_LE.max(axis=1) >= IDLE_STEPS):
             many, layer = int((idle_LE[i] >= IDLE_STEPS).sum()), balance.layers[i]
             have = "has" if many == 1 else "have"
-            said[layer] = f"layer {layer}: {many} of {idle_LE.shape[1]} experts {have} met no token for {IDLE_STEPS} steps; {HELP}"
-        return said
+            reasons[layer] = f"layer {layer}: {many} of {idle_LE.shape[1]} experts {have} received no token for {IDLE_STEPS} steps; {HELP}"
+        return reasons
 
 
 def not_finite(balance: Balance) -> str:
-    """The first layer whose router gave logits that are not finite, in words; "" when all were."""
+    """Reason that names the first layer whose router gave logits that are not finite; "" if all were finite."""
     return next(iter(_logits(balance).values()), "")
 
 

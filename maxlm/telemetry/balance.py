@@ -1,4 +1,4 @@
-"""How evenly tokens meet experts: what one step's routing says, in numpy."""
+"""Balance of the load on experts in one step, in numpy."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from maxlm.telemetry.metric import Metric
+
 # L layers with experts in order of depth, E experts; leading dims "..." are free
+
+
+ROUTING_METRICS = (
+    Metric("expert_load_max", "Load of the busiest expert", "times its even share, worst layer", console="load {:.2f}x"),
+    Metric("expert_load_mean", "Load of the busiest expert", "times its even share, mean over layers"),
+    Metric("expert_entropy", "Entropy of the load", "share of ln(experts), mean over layers"),  # 1 = even
+    Metric("router_confidence", "Router confidence", "score of a token's first choice, mean"),  # over tokens and layers
+    Metric("router_entropy", "Router entropy", "of a token's scores, nats, mean"),
+    Metric("dropped", "Choices dropped", "share of all", console="drop {percent}"),
+    Metric("balance_loss", "Balancing loss of routers", "before its weight, mean over layers"),  # 1 = even
+    Metric("router_z", "Squared logsumexp of routers' logits", "mean over tokens and layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +31,7 @@ class Balance:
     first_layer: int  # the number, in the model, of the first layer with experts
     load_LE: NDArray[np.int64]  # choices that fell on each expert, dropped ones included
     tokens_L: NDArray[np.int64]
-    dropped_L: NDArray[np.int64]  # choices that found no room
+    dropped_L: NDArray[np.int64]  # choices dropped for want of capacity
     unsound_L: NDArray[np.int64]  # tokens whose logits were not all finite
     confidence_L: NDArray[np.float64]
     entropy_L: NDArray[np.float64]
@@ -51,17 +65,7 @@ class Balance:
         return range(self.first_layer, self.first_layer + len(self.load_LE))
 
     def figures(self) -> dict[str, float]:
-        """The step in eight figures, as `metrics.jsonl` and TensorBoard show them:
-
-        expert_load_max    load of the busiest expert over its even share, in the layer where that is greatest; 1 = even
-        expert_load_mean   the same, mean over layers
-        expert_entropy     entropy of the load over ln(experts), mean over layers; 1 = even
-        router_confidence  largest score of a token, mean over tokens and layers
-        router_entropy     entropy of a token's scores, nats, mean over tokens and layers
-        dropped            share of all choices that found no room
-        balance_loss       what the auxiliary loss is before its weight, mean over layers; 1 = even
-        router_z           logsumexp(logits)^2, mean over tokens and layers
-        """
+        """The figures of `ROUTING_METRICS`."""
         peak_L = peak(self.load_LE)
         return {
             "expert_load_max": float(peak_L.max()),
@@ -108,7 +112,7 @@ def evenness(load: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def collapsed(load_LE: NDArray[Any], tokens_L: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which routers send most tokens to the same few experts.
+    """True for each router that sends most tokens to the same few experts.
 
     Let each token choose K of E experts. Even, an expert is chosen by K/E of the tokens; collapsed, K experts by all. A router counts as
     collapsed when it is more than half way there by either measure: effectively fewer than sqrt(K E) experts share the load (half way

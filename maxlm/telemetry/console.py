@@ -75,7 +75,7 @@ class ConsoleObserver:
         pieces = describe(self._record, self._total, self._pace.seconds_left())
         width = self._console.width - 1
         while len(pieces) > 1 and len("  ".join(pieces)) > width:
-            pieces.pop(_least_important(pieces))
+            pieces.pop(_least_important(pieces, self._record))
         text = "  ".join(pieces)
         room = width - len(text) - 2
         grid = Table.grid(padding=(0, 2))
@@ -123,7 +123,7 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
     if record.mfu is not None:
         pieces.append(f"MFU {percent(record.mfu)}")
-    pieces += _expert_figures(record)
+    pieces += _declared(record)
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
     pieces.append(f"data wait {percent(waiting)}")
     if record.step < total_steps:
@@ -131,16 +131,16 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     return pieces
 
 
-def _expert_figures(record: StepRecord) -> list[str]:
-    """Load of the busiest expert over its even share, and the share of dropped choices if any."""
-    busiest, dropped = record.extra.get("expert_load_max"), record.extra.get("dropped", 0.0)
-    return ([f"load {busiest:.2f}x"] if busiest is not None else []) + ([f"drop {percent(dropped)}"] if dropped > 0 else [])
+def _declared(record: StepRecord) -> list[str]:
+    """Metrics that are declared with a format for the console, unless 0."""
+    values = [(metric, record.extra.get(metric.name, 0.0)) for metric in record.declared if metric.console]
+    return [metric.console.format(value, percent=percent(value)) for metric, value in values if value]
 
 
-def _least_important(pieces: list[str]) -> int:
-    """Index of the part that a narrow terminal drops next: data wait, MFU, figures of experts, then the last one."""
-    for start in ("data wait", "MFU", "drop", "load"):
-        for index, piece in enumerate(pieces):
-            if piece.startswith(start):
-                return index
+def _least_important(pieces: list[str], record: StepRecord) -> int:
+    """Index of the part that a narrow terminal drops next: data wait, MFU, declared metrics, then the last one."""
+    for candidates in (["data wait"], ["MFU"], _declared(record)):
+        found = [index for index, piece in enumerate(pieces) if piece.startswith(tuple(candidates))]
+        if found:
+            return found[-1]
     return len(pieces) - 1

@@ -15,7 +15,7 @@ from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
 class FileObserver:
     """Invariant: the steps in `metrics.jsonl` rise. Records a killed or rolled-back attempt wrote are dropped when their steps come again.
 
-    The same holds of `routing.jsonl`, which has a line for each record that says how tokens met experts; without any there is no such file.
+    The same holds of `routing.jsonl`, which has a line for each record with the load of experts; without any there is no such file.
     Events are history and are never removed. Does nothing on a process that is not the primary one.
 
     A call that raised OSError, as on a full disk, may be made again: no line is torn, doubled or left out.
@@ -32,12 +32,12 @@ class FileObserver:
             run.metrics.touch()
             _drop_torn_line(run.events)
             self._events = AppendFile(run.events)
-            self._note_the_kill()
+            self._record_killed_attempt()
             self._metrics = _Steps(run.metrics)
             self._routing = _Steps(run.routing) if run.routing.exists() else None
 
-    def _note_the_kill(self) -> None:
-        """An attempt that ended without a word is noted while its records are there: those of steps that are done again will go."""
+    def _record_killed_attempt(self) -> None:
+        """Add an event for an attempt that ended without `stop`, while its records exist: those of repeated steps are dropped."""
         events = [event for item in read_objects(self._run.events) if item is not None and (event := Event.of(item)) is not None]
         timings = (timing for item in read_objects(self._run.metrics) if item is not None and (timing := StepTiming.of(item)) is not None)
         event = killed_event(events, timings)
@@ -64,7 +64,7 @@ class FileObserver:
             self.rewind(event.step)
 
     def rewind(self, step: int) -> None:
-        """Keeps the records of steps <= `step`. Atomic: a kill in between leaves the old file or the new one. Raises OSError."""
+        """Keep the records of steps <= `step`. Atomic: a kill in between leaves the old file or the new one. Raises OSError."""
         for steps in (self._metrics, self._routing):
             if steps is not None:
                 steps.rewind(step)
@@ -77,7 +77,7 @@ class FileObserver:
 
 
 class _Steps:
-    """A file of JSON lines whose steps rise, and where no torn line is left."""
+    """A file of JSON lines with rising steps and no torn line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class _Steps:
         self._last_line = b""
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """The same record again, right after it, changes nothing."""
+        """Append a record; the last one again changes nothing."""
         line = dumps(record).encode() + b"\n"
         if line == self._last_line:
             return
@@ -95,14 +95,14 @@ class _Steps:
         self._last_step, self._last_line = record["step"], line
 
     def rewind(self, step: int) -> None:
-        """Keeps the records of steps <= `step`."""
+        """Keep the records of steps <= `step`."""
         if step >= self._last_step:
             return
         self._file.close()
         with replacing(self._path) as file:
             for line, record in read_lines(self._path):
                 if record is not None and _step(record) <= step:
-                    file.write(line)  # as it is: to write the loads of many experts anew takes ten times as long
+                    file.write(line)  # as it is: to encode the loads of many experts again takes ten times as long
         self._file, self._last_line = AppendFile(self._path), b""
         self._last_step = self._read_last_step()
 
@@ -118,11 +118,11 @@ class _Steps:
 
 def _step(record: dict) -> float:
     step = record.get("step")
-    return step if isinstance(step, int) else float("inf")  # a line without a step is nobody's: the next rewind drops it
+    return step if isinstance(step, int) else float("inf")  # the next rewind drops a line without a step
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cuts what follows the last newline: the next record must not be glued to half of one."""
+    """Truncate the file after its last newline, so that the next record does not continue half a line."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
+from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.strict_json import dumps
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ CLOSE_S = 10.0  # for all observers together
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known after an update. Means are over the steps since the record before."""
+    """Figures of an update. Means are over the steps since the record before."""
 
     step: int  # updates done
     loss: float  # nats a token
@@ -31,15 +32,16 @@ class StepRecord:
     tflops_per_device: float | None  # 10^12 FLOP/s
     mfu: float | None  # share of the peak, 0 to 1; None where the peak is unknown
     data_wait_s: float  # of a step, waiting for its batch
-    time: float = field(default_factory=time.time, compare=False)  # when it was known, seconds since 1970
-    extra: Mapping[str, float] = field(default_factory=dict)  # z_loss, skipped, eval_loss, ...; with experts Balance.figures()
+    time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
+    extra: Mapping[str, float] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest
     balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
+    declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics whose values are in `extra`
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, `extra` beside the others; not `balance`, which is more than figures."""
-        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("extra", "balance")}
+        """Every figure by name, `extra` beside the others."""
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("extra", "balance", "declared")}
         known["time"] = round(self.time, 3)
-        return {**known, **self.extra, **known}  # an extra never hides a figure of ours
+        return {**known, **self.extra, **known}  # an extra never replaces one of the fields
 
     def to_json(self) -> str:
         """One line of strict JSON: what is not finite is null."""
@@ -51,7 +53,7 @@ class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
-              command began, `changed` (setting -> old and new value)
+              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
@@ -72,7 +74,7 @@ class Event:
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> "Event | None":
-        """From the object of a line; None when it is no event."""
+        """The event of a line's object; None if it is no event."""
         kind, step, when = item.get("kind"), item.get("step"), item.get("time")
         if not isinstance(kind, str) or not is_step(step) or not isinstance(when, int | float) or isinstance(when, bool):
             return None
@@ -85,7 +87,7 @@ class Event:
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """A number of updates, as files hold it."""
+    """True for a number of updates, as files hold it."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
@@ -98,10 +100,10 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Passes records and events on to several observers, each in a thread of its own. No call here waits or fails.
+    """Passes records and events to several observers, each in a thread of its own. No call here waits or fails.
 
     An observer that raises OSError is given the same again until it succeeds; one that raises anything else is closed and gets no more.
-    The others learn of it by an `observer` event.
+    The others are informed by an `observer` event.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -122,7 +124,7 @@ class Observers:
             background.put(observer.on_event, event)
 
     def close(self, within_s: float = CLOSE_S) -> list[str]:
-        """Closes every observer, in `within_s` seconds at most; what was lost, in sentences. A second call does nothing."""
+        """Close every observer, in `within_s` seconds at most. Returns what was lost, in sentences. A second call does nothing."""
         deadline = time.monotonic() + within_s
         closing, self._active = self._active, []
         for _, background in closing:

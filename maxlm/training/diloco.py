@@ -1,78 +1,90 @@
-"""Local updates, with an outer optimizer (DiLoCo, Douillard 2023, arXiv 2311.08105).
+"""Local updates with an outer optimizer (DiLoCo, Douillard 2023, arXiv 2311.08105).
 
-Workers hold weights and optimizer state of their own, stacked along a leading dim that `data` splits, and train apart on their own rows
-of the batch. Every `every` updates they synchronise: the mean of how far they moved from the shared weights is the gradient of one step
-of SGD with Nesterov's momentum, and all go on from the result. Between two synchronisations only scalars travel along `data`.
+Workers hold states of their own, stacked along a leading dim that `data` splits, and train on their own rows of the batch. Every `every`
+updates they synchronise: the shared weights minus the mean of the workers' is the pseudo-gradient of one step of SGD with Nesterov's
+momentum, and all continue from the result. Between two synchronisations only scalars travel along `data`. Weights are averaged in float32.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from maxlm.config.schema import DilocoConfig
-from maxlm.data.batch import Batch
+from maxlm.config.schema import Config, DilocoConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.loss import LossSums
+from maxlm.objectives import Sums
+from maxlm.parallel import mesh_axes
+from maxlm.training.state import TrainState
+from maxlm.training.step import Updater
 
 AXIS = "data"
-Update = Callable[[Parameters, Any, Batch], tuple[Parameters, Any, LossSums, Float[Array, ""]]]
 
 
 class WorkerState(NamedTuple):
-    """The optimizer state of a run with local updates. `workers_*` has a leading dim of one entry a worker."""
+    """`TrainState.workers`: the state of each worker, with a leading dim of workers, and the momentum of the outer optimizer."""
 
-    workers_params: Parameters
-    workers_state: Any
+    states: TrainState
     momentum: Parameters
 
 
-def with_workers(inner: optax.GradientTransformation, settings: DilocoConfig) -> optax.GradientTransformation:
-    """`inner`, whose first state is that of every worker."""
+class LocalUpdates:
+    """Local updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the
+    inner optimizer belongs to the workers.
+    """
 
-    def init(params: Parameters) -> WorkerState:
-        return WorkerState(
-            _stack(params, settings.workers), _stack(inner.init(params), settings.workers), jax.tree.map(jnp.zeros_like, params)
-        )
+    def __init__(self, config: Config, settings: DilocoConfig, update: Updater) -> None:
+        self._settings, self._update, self._total = settings, update, config.total_steps
 
-    return optax.GradientTransformation(init, inner.update)
+    def init(self, state: TrainState) -> TrainState:
+        workers = WorkerState(_stack(state, self._settings.workers), jax.tree.map(jnp.zeros_like, state.params))
+        return replace(state, opt_state=(), workers=workers)
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        axes = mesh_axes("worker", mesh) or None
+        states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), shardings)
+        return replace(shardings, opt_state=(), workers=WorkerState(states, shardings.params))
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        states, sums, grad_norm = self._update_workers(state.workers.states, batch)
+        done = state.step - state.skipped + 1
+        due = (done % min(self._settings.every, self._total) == 0) | (state.step + 1 == self._total)
+        params, workers = sync_workers(self._settings, state.params, state.workers._replace(states=states), due)
+        return replace(state.advance(params, ()), workers=workers), sums, grad_norm
+
+    def _update_workers(self, states: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
+        rows = jax.tree.map(lambda a: a.reshape(self._settings.workers, -1, *a.shape[1:]), batch)
+
+        def one(worker: tuple[TrainState, Any]) -> tuple[TrainState, Sums, Float[Array, ""]]:
+            return self._update(*worker)
+
+        def each(*workers: Any) -> Any:
+            """The workers that one share of the devices along `data` holds, one after another."""
+            if len(jax.tree.leaves(workers)[0]) > 1:
+                return jax.lax.map(one, workers)
+            return jax.tree.map(lambda a: a[None], one(jax.tree.map(lambda a: a[0], workers)))
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.shape.get(AXIS, 1) > 1:
+            each = jax.shard_map(each, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS}, check_vma=False)
+        states, sums, norms = each(states, rows)
+        return states, sums.over_leading_dim(), jnp.mean(norms)
 
 
-def update_workers(update: Update, apart: WorkerState, batch: Batch) -> tuple[WorkerState, LossSums, Float[Array, ""]]:
-    """(what an update of its own by each worker makes of `apart`, sums over all of them, the mean of their gradients' norms)."""
-    workers = jax.tree.leaves(apart.workers_state)[0].shape[0]
-    rows = jax.tree.map(lambda a: a.reshape(workers, -1, *a.shape[1:]), batch)
+def sync_workers(settings: DilocoConfig, shared: Parameters, workers: WorkerState, due: Bool[Array, ""]) -> tuple[Parameters, WorkerState]:
+    """(shared weights, workers): where a synchronisation is due, after one more outer step, from which all workers continue."""
 
-    def one(worker: tuple[Parameters, Any, Batch]) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
-        return update(*worker)
+    def step(shared: Parameters, workers: WorkerState) -> tuple[Parameters, WorkerState]:
+        gradient = jax.tree.map(lambda anchor, own: anchor - jnp.mean(own, 0), shared, workers.states.params)
+        momentum = jax.tree.map(lambda m, g: settings.momentum * m + g, workers.momentum, gradient)
+        shared = jax.tree.map(lambda p, m, g: p - settings.lr * (settings.momentum * m + g), shared, momentum, gradient)
+        return shared, WorkerState(replace(workers.states, params=_stack(shared, settings.workers)), momentum)
 
-    def own(*held: Any) -> Any:
-        """Of the workers that one share of the devices along `data` holds, one after another."""
-        if len(jax.tree.leaves(held)[0]) > 1:
-            return jax.lax.map(one, held)
-        return jax.tree.map(lambda a: a[None], one(jax.tree.map(lambda a: a[0], held)))
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get(AXIS, 1) > 1:
-        own = jax.shard_map(own, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS}, check_vma=False)
-    params, state, sums, norms = own(apart.workers_params, apart.workers_state, rows)
-    return apart._replace(workers_params=params, workers_state=state), jax.tree.map(lambda a: jnp.sum(a, 0), sums), jnp.mean(norms)
-
-
-def sync_workers(settings: DilocoConfig, shared: Parameters, apart: WorkerState, due: Bool[Array, ""]) -> tuple[Parameters, WorkerState]:
-    """The shared weights and the workers: after another outer step, and at a new start, where a meeting is due, else as they are."""
-
-    def step(shared: Parameters, apart: WorkerState) -> tuple[Parameters, WorkerState]:
-        gone = jax.tree.map(lambda anchor, own: anchor - jnp.mean(own, 0), shared, apart.workers_params)
-        momentum = jax.tree.map(lambda m, g: settings.momentum * m + g, apart.momentum, gone)
-        shared = jax.tree.map(lambda p, m, g: p - settings.lr * (settings.momentum * m + g), shared, momentum, gone)
-        return shared, apart._replace(workers_params=_stack(shared, settings.workers), momentum=momentum)
-
-    return jax.lax.cond(due, step, lambda *same: same, shared, apart)
+    return jax.lax.cond(due, step, lambda *same: same, shared, workers)
 
 
 def _stack(tree: Any, workers: int) -> Any:

@@ -1,5 +1,5 @@
-"""Check that a run fits in memory: by a lower bound before anything is built, by the compiler's figures before the first step, and,
-where both were passed and it still does not, in one line.
+"""Check that a run fits in memory: by a lower bound before anything is built, and by the compiler's figures before the first step. Running
+out of memory later is reported in one line.
 """
 
 import contextlib
@@ -11,23 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxlm.config import UserError
 from maxlm.config.schema import Config, ModelConfig, Section
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.models import count_parameters
+from maxlm.objectives import ArraySpec, build_objective
 
 FLOAT32, INT32 = 4, 4  # bytes
 ARRAYS = 5  # of a batch, each of int32 or float32
-THREADS = 2**15  # at once in one process: more are refused by Linux as it is set up, and make nothing faster
+THREADS = 2**15  # of one process: Linux refuses more with its default settings
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes so many bytes of a device, at least, and how to make it smaller."""
+    """A use of a device's memory: its bytes, at least, and how to make it smaller."""
 
     name: str
     bytes: int
@@ -35,7 +37,7 @@ class Part:
 
 
 def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], processes: int = 1) -> None:
-    """Raise UserError if `config` cannot fit on a mesh of `sizes`, by what it needs at least. Builds no array, however large the model.
+    """Raise UserError if `config` cannot fit on a mesh of `sizes`, by a lower bound. Builds no array, however large the model.
 
     `processes`: of this run on this host, which share its memory where devices are CPUs.
     """
@@ -51,7 +53,7 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
             _compare("generating samples.tokens", shared, limit, devices[0])
     host = host_memory()
     if host is not None:
-        _compare("reading batches", _read(config), host // processes, None)
+        _compare("reading batches", _host_batch(config), host // processes, None)
 
 
 def check_generation(model: ModelConfig, length: int) -> None:
@@ -65,19 +67,19 @@ def check_generation(model: ModelConfig, length: int) -> None:
 
 def check_compiled(step: Any, device: jax.Device, processes: int = 1) -> None:
     """Raise UserError if the compiled `step` needs more memory than `device` has, by the compiler's own figures."""
-    limit, found = memory_of_a_device(device, processes), step.memory_analysis()
-    if limit is None or found is None:
+    limit, memory = memory_of_a_device(device, processes), step.memory_analysis()
+    if limit is None or memory is None:
         return
-    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     parts = (
-        Part("the state and the batch", kept, "split the state over more devices with mesh.fsdp, or make the model smaller"),
-        Part("activations and gradients", found.temp_size_in_bytes, _FEWER_ACTIVATIONS),
+        Part("the state and the batch", arguments, "split the state over more devices with mesh.fsdp, or make the model smaller"),
+        Part("activations and gradients", memory.temp_size_in_bytes, _FEWER_ACTIVATIONS),
     )
     _compare("a step as it is compiled", parts, limit, device)
 
 
 def memory_of_a_device(device: jax.Device, processes: int) -> int | None:
-    """Bytes that one device may hold; a CPU's share of the machine's memory. None where nobody says."""
+    """Bytes that one device may hold; a CPU's share of the machine's memory. None if it is not known."""
     if device.platform == "cpu":
         host = host_memory()
         return None if host is None else host // (processes * jax.local_device_count())
@@ -122,7 +124,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
 
 
 def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
-    one = ARRAYS * INT32 * config.tokens_per_step // math.prod(sizes.values())
+    one = _batch_bytes(config) // math.prod(sizes.values())
     ready = min(config.data.prefetch, config.total_steps)
     return (
         Part("a batch", one, f"lower {_longest(config)}"),
@@ -130,10 +132,17 @@ def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     )
 
 
-def _read(config: Config) -> tuple[Part, ...]:
-    """Host memory of a process while it makes a batch: its rows, and the number of every row."""
-    rows, numbers = -(-config.train.global_batch // jax.process_count()), 8 * config.train.global_batch
-    return (Part("a batch", INT32 * (ARRAYS + 1) * rows * config.data.seq_len + numbers, f"lower {_longest(config)}"),)
+def _batch_bytes(config: Config) -> int:
+    """Bytes of all arrays of a global batch."""
+    specs = jax.tree.leaves(build_objective(config).batch_spec(), is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in specs)
+
+
+def _host_batch(config: Config) -> tuple[Part, ...]:
+    """Host memory of a process while it makes a batch: its rows, their windows, and the number of every row."""
+    whole, rows = config.train.global_batch, -(-config.train.global_batch // jax.process_count())
+    window = INT32 * rows * config.data.seq_len
+    return (Part("a batch", _batch_bytes(config) * rows // whole + window + 8 * whole, f"lower {_longest(config)}"),)
 
 
 def cached(model: ModelConfig, length: int) -> tuple[Part, ...]:
@@ -149,11 +158,11 @@ def _longest(config: Config) -> str:
 
 
 def _largest(model: ModelConfig) -> str:
-    """The setting of the model that, made as small as can be, leaves the fewest parameters."""
+    """The setting of the model that, set to 1, leaves the fewest parameters."""
     tried = {f"model.{field}": (size, model.model_copy(update={field: 1})) for field, size in _sizes(model)}
     for name, section in (("moe", model.moe), ("latent", model.latent)):
         for field, size in _sizes(section):
-            assert section is not None, "it has sizes"
+            assert section is not None, "a section that is absent has no sizes"
             tried[f"model.{name}.{field}"] = size, model.model_copy(update={name: section.model_copy(update={field: 1})})
     left = {field: count_parameters(smaller) for field, (_, smaller) in tried.items()}
     field = min(left, key=left.__getitem__)
@@ -184,7 +193,7 @@ _ASKED = re.compile(r"allocat\w*\s+([\d.]+ ?[KMGTP]?i?[Bb](?:ytes)?)\b")
 
 @contextlib.contextmanager
 def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Iterator[None]:
-    """Turn running out of memory, of a device or of the host, into a UserError of one line; the whole of it goes to the log."""
+    """Turn running out of memory, of a device or of the host, into a UserError of one line; the traceback goes to the log."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -194,11 +203,11 @@ def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Itera
         _log.info("out of memory while %s", doing, exc_info=error)
         used, asked = _USED.search(text), _ASKED.search(text)
         if used is not None:
-            told = f" (it needs {used[1]}B of {used[3]}, which has {used[2]}B)"
+            figures = f" (it needs {used[1]}B of {used[3]}, which has {used[2]}B)"
         else:
-            told = f" (it asked for {_readable(asked[1])} more)" if asked is not None else ""
+            figures = f" (it asked for {_readable(asked[1])} more)" if asked is not None else ""
         where = "this machine" if isinstance(error, MemoryError) or jax.default_backend() == "cpu" else f"a {jax.devices()[0].device_kind}"
-        raise UserError(f"{where} ran out of memory while {doing}{told}; {remedy}.") from None
+        raise UserError(f"{where} ran out of memory while {doing}{figures}; {remedy}.") from None
 
 
 def _readable(figure: str) -> str:

@@ -1,97 +1,105 @@
-"""Gradients of a batch: microbatch after microbatch, and reduced over the devices no more often than they must be.
+"""Gradients of a batch. `program.py` chooses, once, how they are formed (`in_one_pass`, `accumulated`, or by a pipeline) and how they are
+reduced over devices: by XLA's partitioner, which is the plain case and needs no line here, or once an update by `reduced_once`.
 
-Where weights are whole on every device of an axis (`data`; `fsdp` as well below ZeRO stage 3, Rajbhandari 2020, arXiv 1910.02054), each
-device adds up the gradients of its own microbatches, and they are reduced once an update. Everywhere else XLA's partitioner gathers weights
-and scatters gradients layer by layer.
+The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
+for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
+the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config
-from maxlm.data.batch import Batch
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.objectives import Objective, Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
-from maxlm.training import pipelined
-from maxlm.training.loss import LossSums, loss_sums
 
 Axes = tuple[str | None, ...]
+Loss = Callable[[Parameters, Any], tuple[Float[Array, ""], Sums]]  # (parameters, batch) -> (sum that is differentiated, figures)
+Former = Callable[[Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]  # (parameters, batch, denominator) -> as `Gradients`
+Gradients = Callable[[Parameters, Any], tuple[Sums, Parameters]]  # (parameters, batch) -> (figures, gradient of the mean loss)
 
 
-def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSums, Parameters]:
-    """Sums and mean gradient of the batch. The mean is over the tokens of all microbatches."""
-    total_tokens = jnp.maximum(jnp.sum(batch.weights_BS), 1)
-    local = _whole_over(config, jax.sharding.get_abstract_mesh())
-    if not local:
-        return _microbatches(config, params, batch, total_tokens, _gather_layers if config.mesh.zero == 2 else None)
-    axes = parameter_axes(config.model)
+def of_mean(objective: Objective, form: Former) -> Gradients:
+    """The gradient of the mean over the whole batch, reduced by the partitioner: it follows from how parameters and batch are split."""
 
-    def share(params: Parameters, batch: Batch, total_tokens: jax.Array) -> tuple[LossSums, Parameters]:
-        """Of one device along `local`."""
-        sums, grads = _microbatches(config, params, batch, total_tokens, summed=local)
-        return jax.lax.psum(sums, local), _map(partial(_reduce, local=local), axes, grads)
+    def gradients(params: Parameters, batch: Any) -> tuple[Sums, Parameters]:
+        return form(params, batch, jnp.maximum(objective.denominator(batch), 1))
 
-    compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
-    specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
-    rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
-    run = jax.shard_map(share, in_specs=(P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
-    sums, grads = run(compute, batch, total_tokens)
-    return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    return gradients
 
 
-def _whole_over(config: Config, mesh: AbstractMesh) -> tuple[str, ...]:
-    """The axes over which gradients are reduced once an update, by hand: weights are whole along them, and there is more than one
-    microbatch to wait for; below ZeRO stage 2 gradients stay whole anyway, and so they do on the stages of a pipeline.
-    """
-    axes = ("data",) if config.mesh.zero == 3 else ("data", "fsdp")
-    waits = config.train.microbatches > 1 or config.mesh.zero == 1 or pipelined.stages() > 1
-    return tuple(axis for axis in axes if waits and mesh.shape.get(axis, 1) > 1 and axis not in mesh.manual_axes)
+def in_one_pass(loss: Loss, params: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
+    """(figures, gradient of the loss over `denominator`) by one forward and one backward pass."""
 
+    def mean_loss(params: Parameters, batch: Any) -> tuple[Float[Array, ""], Sums]:
+        total, sums = loss(params, batch)
+        return total / denominator, sums
 
-def _microbatches(
-    config: Config,
-    params: Parameters,
-    batch: Batch,
-    total_tokens: Float[Array, ""],
-    prepare: Callable[[Config, Parameters], Parameters] | None = None,
-    summed: tuple[str, ...] = (),
-) -> tuple[LossSums, Parameters]:
-    """Sums and gradient of the batch, divided by `total_tokens`; the loss is of `prepare(params)`. `summed`: as in `Forward`."""
-
-    def part_loss(params: Parameters, part: Batch) -> tuple[Float[Array, ""], LossSums]:
-        total, sums = loss_sums(config, prepare(config, params) if prepare else params, part, summed=summed)
-        return total / total_tokens, sums
-
-    gradient = jax.grad(part_loss, has_aux=True)
-    microbatches = config.train.microbatches
-    # Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing moves between devices.
-    parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
-    if pipelined.stages() > 1:
-        return pipelined.gradients(config, params, parts, total_tokens, summed)
-    if microbatches == 1:
-        grads, sums = gradient(params, batch)
-        return sums, grads
-
-    def body(carry: tuple[LossSums, Parameters], part: Batch) -> tuple[tuple[LossSums, Parameters], None]:
-        grads, sums = gradient(params, part)
-        return jax.tree.map(jnp.add, carry, (sums, grads)), None
-
-    _, sums = jax.eval_shape(gradient, params, jax.tree.map(lambda a: a[0], parts))
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
-    (sums, grads), _ = jax.lax.scan(body, zero, parts)
+    grads, sums = jax.grad(mean_loss, has_aux=True)(params, batch)
     return sums, grads
 
 
+def accumulated(microbatches: int, loss: Loss, params: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
+    """The same, microbatch after microbatch; gradients are added up in float32."""
+    parts = split(batch, microbatches)
+
+    def body(carry: tuple[Sums, Parameters], part: Any) -> tuple[tuple[Sums, Parameters], None]:
+        sums, grads = in_one_pass(loss, params, part, denominator)
+        return (carry[0].plus(sums), jax.tree.map(jnp.add, carry[1], grads)), None
+
+    sums, _ = jax.eval_shape(partial(in_one_pass, loss), params, jax.tree.map(lambda a: a[0], parts), denominator)
+    zero = sums.empty(), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
+    return jax.lax.scan(body, zero, parts)[0]
+
+
+def split(batch: Any, microbatches: int) -> Any:
+    """The batch with a leading dim of microbatches. Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing
+    moves between devices.
+    """
+    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
+
+
+def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes over which `reduced_once` reduces: weights are whole along them (`data`; `fsdp` as well below ZeRO stage 3, Rajbhandari
+    2020, arXiv 1910.02054), and there is more than one microbatch to wait for. Below ZeRO stage 2 gradients stay whole anyway, and so they
+    do on the stages of a pipeline. Workers of local updates are not reduced over `data`.
+    """
+    waits = config.train.microbatches > 1 or config.mesh.zero == 1 or sizes.get("stage", 1) > 1
+    axes = ("data",) if config.mesh.zero == 3 else ("data", "fsdp")
+    return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))
+
+
+def reduced_once(config: Config, objective: Objective, form: Former, local: tuple[str, ...]) -> Gradients:
+    """Each device along the axes `local` forms the gradient of its own rows; they are reduced once, at the end."""
+    axes = parameter_axes(config.model)
+
+    def on_device(params: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
+        sums, grads = form(params, batch, denominator)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return sums.over_devices(local), _map(partial(_reduce, local=local), axes, grads)
+
+    def gradients(params: Parameters, batch: Any) -> tuple[Sums, Parameters]:
+        compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
+        specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
+        rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
+        run = jax.shard_map(on_device, in_specs=(P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
+        sums, grads = run(compute, batch, jnp.maximum(objective.denominator(batch), 1))
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    return gradients
+
+
 def _scatters(name: str | None, local: tuple[str, ...]) -> bool:
-    """Whether a reduction over `local` leaves each device its part of the dim of that logical axis."""
+    """True if a reduction over `local` leaves each device its part of the dim of that logical axis."""
     return "fsdp" in local and name is not None and "fsdp" in RULES[name]
 
 
@@ -104,9 +112,9 @@ def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...]) -> jax.
     return jax.lax.psum(gradient, local) if local else gradient
 
 
-def _gather_layers(config: Config, params: Parameters) -> Parameters:
-    """The layers' weights in the dtype of the matmuls, whole over `fsdp`; their gradients are scattered as they are formed. Embedding and
-    unembedding are read once a microbatch anyway.
+def gather_layers(config: Config, params: Parameters) -> Parameters:
+    """ZeRO stage 2: the layers' weights in the dtype of the matmuls, whole over `fsdp`; their gradients are scattered as they are formed.
+    Embedding and unembedding are read once a microbatch anyway.
     """
     axes = parameter_axes(config.model)
     compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))

@@ -1,4 +1,4 @@
-"""Keeps one bad update from spoiling a run, and a bad state from being saved."""
+"""Guards against values that are not finite: such an update is skipped, such a state is not saved."""
 
 import functools
 from dataclasses import replace
@@ -16,11 +16,11 @@ from maxlm.training.state import TrainState
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
     """`proposed` if loss and gradient norm are finite; else `state` with the batch counted as consumed and skipped.
 
-    The norm is a reduction over every gradient, so all devices decide alike.
+    The norm is a reduction over every gradient, so all devices agree.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposed, state)
-    return replace(kept, step=state.step + 1, skipped=state.skipped + jnp.where(finite, 0, 1))
+    chosen = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposed, state)
+    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(finite, 0, 1))
 
 
 def not_finite(state: TrainState, mesh: Mesh) -> list[str]:

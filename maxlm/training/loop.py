@@ -5,66 +5,25 @@ The loop never waits for the device to log: figures of step n - 1 are read while
 """
 
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.data.input_pipeline import Pipeline
-from maxlm.telemetry.goodput import Goodput
-from maxlm.telemetry.observer import Event, Observers
+from maxlm.telemetry.observer import Event
 from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.saving import Saving
+from maxlm.training.session import Outcome, Session, Start
 from maxlm.training.state import TrainState
-
-Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended: after `step` updates, and why."""
-
-    status: Status
-    step: int
-    message: str
-    eval_loss: float | None = None
-    state: TrainState | None = None
-
-
-@dataclass(frozen=True)
-class Session:
-    """What the loop works with. `stop` is asked before every step: a reason to stop there, or None; `gives_up` in what may take long."""
-
-    program: Program
-    data: Pipeline
-    held_out: Pipeline | None
-    checkpoints: Checkpoints
-    observers: Observers
-    goodput: Goodput
-    stop: Callable[[int], str | None] = lambda step: None
-    gives_up: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training begins: a state that holds `step` updates; of one that was restored, what is told of that, and what its checkpoint
-    says beside it.
-    """
-
-    state: TrainState
-    step: int
-    restored: dict[str, Any] | None = None
-    position: Mapping[str, Any] = field(default_factory=dict)
 
 
 def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
-    """The newest good checkpoint, or a fresh state; meanwhile the step is compiled. Writes nothing.
+    """Restore the newest good checkpoint, or initialize a fresh state, while the step is compiled. Writes nothing.
 
     Raises UserError for a foreign checkpoint.
     """
@@ -73,7 +32,7 @@ def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
         return _restore(program, checkpoints)
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
-    pool.shutdown(wait=False)  # an error below is told at once
+    pool.shutdown(wait=False)  # an error below is raised at once
     start = Start(program.init(), 0) if latest is None else _restore(program, checkpoints)
     compiled.result()
     return start
@@ -82,8 +41,8 @@ def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
 def _restore(program: Program, checkpoints: Checkpoints) -> Start:
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
-    told = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
-    return Start(restored.state, restored.step, told, restored.data_position)
+    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
+    return Start(restored.state, restored.step, data, restored.data_position)
 
 
 def train(session: Session, start: Start) -> Outcome:
@@ -115,7 +74,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
         for step in range(start.step, total):
             reason = session.stop(step)
             if reason is None:
-                saving.when_due(step, state)
+                saving.save_if_due(step, state)
             if meter.health.unhealthy:
                 return Outcome("unhealthy", step, meter.health.unhealthy, eval_loss, state)
             if reason is not None:
@@ -130,7 +89,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if ready is None:
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
             _, batch = ready
-            _tell_problems(session, session.data, step)
+            _report_problems(session, session.data, step)
             waited = time.monotonic() - waiting
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
@@ -145,10 +104,10 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
 
 
 def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
-    """Save the last state if it is healthy, and evaluate it meanwhile; else say why not, and which checkpoint is left."""
+    """Save the last state if it is healthy, and evaluate it meanwhile; else report why not, and which checkpoint is left."""
     state = end.state
     assert state is not None, "the steps end with a state"
-    saving.doubt(state)
+    saving.check(state)
     wrong = meter.health.at_end()
     if wrong and (meter.health.unhealthy or end.status == "done"):
         end = replace(end, status="unhealthy", message=wrong)
@@ -168,21 +127,21 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
 
 
 def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> float | None:
-    """Mean held-out loss in nats a token, told as an event; None without held-out data, or if a signal asks for the end meanwhile."""
+    """Mean held-out loss, also reported as an event; None without held-out data, or if a signal asks training to stop meanwhile."""
     if session.held_out is None:
         return None
 
     def gives_up() -> bool:
-        saving.tell()  # a save may end meanwhile
+        saving.poll()  # a save may end meanwhile
         return session.gives_up()
 
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
         loss = evaluate(session.program, state, session.held_out, gives_up)
-    _tell_problems(session, session.held_out, step)
+    _report_problems(session, session.held_out, step)
     if loss is None:
-        reason = "the evaluation is left out, since a signal came"
+        reason = "the evaluation was skipped: a signal asked training to stop"
         session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
         return None
     session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
@@ -190,7 +149,7 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     return loss
 
 
-def _tell_problems(session: Session, data: Pipeline, step: int) -> None:
-    """Tell of the samples that were left out of batches."""
+def _report_problems(session: Session, data: Pipeline, step: int) -> None:
+    """Report the samples that were left out of batches."""
     for problem in data.take_problems():
         session.observers.on_event(Event("alarm", step, data=problem))

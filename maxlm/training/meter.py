@@ -1,4 +1,4 @@
-"""Turns the device's metrics into records, one step late, so that reading them never makes the device wait."""
+"""Turns the metrics of the device into records, one step late, so that reading them never makes the device wait."""
 
 import math
 import time
@@ -11,12 +11,13 @@ from maxlm.hardware.chips import chip_of
 from maxlm.models import step_flops
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
+from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
 from maxlm.training.program import Program
 from maxlm.training.step import Metrics
 
-DETAILED_RECORDS = 1000  # of a run: about so many records say what each expert did
+DETAILED_RECORDS = 1000  # records of a run, about, that hold the load of each expert
 
 
 class _Pending(NamedTuple):
@@ -25,10 +26,10 @@ class _Pending(NamedTuple):
 
 
 class Meter:
-    """Call `stepped` after each dispatch. `health` judges every update that was read."""
+    """Reads the metrics of every update. Call `stepped` after each dispatch; `health` judges every update that was read."""
 
     def __init__(self, program: Program, observers: Observers, start: int, levels: Mapping[str, float] | None = None) -> None:
-        """`levels`: of the loss, as `Health` takes them."""
+        """`levels`: as in `Health`."""
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
         self._observers = observers
@@ -44,6 +45,7 @@ class Meter:
         self._first_layer = config.model.moe.n_dense if config.model.moe is not None else 0
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
         self._start = start
+        self._declared = program.metrics
         self.health = Health(config.model.vocab_size, levels)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
@@ -56,7 +58,7 @@ class Meter:
         self._pending = _Pending(step, metrics)
 
     def pause(self) -> None:
-        """Time until now was not spent on steps."""
+        """Leave the time until now out of the time of steps."""
         self._since = time.monotonic()
 
     def flush(self) -> None:
@@ -81,30 +83,27 @@ class Meter:
     def _record(self, step: int, metrics: Metrics, balance: Balance | None) -> StepRecord:
         step_time_s = self._seconds / self._steps
         flops_per_s = self._flops_per_device / step_time_s
+        values = records(metrics.values)
+        del values["tokens"]  # the record counts those consumed
         return StepRecord(
             step=step,
-            loss=float(metrics.loss),
-            grad_norm=float(metrics.grad_norm),
-            lr=float(metrics.lr),
+            loss=values.pop("loss"),
+            grad_norm=values.pop("grad_norm"),
+            lr=values.pop("lr"),
             tokens=step * self._tokens_per_step,
             tokens_per_s=self._tokens_per_step / step_time_s,
             step_time_s=step_time_s,
             tflops_per_device=flops_per_s / 1e12,
             mfu=flops_per_s / self._peak if self._peak else None,
             data_wait_s=self._waited / self._steps,
-            extra={
-                "z": float(metrics.z),
-                "skipped": int(metrics.skipped),
-                "batch_digest": int(metrics.batch_digest),
-                **{f"loss_ahead_{i + 1}": float(loss) for i, loss in enumerate(metrics.ahead if metrics.ahead is not None else ())},
-                **(balance.figures() if balance is not None else {}),
-            },
+            extra={**values, **(balance.figures() if balance is not None else {})},
             balance=balance if self._due(step, self._detail_every) else None,
+            declared=self._declared,
         )
 
     def _watch(self, step: int, metrics: Metrics, balance: Balance | None) -> None:
-        """Tell what routers do wrong, of a skipped update, and of a loss or gradient norm that stands out."""
-        for alarm in self._alarms.saw(step, balance) if balance is not None else ():
+        """Report faults of routers, a skipped update, and a loss or gradient norm that stands out."""
+        for alarm in self._alarms.update(step, balance) if balance is not None else ():
             self._observers.on_event(alarm)
         loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         router = not_finite(balance) if balance is not None else ""
@@ -112,5 +111,5 @@ class Meter:
             reason = f"loss {loss:g}, gradient norm {grad_norm:g}; {int(metrics.skipped)} skipped so far"
             reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
-        for alarm in self.health.saw(step, loss, grad_norm, router):
+        for alarm in self.health.update(step, loss, grad_norm, router):
             self._observers.on_event(alarm)

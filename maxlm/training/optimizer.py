@@ -1,4 +1,4 @@
-"""The update rules, built on optax. Clipping is not here: the step clips, since it reports the norm."""
+"""Optimizers, built on optax. The step clips gradients, since it reports their norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,6 @@ import optax
 from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import STACKED, Parameters, is_matrix
-from maxlm.training.diloco import with_workers
 from maxlm.training.lr_schedule import learning_rate
 
 
@@ -21,12 +20,11 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     axes = parameter_axes(config.model)
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
     decayed = _map_axes(lambda names: "embed" in names, axes)
-    chain = optax.chain(
+    return optax.chain(
         direction,
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    return chain if config.diloco is None else with_workers(chain, config.diloco)
 
 
 def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:
@@ -48,7 +46,7 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
 
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which dims of a weight are its input and its output; None for what is no hidden matrix."""
+    """Input and output dims of a hidden matrix; None for any other parameter."""
     if "embed" not in names or "vocab" in names or not is_matrix(names):
         return None
     embed = names.index("embed")

@@ -1,21 +1,28 @@
-"""A config turned into compiled functions on a mesh: the one place that says how step, state and batch are split."""
+"""A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.schema import Config
-from maxlm.data.batch import Batch
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
+from maxlm.models.parameters import Parameters
+from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
+from maxlm.telemetry.balance import ROUTING_METRICS
+from maxlm.telemetry.metric import Metric
+from maxlm.training import pipelined
+from maxlm.training.diloco import LocalUpdates
+from maxlm.training.gradients import Former, Gradients, accumulated, gather_layers, in_one_pass, of_mean, reduced_once, reduction_axes
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.state import TrainState, init_state, state_shardings
-from maxlm.training.step import build_eval_step, build_train_step
+from maxlm.training.step import GlobalUpdate, Updater, build_train_step
 
 
 @dataclass(frozen=True)
@@ -25,33 +32,70 @@ class Program:
     config: Config
     mesh: Mesh
     optimizer: optax.GradientTransformation
+    objective: Objective
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Declarations of all that an update reports beside what every record holds."""
+        return self.objective.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """How gradients are formed and reduced, chosen here once:
+
+        formed     by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
+        reduced    once an update (`reduction_axes`); as layers are done, with whole weights (ZeRO stage 2); by the partitioner
+        """
+        config, objective, sizes = self.config, self.objective, self.mesh.shape
+        axes = reduction_axes(config, sizes)
+        loss = partial(objective.loss, summed=axes)
+        form: Former = partial(in_one_pass, loss)
+        if sizes.get("stage", 1) > 1:
+            form = partial(pipelined.gradients, objective, axes)
+        elif config.train.microbatches > 1:
+            form = partial(accumulated, config.train.microbatches, loss)
+        elif config.mesh.zero == 2:
+            form = partial(in_one_pass, lambda params, batch: loss(gather_layers(config, params), batch))
+        return reduced_once(config, objective, form, axes) if axes else of_mean(objective, form)
+
+    @cached_property
+    def updater(self) -> Updater:
+        """How an update is made: from one gradient of the whole batch, or by workers with local updates (`diloco`)."""
+        update = GlobalUpdate(self.config, self.optimizer, self.gradients)
+        diloco = self.config.diloco
+        return update if diloco is None else LocalUpdates(self.config, diloco, update)
 
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        return state_shardings(self.config.model, self.optimizer, self.mesh)
+        return self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
 
     @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """Of every [batch, seq] array of a Batch."""
-        shape = (self.config.train.global_batch, self.config.data.seq_len)
-        return NamedSharding(self.mesh, partition_spec(("batch", "seq"), shape, self.mesh, "batch"))
+    def batch_sharding(self) -> Any:
+        """A NamedSharding for every array of a batch."""
+        return self._of_batch(lambda spec: NamedSharding(self.mesh, partition_spec(spec.axes, spec.shape, self.mesh, "batch")))
 
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored onto."""
-        shapes = jax.eval_shape(lambda: init_state(self.config.model, self.optimizer, self.config.train.seed))
+        shapes = jax.eval_shape(self._first_state)
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.state_shardings)
 
     @cached_property
-    def abstract_batch(self) -> Batch:
-        shape = (self.config.train.global_batch, self.config.data.seq_len)
-        integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for dtype in (jnp.int32, jnp.float32))
-        return Batch(tokens_BS=integers, targets_BS=integers, weights_BS=floats, segment_ids_BS=integers, positions_BS=integers)
+    def abstract_batch(self) -> Any:
+        """Shapes, dtypes and shardings of a batch."""
+        shapes = self._of_batch(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.batch_sharding)
+
+    def _of_batch(self, function: Callable[[ArraySpec], Any]) -> Any:
+        return jax.tree.map(function, self.objective.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+
+    def _first_state(self) -> TrainState:
+        return self.updater.init(init_state(self.config.model, self.optimizer, self.config.train.seed))
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """What XLA is told for this mesh."""
+        """XLA's options for the devices of this mesh."""
         device = self.mesh.devices.flat[0]
         chip = chip_of(device.device_kind)
         return compiler_options(chip.name if chip is not None else device.platform)
@@ -59,10 +103,7 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            make = jax.jit(
-                lambda: init_state(self.config.model, self.optimizer, self.config.train.seed), out_shardings=self.state_shardings
-            )
-            return make.lower().compile(compiler_options=self.compiler_options)()
+            return jax.jit(self._first_state, out_shardings=self.state_shardings).lower().compile(compiler_options=self.compiler_options)()
 
     @cached_property
     def step(self) -> jax.stages.Compiled:
@@ -70,10 +111,10 @@ class Program:
         return self.lower().compile(compiler_options=self.compiler_options)
 
     def lower(self) -> jax.stages.Lowered:
-        """The update, traced and lowered for this mesh without any array: what planning compiles."""
+        """The update, traced and lowered for this mesh without any array."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         update = jax.jit(
-            build_train_step(self.config, self.optimizer),
+            build_train_step(self.config, self.objective, self.updater),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
             donate_argnums=0,
@@ -83,11 +124,15 @@ class Program:
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one batch, (params, batch) -> LossSums."""
+        """The jitted evaluation of one held-out batch, (params, batch) -> Sums."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(build_eval_step(self.config), in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
+
+        def figures(params: Parameters, batch: Any) -> Sums:
+            return self.objective.loss(params, batch, training=False)[1]
+
+        return jax.jit(figures, in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
     """The training program of `config` on `mesh`."""
-    return Program(config, mesh, build_optimizer(config))
+    return Program(config, mesh, build_optimizer(config), build_objective(config))

@@ -1,11 +1,10 @@
-"""When a state is saved: at every `checkpoint.every_steps`, at the end, and only while training is healthy.
+"""Saves of the state: at every `checkpoint.every_steps`, at the end, and only while training is healthy.
 
 Retention keeps the newest checkpoints, so each bad one that is saved removes a good one.
 """
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -13,45 +12,43 @@ from maxlm.checkpoint import CheckpointError
 from maxlm.telemetry.observer import Event
 from maxlm.training import guards
 from maxlm.training.meter import Meter
+from maxlm.training.session import Session
 from maxlm.training.state import TrainState
 
-if TYPE_CHECKING:
-    from maxlm.training.loop import Session
-
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
-SHOWN = 3  # leaves named before the rest is only counted
+NAMED = 3  # leaves named in a message; the others are counted
 
 
 class Saving:
-    """Saves the states of one attempt, and tells what became of each save when it has ended."""
+    """Saves the states of one attempt, and reports how each save ended."""
 
-    def __init__(self, session: "Session", meter: Meter, start: int) -> None:
+    def __init__(self, session: Session, meter: Meter, start: int) -> None:
         self._session, self._meter = session, meter
         self._saved = start  # step of the newest save, or of the checkpoint that training continues
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
-        self._told_failure = False  # of the newest save
+        self._failure_reported = False  # of the newest save
 
-    def when_due(self, step: int, state: TrainState) -> None:
-        """Save `state` if a save is due or was postponed, and training is healthy; else postpone it, and say so once."""
-        self.tell()
+    def save_if_due(self, step: int, state: TrainState) -> None:
+        """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once."""
+        self.poll()
         if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
             return
-        doubt = self.doubt(state)
-        if not doubt:
+        problem = self.check(state)
+        if not problem:
             self.save(step, state)
         elif not self._postponed:
             self._postponed = True
-            self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {doubt}")
+            self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {problem}")
 
-    def doubt(self, state: TrainState) -> str:
-        """Why `state` must not be saved now, if there is a reason. A state that is not finite is the end of the run: it stays so."""
+    def check(self, state: TrainState) -> str:
+        """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
         self._meter.flush()
         names = guards.not_finite(state, self._session.program.mesh)
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            self._meter.health.condemn(f"the state holds values that are not finite, in {', '.join(names[:SHOWN])}{more}")
-        return self._meter.health.doubt
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            self._meter.health.fail(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
+        return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
         """Begin to save `state`, whatever it holds, unless it is saved already."""
@@ -60,9 +57,9 @@ class Saving:
         session, began = self._session, time.monotonic()
         position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
         with session.goodput.measure("save"):
-            self.tell(None)
+            self.poll(None)
             session.checkpoints.save(step, state, position)
-        if session.checkpoints.last_failure is not None and not self._told_failure:  # another process could not write its part
+        if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         self._saved, self._postponed = step, False
         self._began, self._blocked_s = began, time.monotonic() - began
@@ -71,30 +68,30 @@ class Saving:
     def finish(self) -> None:
         """Wait for the running save. Raises CheckpointError if it failed."""
         with self._session.goodput.measure("save"):
-            self.tell(None)
+            self.poll(None)
             self._session.checkpoints.wait()
 
     def before_error(self, step: int, state: TrainState) -> None:
-        """Training ends here since no batch can be had: save `state` if it is healthy. Not in a cluster, where the others would go on."""
-        if jax.process_count() == 1 and not self.doubt(state):
-            with contextlib.suppress(CheckpointError):  # the error that ends training is the one to tell
+        """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""
+        if jax.process_count() == 1 and not self.check(state):
+            with contextlib.suppress(CheckpointError):  # the error that ends training is the one to report
                 self.save(step, state)
 
     def after_error(self) -> None:
-        """Give the running save its time, since it holds a good state; the other processes may not be there any more."""
-        self.tell(AFTER_ERROR_SECONDS)
+        """Wait for the running save, since it holds a good state, but not for ever: other processes may have ended."""
+        self.poll(AFTER_ERROR_SECONDS)
 
-    def tell(self, wait_s: float | None = 0.0) -> None:
-        """Tell of the newest save, if it has ended or ends within `wait_s` seconds (None: until it has ended)."""
+    def poll(self, wait_s: float | None = 0.0) -> None:
+        """Report the newest save if it has ended, or ends within `wait_s` seconds (None: wait until it has ended)."""
         ended = self._session.checkpoints.ended(wait_s)
         if ended is None:
             return
-        self._told_failure = ended.failure is not None
+        self._failure_reported = ended.failure is not None
         if ended.failure is not None:
             self._alarm("save_failed", ended.step, str(ended.failure))
         else:
-            told = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
-            self._session.observers.on_event(Event("save", ended.step, data=told))
+            data = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
+            self._session.observers.on_event(Event("save", ended.step, data=data))
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.config.schema import ModelConfig
 from maxlm.models import abstract_parameters, init_parameters, parameter_specs
 from maxlm.models.parameters import Parameters
-from maxlm.parallel import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -23,6 +22,7 @@ class TrainState:
     skipped: Any  # int32 scalar
     params: Parameters
     opt_state: Any
+    workers: Any = None  # diloco.WorkerState, with local updates
 
     def advance(self, params: Parameters, opt_state: Any) -> "TrainState":
         """The state after one more update."""
@@ -37,21 +37,16 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to,
-    those of workers that train apart over `data` as well.
-    """
+    """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to."""
     abstract = abstract_parameters(config)
     specs = parameter_specs(config, mesh)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     whole = NamedSharding(mesh, PartitionSpec())
     by_name = {_keys(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
-    workers = mesh_axes("worker", mesh)
 
     def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = _keys(path)
         own = next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), None)
-        if any(key.startswith("workers_") for key in keys):
-            return NamedSharding(mesh, PartitionSpec(workers or None, *(own.spec if own is not None else ())))
         return own if own is not None else whole
 
     opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))

@@ -1,79 +1,93 @@
 """The training step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, UInt32
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, UInt32
 
 from maxlm.config.schema import Config
-from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
 from maxlm.models.router import Routing
+from maxlm.objectives import Objective, Sums
 from maxlm.training import guards
 from maxlm.training.balance import in_depth_order, rebalance
-from maxlm.training.diloco import sync_workers, update_workers
-from maxlm.training.gradients import accumulate
-from maxlm.training.loss import LossSums, loss_sums, with_randomness
+from maxlm.training.gradients import Gradients
 from maxlm.training.lr_schedule import learning_rate
 from maxlm.training.state import TrainState
 
 
 class Metrics(NamedTuple):
-    """What one update reports. Means are over the tokens that counted in the whole batch, on any mesh."""
+    """Figures of one update, the same on any mesh. `values` holds those of the objective, by the names of their declarations, and of the
+    update:
 
-    loss: Float[Array, ""]  # mean negative log-likelihood, nats a token
-    z: Float[Array, ""]  # mean logsumexp^2
-    grad_norm: Float[Array, ""]  # before clipping; of workers that train apart, the mean
-    lr: Float[Array, ""]
-    tokens: Float[Array, ""]  # that counted
-    skipped: Int[Array, ""]  # updates skipped so far
-    batch_digest: UInt32[Array, ""]  # equal for equal batches, on any mesh
+    grad_norm     before clipping; with local updates the mean over workers
+    lr
+    tokens        that count in the loss
+    skipped       updates skipped so far
+    batch_digest  equal for equal batches
+
+    Each is an attribute as well: `metrics.loss`.
+    """
+
+    values: dict[str, Array]
     routing: Routing | None = None  # of layers with experts, in order of depth
-    ahead: Float[Array, " depth"] | None = None  # loss of each token further ahead
+
+    def __getattr__(self, name: str) -> Array:
+        if name in self.values:
+            return self.values[name]
+        raise AttributeError(f"no metric {name!r}: there are {', '.join(self.values)}")
 
 
-def build_train_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The update that `config` describes, ready to be jitted."""
+class Updater(Protocol):
+    """How an update is made. `program.py` chooses one."""
+
+    def init(self, state: TrainState) -> TrainState:
+        """The first state, from that of one worker."""
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        """A NamedSharding for every leaf of the state, from those of one worker's."""
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        """(the state after one more update, figures of the batch, the norm of its gradient before clipping)."""
+
+
+class GlobalUpdate:
+    """One gradient of the whole batch an update."""
+
+    def __init__(self, config: Config, optimizer: optax.GradientTransformation, gradients: Gradients) -> None:
+        self._config, self._optimizer, self._gradients = config, optimizer, gradients
+
+    def init(self, state: TrainState) -> TrainState:
+        return state
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        return shardings
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        sums, grads = self._gradients(state.params, batch)
+        grads, grad_norm = clip_by_global_norm(grads, self._config.optimizer.clip_norm)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        params = rebalance(self._config.model, optax.apply_updates(state.params, updates), sums.routings)
+        return state.advance(params, opt_state), sums, grad_norm
+
+
+def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The training step that `config` describes, ready to be jitted."""
     rate = learning_rate(config)
-    outer = config.diloco
 
-    def update(params: Parameters, opt_state: Any, batch: Batch) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
-        """(parameters and optimizer state after one update, the batch's sums, the norm of its gradient)."""
-        sums, grads = accumulate(config, params, batch)
-        grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = rebalance(config.model, optax.apply_updates(params, updates), sums.routings)
-        return params, opt_state, sums, grad_norm
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
-        done = state.step - state.skipped  # a skipped update does not move the schedule
-        lr = jnp.asarray(rate(done), jnp.float32)
-        batch = with_randomness(config, batch, state.step)
-        if outer is None:
-            params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
-        else:
-            apart, sums, grad_norm = update_workers(update, state.opt_state, batch)
-            due = ((done + 1) % min(outer.every, config.total_steps) == 0) | (state.step + 1 == config.total_steps)
-            params, opt_state = sync_workers(outer, state.params, apart, due)
-        proposed = state.advance(params, opt_state)
-        loss = sums.nll / jnp.maximum(sums.tokens, 1)
-        state = guards.keep_if_finite(state, proposed, loss, grad_norm)
-        metrics = Metrics(
-            loss=loss,
-            z=sums.z / jnp.maximum(sums.tokens, 1),
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=sums.tokens,
-            skipped=state.skipped,
-            batch_digest=digest(batch),
-            routing=in_depth_order(sums.routings),
-            ahead=None if sums.ahead is None else sums.ahead / jnp.maximum(sums.tokens, 1),
-        )
-        return state, metrics
+        lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
+        batch = objective.with_randomness(batch, state.step)
+        proposed, sums, grad_norm = update(state, batch)
+        values = sums.values(objective.metrics)
+        state = guards.keep_if_finite(state, proposed, values["loss"], grad_norm)
+        values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": state.skipped, "batch_digest": digest(batch)}
+        return state, Metrics(values, in_depth_order(sums.routings))
 
     return train_step
 
@@ -87,13 +101,8 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
 
 
-def digest(batch: Batch) -> UInt32[Array, ""]:
-    """A fingerprint of the tokens and where they stand. Integer sums are associative, so it is the same on any mesh."""
+def digest(batch: Any) -> UInt32[Array, ""]:
+    """Fingerprint of the tokens and their positions in the batch. Integer sums are associative, so it is the same on any mesh."""
     tokens_BS = batch.tokens_BS.astype(jnp.uint32)
-    place_BS = jnp.arange(tokens_BS.size, dtype=jnp.uint32).reshape(tokens_BS.shape)
-    return jnp.sum((tokens_BS + 1) * (place_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
-
-
-def build_eval_step(config: Config) -> Callable[[Any, Batch], LossSums]:
-    """Sums of a held-out batch under the given parameters."""
-    return lambda params, batch: loss_sums(config, params, batch, training=False)[1]
+    position_BS = jnp.arange(tokens_BS.size, dtype=jnp.uint32).reshape(tokens_BS.shape)
+    return jnp.sum((tokens_BS + 1) * (position_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)

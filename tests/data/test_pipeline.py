@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -183,6 +184,27 @@ def test_devices_hold_the_host_batch_in_any_layout(store, shape, spec):
     for field, host in zip(*map(jax.tree.leaves, (device, pipe.host_batch(3))), strict=True):
         for shard in field.addressable_shards:
             np.testing.assert_array_equal(shard.data, host[shard.index])
+
+
+def test_an_objective_makes_its_own_batches(store):
+    """From windows and the numbers of their samples; arrays of any rank are laid out as they are said to be."""
+
+    class Numbered(NamedTuple):
+        tokens_BS: Any
+        sample_B: Any
+
+    pipe = Pipeline.create(
+        config_of(store),
+        global_batch=16,
+        seed=0,
+        vocab_size=100,
+        make_batch=lambda window, length, sample, end: Numbered(window[:, :-1], sample),
+    )
+    rows, tokens = (NamedSharding(mesh_of((4, 2)), PartitionSpec(*spec)) for spec in (("data",), ("data", "context")))
+    batch = pipe.device_batch(3, Numbered(tokens, rows))
+    np.testing.assert_array_equal(batch.sample_B, np.arange(48, 64))
+    np.testing.assert_array_equal(batch.tokens_BS, pipe.host_batch(3).tokens_BS)
+    assert (batch.tokens_BS.sharding, batch.sample_B.sharding) == (tokens, rows)
 
 
 class OtherHost:

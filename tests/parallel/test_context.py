@@ -11,7 +11,6 @@ from maxlm.config.schema import AXES
 from maxlm.kernels import attention
 from maxlm.kernels.attention import Mask
 from maxlm.parallel.context import context_attention, zigzag
-from maxlm.training.step import accumulate
 
 S = 64
 
@@ -121,7 +120,7 @@ LAYOUTS = {
 def sums_and_gradients(program):
     state = program.init()
     with jax.set_mesh(program.mesh):
-        gradients = jax.jit(lambda p, b: accumulate(program.config, p, b))
+        gradients = jax.jit(program.gradients)
         return jax.device_get(gradients(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from tiny import tiny_batch, tiny_program
 
-from maxlm.training.gradients import accumulate
-
 MODELS = {
     "latent": {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True},
     "gpt_oss": {"layer_pattern": ("local", "global"), "window": 9, "activation": "swiglu_clamped", "bias": "all", "sinks": True},
@@ -31,7 +29,7 @@ def loss_and_gradients(name, mesh):
     program = tiny_program(math.prod(sizes), mesh={"fsdp": 1, **mesh}, model=MODELS[name], train={"microbatches": 2})
     state = program.init()
     with jax.set_mesh(program.mesh):
-        run = jax.jit(lambda p, b: accumulate(program.config, p, b))
+        run = jax.jit(program.gradients)
         return jax.device_get(run(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 

@@ -10,7 +10,6 @@ from tiny import tiny_batch, tiny_program
 
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
-from maxlm.training.gradients import accumulate
 
 CASES = {  # mesh and microbatches
     "1 alone": ({"fsdp": 8, "zero": 1}, 1),
@@ -26,7 +25,7 @@ CASES = {  # mesh and microbatches
 def compiled(mesh, microbatches):
     """(the program, the compiled sums and gradients)."""
     program = tiny_program(8 if mesh else 1, mesh=mesh, train={"microbatches": microbatches})
-    run = jax.jit(lambda p, b: accumulate(program.config, p, b), out_shardings=(None, program.state_shardings.params))
+    run = jax.jit(program.gradients, out_shardings=(None, program.state_shardings.params))
     with jax.set_mesh(program.mesh):
         return program, run.lower(program.abstract_state.params, program.abstract_batch).compile()
 

@@ -10,7 +10,7 @@ import pytest
 from maxlm.config.schema import Config
 from maxlm.models.router import Routing
 from maxlm.telemetry.alarms import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
-from maxlm.telemetry.balance import Balance, collapsed, effective_experts, evenness, peak, times_even
+from maxlm.telemetry.balance import ROUTING_METRICS, Balance, collapsed, effective_experts, evenness, peak, times_even
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event, Observers
@@ -131,7 +131,7 @@ def test_dropped_experts_and_all_experts_chosen_do_not_count():
 
 def told(alarms, loads, **changes):
     """(step, cause, layer) of the alarms that these loads raise, one step each."""
-    events = [event for step, load_LE in enumerate(loads, 1) for event in alarms.saw(step, balance(load_LE, 3, **changes))]
+    events = [event for step, load_LE in enumerate(loads, 1) for event in alarms.update(step, balance(load_LE, 3, **changes))]
     assert all(event.kind == "alarm" for event in events)
     return [(event.step, event.data["cause"], event.data["layer"]) for event in events]
 
@@ -171,18 +171,18 @@ def test_balanced_and_noisy_load_raises_nothing():
 
 def test_what_an_alarm_says():
     alarms = RoutingAlarms()
-    said = [event.data["reason"] for _ in range(IDLE_STEPS) for event in alarms.saw(1, balance(COLLAPSE, 3))]
+    said = [event.data["reason"] for _ in range(IDLE_STEPS) for event in alarms.update(1, balance(COLLAPSE, 3))]
     assert said[0].startswith("layer 4: the router collapses: expert 0 is chosen by 100.0% of the tokens, 4.0 times its even share")
-    assert said[1].startswith("layer 4: 6 of 8 experts have met no token for 100 steps")
+    assert said[1].startswith("layer 4: 6 of 8 experts have received no token for 100 steps")
     assert all("raise model.moe.router.balance_loss or bias_rate" in reason for reason in said)
 
 
 def test_unsound_logits_name_the_first_layer_at_once():
     alarms = RoutingAlarms()
-    (event,) = alarms.saw(7, balance(even(8, 2, layers=3), 2, unsound=[0, 512, 4096]))
+    (event,) = alarms.update(7, balance(even(8, 2, layers=3), 2, unsound=[0, 512, 4096]))
     assert (event.step, event.data["cause"], event.data["layer"]) == (7, "unsound", 3)
     assert event.data["reason"].startswith("the router of layer 3 gave logits that are not finite for 512 tokens")
-    assert alarms.saw(8, balance(even(8, 2, layers=3), 2, unsound=[0, 512, 4096])) == []
+    assert alarms.update(8, balance(even(8, 2, layers=3), 2, unsound=[0, 512, 4096])) == []
 
 
 # The meter and the files
@@ -200,10 +200,10 @@ def train(tmp_path, monkeypatch):
         config = Config.model_validate({"model": model, "data": {"store": "s", "seq_len": 8}, "optimizer": {"peak_lr": 1e-3}, **training})
         run = RunDirectory.create(tmp_path, "r")
         observers = Observers([FileObserver(run), *rest])
-        measured = meter.Meter(SimpleNamespace(config=config, mesh=SimpleNamespace(size=1)), observers, first - 1)
+        measured = meter.Meter(SimpleNamespace(config=config, mesh=SimpleNamespace(size=1), metrics=ROUTING_METRICS), observers, first - 1)
         for step in range(first, last + 1):
             scalars = {"loss": loss, "z": 0.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64.0, "skipped": 0, "batch_digest": 1}
-            measured.stepped(step, Metrics(**scalars, routing=routing_of(step)), 0.0)
+            measured.stepped(step, Metrics(scalars, routing_of(step)), 0.0)
         measured.flush()
         observers.close()
         return run
@@ -296,7 +296,9 @@ def test_tensorboard_gets_a_scalar_a_layer(record):
 
 
 def test_the_console_says_the_load_and_what_was_dropped(record):
-    said = describe(record(1, extra={"expert_load_max": 1.312, "dropped": 0.0041}), 10, 5.0)
+    said = describe(record(1, extra={"expert_load_max": 1.312, "dropped": 0.0041}, declared=ROUTING_METRICS), 10, 5.0)
     assert said[3:5] == ["load 1.31x", "drop 0.4%"]
-    assert not any("drop" in piece for piece in describe(record(1, extra={"expert_load_max": 1.0, "dropped": 0.0}), 10, 5.0))
+    assert not any(
+        "drop" in piece for piece in describe(record(1, extra={"expert_load_max": 1.0, "dropped": 0.0}, declared=ROUTING_METRICS), 10, 5.0)
+    )
     assert not any("load" in piece for piece in describe(record(1), 10, 5.0))

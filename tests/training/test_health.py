@@ -16,7 +16,7 @@ def watch(losses, norms=None, health=None):
     health = health or Health(VOCAB)
     alarms = []
     for step, loss in enumerate(losses, start=1):
-        alarms += health.saw(step, loss, 1.0 if norms is None else norms[step - 1])
+        alarms += health.update(step, loss, 1.0 if norms is None else norms[step - 1])
     return health, [(event.step, event.data["cause"]) for event in alarms]
 
 
@@ -32,7 +32,7 @@ def test_a_run_that_learns_is_healthy_and_without_alarms(steps, noise):
     for seed in range(5):
         norms = np.exp(0.3 * np.random.default_rng(seed).standard_normal(steps))
         health, alarms = watch(learning(steps, noise=noise, seed=seed), norms)
-        assert (health.doubt, health.at_end(), alarms) == ("", "", [])
+        assert (health.problem, health.at_end(), alarms) == ("", "", [])
 
 
 def test_a_model_that_begins_far_above_an_untrained_one_is_healthy():
@@ -46,24 +46,24 @@ def test_a_single_hard_batch_is_no_end_and_no_alarm():
     losses = learning(200)
     losses[150] = losses[151] = 9.0
     health, alarms = watch(losses)
-    assert (health.unhealthy, health.doubt, alarms) == ("", "", [])
+    assert (health.unhealthy, health.problem, alarms) == ("", "", [])
 
 
 @pytest.mark.parametrize("where", [0, 50])
 def test_updates_that_are_not_finite(where):
     health, _ = watch(learning(50)[:where] + [math.nan] * (SKIPS_IN_A_ROW - 1))
     assert health.unhealthy == ""
-    assert "skipped: loss nan" in health.doubt
+    assert "skipped: loss nan" in health.problem
     assert ("not one of 9 updates was finite" in health.at_end()) == (where == 0)
-    health.saw(99, 3.0, math.inf)
+    health.update(99, 3.0, math.inf)
     assert "10 updates in a row were not finite" in health.unhealthy
 
 
 def test_one_skipped_update_is_forgiven_by_the_next():
     health, _ = watch([5.7, 5.6, math.nan])
     assert health.at_end() != ""
-    health.saw(4, 5.5, 1.0)
-    assert health.at_end() == health.doubt == ""
+    health.update(4, 5.5, 1.0)
+    assert health.at_end() == health.problem == ""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_model_that_has_lost_what_it_learned_stops(after, said):
     health = Health(VOCAB)
     watch(learning(300), health=health)
     _, alarms = watch(after[: BAD_STEPS - 1], health=health)
-    assert said in health.doubt, "from the first step on nothing is saved"
+    assert said in health.problem, "from the first step on nothing is saved"
     assert health.unhealthy == ""
     assert [cause for _, cause in alarms] == ["loss_jump"]
     watch(after[:1], health=health)

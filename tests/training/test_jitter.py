@@ -6,8 +6,8 @@ import pytest
 from tiny import tiny_batch, tiny_config
 
 from maxlm.models.moe import _uniform
+from maxlm.objectives import build_objective
 from maxlm.parallel import build_mesh
-from maxlm.training.loss import with_randomness
 
 MODEL = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"jitter": 0.1}}}
 
@@ -15,7 +15,7 @@ MODEL = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"jitter": 0.
 def drawn(step=3, seed=0, **mesh):
     config = tiny_config(model=MODEL, mesh={"fsdp": 1, **mesh}, train={"steps": 10, "global_batch": 16, "seed": seed})
     with jax.set_mesh(build_mesh(config, jax.devices()[: max(1, 8 * bool(mesh))])):
-        run = jax.jit(lambda batch, step: _uniform(with_randomness(config, batch, step).random_BS, 5))
+        run = jax.jit(lambda batch, step: _uniform(build_objective(config).with_randomness(batch, step).random_BS, 5))
         return jax.device_get(run(tiny_batch(), np.int32(step)))
 
 

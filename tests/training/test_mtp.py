@@ -8,7 +8,7 @@ from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_parameters
 from maxlm.models.forward import Forward
-from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
+from maxlm.objectives import build_objective
 
 SECTIONS = {
     "model": {
@@ -23,12 +23,12 @@ SECTIONS = {
 
 def test_what_is_read_and_what_comes_next():
     batch = tiny_batch()
-    part = microbatch_inputs(tiny_config(**SECTIONS), jax.tree.map(jnp.asarray, batch))
-    first, second = part.further
+    part = build_objective(tiny_config(**SECTIONS)).inputs(jax.tree.map(jnp.asarray, batch))
+    first, second = part.targets
     np.testing.assert_array_equal(first.tokens_BS, batch.targets_BS)
     np.testing.assert_array_equal(second.tokens_BS[:, :-1], batch.targets_BS[:, 1:])
     np.testing.assert_array_equal(second.targets_BS[:, :-2], batch.targets_BS[:, 2:])
-    for depth, further in enumerate(part.further, 1):
+    for depth, further in enumerate(part.targets, 1):
         for row in range(GLOBAL_BATCH):
             for place in range(SEQ_LEN):
                 window = batch.weights_BS[row, place : place + depth + 1]
@@ -39,8 +39,11 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
     config = tiny_config(**{**SECTIONS, "model": {**SECTIONS["model"], "mtp": {"depth": 2, "loss_weight": 0.0}}})
     params = init_parameters(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
-    (total, sums), (alone, _) = (jax.jit(lambda p, flag=flag: loss_sums(config, p, batch, training=flag))(params) for flag in (True, False))
-    assert sums.ahead.shape == (2,) and np.all(sums.ahead > 0)
+    (total, sums), (alone, _) = (
+        jax.jit(lambda p, flag=flag: build_objective(config).loss(p, batch, training=flag))(params) for flag in (True, False)
+    )
+    ahead = sums.added["loss_ahead"]
+    assert ahead.shape == (2,) and np.all(ahead > 0)
     assert total == pytest.approx(float(alone), rel=1e-6)
 
 
@@ -54,10 +57,11 @@ def test_nothing_later_is_read():
     @jax.jit
     def hidden(targets_BS):
         given = batch._replace(tokens_BS=jnp.pad(targets_BS[:, :-1], ((0, 0), (1, 0))), targets_BS=targets_BS)
-        part = microbatch_inputs(config, given)
-        read = read_by(model, part)
+        objective = build_objective(config)
+        part = objective.inputs(given)
+        read = objective.context(model, part)
         x_BSD = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read, Forward()).x_BSD
-        return model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read, Forward())[0]
+        return model.look_ahead(x_BSD, [further.tokens_BS for further in part.targets], read, Forward())[0]
 
     place = 20  # targets[place] is the token after place
     before, after = hidden(batch.targets_BS), hidden(batch.targets_BS.at[:, place].add(1) % config.model.vocab_size)
@@ -82,7 +86,7 @@ def reference():
 def test_layouts_agree(mesh, reference):
     (seen, params), (wanted, wanted_params) = steps(mesh), reference
     for (metrics, moment), (other, other_moment) in zip(seen, wanted, strict=True):
-        np.testing.assert_allclose(metrics.ahead, other.ahead, rtol=1e-5)
+        np.testing.assert_allclose(metrics.loss_ahead, other.loss_ahead, rtol=1e-5)
         assert metrics.loss == pytest.approx(float(other.loss), rel=1e-5)
         np.testing.assert_array_equal(metrics.routing.load_E, other.routing.load_E)
         assert metrics.routing.load_E.shape == (4, 4), "two layers with experts, and two further ahead"

@@ -4,7 +4,6 @@ import json
 import math
 import threading
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,13 @@ from tiny import tiny_config
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config.errors import UserError
 from maxlm.data.prefetch import Prefetcher
+from maxlm.objectives import Sums
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
 from maxlm.training.guards import keep_if_finite
-from maxlm.training.loop import Session, restore_or_init, train
-from maxlm.training.loss import LossSums
+from maxlm.training.loop import restore_or_init, train
+from maxlm.training.session import Session
 from maxlm.training.state import TrainState
 from maxlm.training.step import Metrics
 
@@ -44,7 +44,7 @@ class Data:
 class Script:
     """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
 
-    mesh, batch_sharding = MESH, None
+    mesh, batch_sharding, metrics = MESH, None, ()
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
@@ -68,7 +68,8 @@ class Script:
         proposed = state.advance({"w": jnp.full(4, jnp.float32(self._parameter(n)))}, state.opt_state)
         state = jax.device_put(keep_if_finite(state, proposed, loss, jnp.float32(1.0)), self._sharding)
         zero = jnp.float32(0)
-        return state, Metrics(loss, zero, jnp.float32(1.0), zero, zero, state.skipped, jnp.uint32(n))
+        values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": zero, "tokens": zero, "skipped": state.skipped}
+        return state, Metrics(values)
 
 
 class Events(list):
@@ -172,7 +173,7 @@ class Evaluated(Script):
     """A script whose held-out losses are zero."""
 
     def evaluate(self, params, batch):
-        return LossSums(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+        return Sums(jnp.float32(1), {"loss": jnp.float32(0)}, {})
 
 
 def evaluated(folder, then, gives_up=lambda: False, events=None):
@@ -273,7 +274,7 @@ def signalled(folder, every, total):
     """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation."""
     script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
     script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
-    script.evaluate = lambda params, n: LossSums(jnp.float32(6.0), jnp.float32(0.0), jnp.float32(2.0))
+    script.evaluate = lambda params, n: Sums(jnp.float32(2.0), {"loss": jnp.float32(6.0)}, {})
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     session = Session(
         script, Data(), held_out, checkpoints, events, Goodput(),
@@ -362,7 +363,7 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
 
 def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
     script, read = Script(total=5), []
-    script.evaluate = lambda params, batch: EvalSums(jnp.float32(8.0 * batch), jnp.float32(2.0))
+    script.evaluate = lambda params, batch: Sums(jnp.float32(2.0), {"loss": jnp.float32(8.0 * batch)}, {})
     assert evaluate(script, script.init(), SixBatches(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
     assert read == list(range(6))
 
@@ -378,8 +379,3 @@ class SixBatches:
     def device_batch(self, number, sharding):
         self._read.append(number)
         return number
-
-
-class EvalSums(NamedTuple):
-    nll: jax.Array
-    tokens: jax.Array

@@ -24,6 +24,8 @@ CHARTS = (
     ("Router entropy", "of a token's scores, nats, mean", "router_entropy"),
 )
 
+CHARTED = {"expert_load_max", "expert_load_mean", "dropped", *(key for _, _, key in CHARTS)}  # figures that this section draws
+
 LEGEND = '<p class="legend"><span class="key c0"></span>worst layer <span class="key c1"></span>mean over layers</p>'
 
 

@@ -60,6 +60,17 @@ class Run:
         """The config by dotted name."""
         return dict(flatten(self.config)) if self.config else {}
 
+    @property
+    def metrics(self) -> dict[str, dict[str, str]]:
+        """Name -> title and unit of the metrics that the run declares in its `start` events; {} for older runs."""
+        declared: dict[str, dict[str, str]] = {}
+        for event in self.events:
+            stated = event.data.get("metrics") if event.kind == "start" else None
+            for name, item in stated.items() if isinstance(stated, dict) else ():
+                if isinstance(item, dict):
+                    declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
+        return declared
+
     @cached_property
     def attempts(self) -> list[Attempt]:
         return attempts_of(self.events, self._timings)

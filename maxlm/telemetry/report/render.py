@@ -1,7 +1,8 @@
 """The report as one HTML page. All text from a run is escaped here or in charts.py."""
 
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
@@ -166,8 +167,22 @@ def _charts(runs: Sequence[Run]) -> str:
         if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
+    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in _declared(runs, names)]
     drawn = "".join(parts)
     return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _declared(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, str, list[Line]]]:
+    """(title, unit, lines) of each metric that the runs declare, a line an entry of a vector, but for those that have a chart elsewhere."""
+    charted = {"loss", *(key for _, _, key, _ in CHARTS), *experts.CHARTED}
+    for metric, declared in {name: item for run in runs for name, item in run.metrics.items()}.items():
+        if metric in charted:
+            continue
+        keys = dict.fromkeys(key for run in runs for key in run.series if key == metric or re.fullmatch(rf"{re.escape(metric)}_\d+", key))
+        several = [(run, name, key) for run, name in zip(runs, names, strict=True) for key in keys]
+        labels = [" ".join(([name] if len(runs) > 1 else []) + [key]) for _, name, key in several]
+        lines = [Line(label, run.get(key), _color(i)) for i, (label, (run, _, key)) in enumerate(zip(labels, several, strict=True))]
+        yield declared["title"], declared["unit"], lines
 
 
 def _frame(runs: Sequence[Run]) -> Frame:

@@ -1,0 +1,51 @@
+"""A training session: what the loop works with, where it starts and how it ends."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.data.input_pipeline import Pipeline
+from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
+from maxlm.training.program import Program
+from maxlm.training.state import TrainState
+
+Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long."""
+
+    program: Program
+    data: Pipeline
+    held_out: Pipeline | None
+    checkpoints: Checkpoints
+    observers: Observers
+    goodput: Goodput
+    stop: Callable[[int], str | None] = lambda step: None
+    gives_up: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Start:
+    """A state that holds `step` updates. If it was restored, `restored` is the data of its event, and `position` what its checkpoint
+    recorded of the data and of the run's health.
+    """
+
+    state: TrainState
+    step: int
+    restored: dict[str, Any] | None = None
+    position: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: after `step` updates, and why."""
+
+    status: Status
+    step: int
+    message: str
+    eval_loss: float | None = None
+    state: TrainState | None = None
