@@ -4,7 +4,7 @@ import jax
 
 from maxlm.checkpoint.errors import CheckpointError
 from maxlm.checkpoint.manifest import Leaf
-from maxlm.checkpoint.tree_paths import PARAMS
+from maxlm.checkpoint.tree_paths import MODEL_STATE, PARAMS
 
 _SHOWN = 3  # differences named before the rest is only counted
 
@@ -24,6 +24,12 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
 
 def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool) -> None:
     """Raises CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, ones too many."""
+    moved = [name for name in wanted if name.startswith(f"{MODEL_STATE}.") and name not in saved and _as_parameter(name) in saved]
+    if moved:
+        raise CheckpointError(
+            f"{where} was written by an earlier maxlm, which kept {_some([_as_parameter(name) for name in moved])} among the parameters; "
+            f"here they are in {MODEL_STATE}: continue that run with the maxlm that wrote it, or use another run.name."
+        )
     telling_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # the optimizer's leaves only follow suit
     problems = [_difference(name, saved.get(name), wanted[name]) for name in telling_first]
     if whole:
@@ -34,6 +40,11 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
             f"{where} does not fit this run's state: {_some(found)}; restore it with the settings it was written with, "
             "or use another run.name."
         )
+
+
+def _as_parameter(name: str) -> str:
+    """Name that a leaf of the model state would have as a parameter."""
+    return PARAMS + name.removeprefix(MODEL_STATE)
 
 
 def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:

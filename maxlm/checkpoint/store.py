@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import cluster, digest, manifest, quiet
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
-from maxlm.checkpoint.tree_paths import PARAMS, abstract_leaf, bytes_here, named_leaves
+from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 
@@ -191,12 +191,12 @@ class Checkpoints:
         self._resumed_at = found
         return Restored(found, _like(abstract_state, wanted, arrays), position, skipped)
 
-    def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored:
-        """As `restore`, but reads and verifies only the entry `params` of the state, and does not ask whose checkpoint it is."""
+    def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
+        """As `restore`, but reads and verifies only these entries of the state, whatever experiment the checkpoint is of."""
         self._settle()
-        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_params, PARAMS).items()}
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         found, arrays, position, skipped = self._newest_good(wanted, step, None)
-        return Restored(found, _like(abstract_params, wanted, arrays), position, skipped)
+        return Restored(found, _like(abstract_state, wanted, arrays), position, skipped)
 
     def _newest_good(
         self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels import grouped_matmul
 from maxlm.models.forward import Forward
-from maxlm.models.layers import BETWEEN, constant, enter, gated, matrix_size, weight
+from maxlm.models.layers import BETWEEN, constant, enter, gated, matrix_size, state_constant, weight
 from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
 from maxlm.parallel import constrain
@@ -41,8 +41,8 @@ class Moe(nnx.Module):
         self.gate_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
         self.up_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
         self.down_bias_ED = constant(0.0, (experts, width), ("choices", "embed_act")) if biased else None
-        # What balances load without a loss: added to scores where they are compared; training moves it by the load, not by a gradient.
-        self.balancing_E = constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
+        # Loss-free balancing: added to the scores where they are compared, and moved by the load.
+        self.balancing_E = state_constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
     def __call__(

@@ -64,7 +64,9 @@ ENDS_SECONDS = 10.0  # beyond its grace time, in which a run that was asked to e
 class Showing(Protocol):
     """Shows what the parameters of a finished run can do; ends early once `asked()`."""
 
-    def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, asked: Callable[[], bool]) -> None: ...
+    def __call__(
+        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, asked: Callable[[], bool]
+    ) -> None: ...
 
 
 def run(config: Config, phases: Phases, show: Showing, named: Mapping[str, str] | None = None) -> int:
@@ -275,7 +277,7 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
-            show(config, directory.path, outcome.state.params, console)
+            show(config, directory.path, outcome.state.params, outcome.state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")

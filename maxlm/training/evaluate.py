@@ -22,6 +22,6 @@ def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: 
                 return None
             if n >= AHEAD:  # else all of them would be under way when a signal comes
                 jax.block_until_ready(sums[n - AHEAD])
-            sums.append(program.evaluate(state.params, held_out.device_batch(n, program.batch_sharding)))
+            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
     nll, tokens = (sum(float(getattr(part, name)) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
     return nll / max(tokens, 1.0)

@@ -19,6 +19,7 @@ from maxlm.data.batch import Batch
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import split_layers
 from maxlm.parallel import RULES, constrain, mesh_axes
 from maxlm.training import pipelined
 from maxlm.training.loss import LossSums, loss_sums
@@ -26,24 +27,24 @@ from maxlm.training.loss import LossSums, loss_sums
 Axes = tuple[str | None, ...]
 
 
-def accumulate(config: Config, params: Parameters, batch: Batch) -> tuple[LossSums, Parameters]:
+def accumulate(config: Config, params: Parameters, batch: Batch, model_state: Parameters | None = None) -> tuple[LossSums, Parameters]:
     """Sums and mean gradient of the batch. The mean is over the tokens of all microbatches."""
     total_tokens = jnp.maximum(jnp.sum(batch.weights_BS), 1)
     local = _whole_over(config, jax.sharding.get_abstract_mesh())
     if not local:
-        return _microbatches(config, params, batch, total_tokens, _gather_layers if config.mesh.zero == 2 else None)
+        return _microbatches(config, params, model_state, batch, total_tokens, _gather_layers if config.mesh.zero == 2 else None)
     axes = parameter_axes(config.model)
 
-    def share(params: Parameters, batch: Batch, total_tokens: jax.Array) -> tuple[LossSums, Parameters]:
+    def share(params: Parameters, model_state: Parameters | None, batch: Batch, total_tokens: jax.Array) -> tuple[LossSums, Parameters]:
         """Of one device along `local`."""
-        sums, grads = _microbatches(config, params, batch, total_tokens, summed=local)
+        sums, grads = _microbatches(config, params, model_state, batch, total_tokens, summed=local)
         return jax.lax.psum(sums, local), _map(partial(_reduce, local=local), axes, grads)
 
     compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
     specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
     rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
-    run = jax.shard_map(share, in_specs=(P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
-    sums, grads = run(compute, batch, total_tokens)
+    run = jax.shard_map(share, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
+    sums, grads = run(compute, model_state, batch, total_tokens)
     return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
 
@@ -59,6 +60,7 @@ def _whole_over(config: Config, mesh: AbstractMesh) -> tuple[str, ...]:
 def _microbatches(
     config: Config,
     params: Parameters,
+    model_state: Parameters | None,
     batch: Batch,
     total_tokens: Float[Array, ""],
     prepare: Callable[[Config, Parameters], Parameters] | None = None,
@@ -67,7 +69,7 @@ def _microbatches(
     """Sums and gradient of the batch, divided by `total_tokens`; the loss is of `prepare(params)`. `summed`: as in `Forward`."""
 
     def part_loss(params: Parameters, part: Batch) -> tuple[Float[Array, ""], LossSums]:
-        total, sums = loss_sums(config, prepare(config, params) if prepare else params, part, summed=summed)
+        total, sums = loss_sums(config, prepare(config, params) if prepare else params, part, model_state, summed=summed)
         return total / total_tokens, sums
 
     gradient = jax.grad(part_loss, has_aux=True)
@@ -75,7 +77,7 @@ def _microbatches(
     # Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing moves between devices.
     parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
     if pipelined.stages() > 1:
-        return pipelined.gradients(config, params, parts, total_tokens, summed)
+        return pipelined.gradients(config, params, model_state or {}, parts, total_tokens, summed)
     if microbatches == 1:
         grads, sums = gradient(params, batch)
         return sums, grads
@@ -109,8 +111,8 @@ def _gather_layers(config: Config, params: Parameters) -> Parameters:
     unembedding are read once a microbatch anyway.
     """
     axes = parameter_axes(config.model)
-    compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
-    return {name: _map(_gather, axes[name], tree) if name in ("layers", "tail") else tree for name, tree in compute.items()}
+    layers, others = split_layers(cast_matrices(params, axes, jnp.dtype(config.precision.compute)))
+    return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 
 def _gather(names: Axes, weight: jax.Array) -> jax.Array:

@@ -10,9 +10,10 @@ from maxlm import kernels
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.kernels.linear_cross_entropy import Layout
-from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
+from maxlm.models import BlockContext, Decoder, Routing, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import join_routing
 from maxlm.parallel import mesh_axes
 from maxlm.parallel.context import in_sequence
 
@@ -23,7 +24,7 @@ class LossSums(NamedTuple):
     nll: Float[Array, ""]
     z: Float[Array, ""]
     tokens: Float[Array, ""]
-    routings: Routings | None = None  # of layers with experts
+    routing: Routing | None = None  # of layers with experts, in depth order
     ahead: Float[Array, " depth"] | None = None  # nll of each token further ahead
 
 
@@ -36,7 +37,13 @@ class MicrobatchInputs(NamedTuple):
 
 
 def loss_sums(
-    config: Config, params: Parameters, batch: Batch, *, summed: tuple[str, ...] = (), training: bool = True
+    config: Config,
+    params: Parameters,
+    batch: Batch,
+    model_state: Parameters | None = None,
+    *,
+    summed: tuple[str, ...] = (),
+    training: bool = True,
 ) -> tuple[Float[Array, ""], LossSums]:
     """(what is differentiated: nll + z_loss * z, what lies further ahead and the routers' losses, summed; what is reported).
 
@@ -44,12 +51,11 @@ def loss_sums(
     """
     dtype = jnp.dtype(config.precision.compute)
     part, forward = microbatch_inputs(config, batch, training=training), forward_of(config, summed)
-    model = bind(config.model, cast_matrices(params, parameter_axes(config.model), dtype))
+    model = bind(config.model, cast_matrices(params, parameter_axes(config.model), dtype), model_state)
     with jax.default_matmul_precision(config.precision.matmul):
-        through = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(model, part), forward)
-        total, sums = head_sums(config, model, through.x_BSD, part, forward)
-    routings = None if through.routings is None else {**through.routings, **(sums.routings or {})}
-    return total + through.penalty, sums._replace(routings=routings)
+        output = model.stack(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read_by(model, part), forward)
+        total, sums = head_sums(config, model, output.x_BSD, part, forward)
+    return total + output.aux_loss, sums._replace(routing=join_routing(output.routing, sums.routing))
 
 
 def forward_of(config: Config, summed: tuple[str, ...] = ()) -> Forward:
@@ -98,11 +104,11 @@ def head_sums(
     sums = LossSums(nll=nll.nll, z=nll.z, tokens=jnp.sum(part.batch.weights_BS))
     if not part.further:
         return nll.total, sums
-    hidden, through = model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read_by(model, part), forward)
+    hidden, output = model.predict_further(x_BSD, [further.tokens_BS for further in part.further], read_by(model, part), forward)
     ahead = [_cross_entropy(config, model, h_BSD, further) for h_BSD, further in zip(hidden, part.further, strict=True)]
     weight = config.train.mtp_loss / len(ahead)
-    total = nll.total + weight * sum(one.total for one in ahead) + through.penalty
-    return total, sums._replace(routings=through.routings, ahead=jnp.stack([one.nll for one in ahead]))
+    total = nll.total + weight * sum(one.total for one in ahead) + output.aux_loss
+    return total, sums._replace(routing=output.routing, ahead=jnp.stack([one.nll for one in ahead]))
 
 
 def _cross_entropy(config: Config, model: Decoder, hidden_BSD: Array, batch: Batch) -> kernels.CrossEntropySums:

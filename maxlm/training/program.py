@@ -83,9 +83,11 @@ class Program:
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one batch, (params, batch) -> LossSums."""
+        """The jitted evaluation of one batch, (params, model state, batch) -> LossSums."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(build_eval_step(self.config), in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
+        state = self.state_shardings
+        inputs = (state.params, state.model_state, self.batch_sharding)
+        return jax.jit(build_eval_step(self.config), in_shardings=inputs, out_shardings=whole)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

@@ -1,6 +1,7 @@
 """The training step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,11 @@ from maxlm.data.batch import Batch
 from maxlm.models.parameters import Parameters
 from maxlm.models.router import Routing
 from maxlm.training import guards
-from maxlm.training.balance import in_depth_order, rebalance
 from maxlm.training.diloco import sync_workers, update_workers
 from maxlm.training.gradients import accumulate
 from maxlm.training.loss import LossSums, loss_sums
 from maxlm.training.lr_schedule import learning_rate
+from maxlm.training.model_state import update_model_state
 from maxlm.training.state import TrainState
 
 
@@ -40,25 +41,27 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
     rate = learning_rate(config)
     outer = config.optimizer.outer
 
-    def update(params: Parameters, opt_state: Any, batch: Batch) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
+    def update(
+        model_state: Parameters, params: Parameters, opt_state: Any, batch: Batch
+    ) -> tuple[Parameters, Any, LossSums, Float[Array, ""]]:
         """(parameters and optimizer state after one update, the batch's sums, the norm of its gradient)."""
-        sums, grads = accumulate(config, params, batch)
+        sums, grads = accumulate(config, params, batch, model_state)
         grads, grad_norm = clip_by_global_norm(grads, config.optimizer.clip_norm)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = rebalance(config.model, optax.apply_updates(params, updates), sums.routings)
-        return params, opt_state, sums, grad_norm
+        return optax.apply_updates(params, updates), opt_state, sums, grad_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
         done = state.step - state.skipped  # a skipped update does not move the schedule
         lr = jnp.asarray(rate(done), jnp.float32)
         if outer is None:
-            params, opt_state, sums, grad_norm = update(state.params, state.opt_state, batch)
+            params, opt_state, sums, grad_norm = update(state.model_state, state.params, state.opt_state, batch)
         else:
-            apart, sums, grad_norm = update_workers(update, state.opt_state, batch)
+            apart, sums, grad_norm = update_workers(partial(update, state.model_state), state.opt_state, batch)
             due = ((done + 1) % min(outer.every, config.total_steps) == 0) | (state.step + 1 == config.total_steps)
             params, opt_state = sync_workers(outer, state.params, apart, due)
-        proposed = state.advance(params, opt_state)
+        model_state = update_model_state(config.model, state.model_state, sums)
+        proposed = state.advance(params, opt_state, model_state)
         loss = sums.nll / jnp.maximum(sums.tokens, 1)
         state = guards.keep_if_finite(state, proposed, loss, grad_norm)
         metrics = Metrics(
@@ -69,7 +72,7 @@ def build_train_step(config: Config, optimizer: optax.GradientTransformation) ->
             tokens=sums.tokens,
             skipped=state.skipped,
             batch_digest=digest(batch),
-            routing=in_depth_order(sums.routings),
+            routing=sums.routing,
             ahead=None if sums.ahead is None else sums.ahead / jnp.maximum(sums.tokens, 1),
         )
         return state, metrics
@@ -93,6 +96,6 @@ def digest(batch: Batch) -> UInt32[Array, ""]:
     return jnp.sum((tokens_BS + 1) * (place_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
 
 
-def build_eval_step(config: Config) -> Callable[[Any, Batch], LossSums]:
-    """Sums of a held-out batch under the given parameters."""
-    return lambda params, batch: loss_sums(config, params, batch, training=False)[1]
+def build_eval_step(config: Config) -> Callable[[Parameters, Parameters, Batch], LossSums]:
+    """Sums of a held-out batch, from parameters and model state."""
+    return lambda params, model_state, batch: loss_sums(config, params, batch, model_state, training=False)[1]

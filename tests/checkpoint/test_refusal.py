@@ -41,7 +41,7 @@ def test_another_dtype_is_never_cast(saved):
     with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
         open_store(directory).restore(layout(4, 2)(wanted))
     with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
-        open_store(directory).restore_params(layout(4, 2)(wanted["params"]))
+        open_store(directory).restore_entries({"params": layout(4, 2)(wanted["params"])})
 
 
 def test_another_shape(saved):

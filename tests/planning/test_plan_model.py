@@ -17,8 +17,7 @@ from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import attention_flops, held, layers, matmuls
 from maxlm.cost.step_cost import OUR_ATTENTION_SHARES
 from maxlm.hardware.topologies import parse
-from maxlm.models import abstract_parameters, parameter_axes
-from maxlm.models.flops import token_flops
+from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.models.parameters import is_matrix
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate

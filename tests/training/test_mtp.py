@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
-from maxlm.models import bind, init_parameters
+from maxlm.models import bind, init_model_state, init_parameters
 from maxlm.models.forward import Forward
 from maxlm.training.loss import loss_sums, microbatch_inputs, read_by
 
@@ -33,9 +33,11 @@ def test_what_is_read_and_what_comes_next():
 
 def test_without_weight_the_loss_is_that_of_the_model_alone():
     config = tiny_config(**{**SECTIONS, "train": {"mtp_loss": 0.0}})
-    params = init_parameters(config.model, 0)
+    params, model_state = init_parameters(config.model, 0), init_model_state(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
-    (total, sums), (alone, _) = (jax.jit(lambda p, flag=flag: loss_sums(config, p, batch, training=flag))(params) for flag in (True, False))
+    (total, sums), (alone, _) = (
+        jax.jit(lambda p, flag=flag: loss_sums(config, p, batch, model_state, training=flag))(params) for flag in (True, False)
+    )
     assert sums.ahead.shape == (2,) and np.all(sums.ahead > 0)
     assert total == pytest.approx(float(alone), rel=1e-6)
 
@@ -45,15 +47,15 @@ def test_nothing_later_is_read():
     config = tiny_config(**SECTIONS)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     batch = batch._replace(segment_ids_BS=jnp.ones_like(batch.segment_ids_BS), weights_BS=jnp.ones_like(batch.weights_BS))
-    model = bind(config.model, init_parameters(config.model, 0))
+    model = bind(config.model, init_parameters(config.model, 0), init_model_state(config.model, 0))
 
     @jax.jit
     def hidden(targets_BS):
         given = batch._replace(tokens_BS=jnp.pad(targets_BS[:, :-1], ((0, 0), (1, 0))), targets_BS=targets_BS)
         part = microbatch_inputs(config, given)
         read = read_by(model, part)
-        x_BSD = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read, Forward()).x_BSD
-        return model.look_ahead(x_BSD, [further.tokens_BS for further in part.further], read, Forward())[0]
+        x_BSD = model.stack(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read, Forward()).x_BSD
+        return model.predict_further(x_BSD, [further.tokens_BS for further in part.further], read, Forward())[0]
 
     place = 20  # targets[place] is the token after place
     before, after = hidden(batch.targets_BS), hidden(batch.targets_BS.at[:, place].add(1) % config.model.vocab_size)
