@@ -1,20 +1,22 @@
-"""How a forward pass is run, beside what it computes."""
+"""Options of a forward pass that do not change its result."""
 
 from dataclasses import dataclass
 
 from maxlm.config.schema import ContextAttention, MemoryConfig
 
-_ALL_KEPT = MemoryConfig(remat="none")
+_KEEP_ALL = MemoryConfig(remat="none")
 
 
 @dataclass(frozen=True)
 class Forward:
-    """`memory`: what is kept for the backward pass. `context`: how attention meets a sequence that the mesh splits; see
-    `maxlm.parallel.context` for the order of tokens that it wants. `summed`: axes of the mesh that are manual here (`jax.shard_map`), over
-    which the batch of this pass goes on. `generates`: token after token, with caches.
+    """Options of a forward pass.
+
+    `memory`: the remat policy. `context`: how attention works on a sequence that the mesh splits; `maxlm.parallel.context` has the order of
+    tokens that it needs. `summed`: manual mesh axes (`jax.shard_map`) that divide the batch, to sum statistics over. `generates`: one token
+    after another, with caches.
     """
 
-    memory: MemoryConfig = _ALL_KEPT
+    memory: MemoryConfig = _KEEP_ALL
     context: ContextAttention = "ring"
     summed: tuple[str, ...] = ()
     generates: bool = False

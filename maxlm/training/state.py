@@ -1,4 +1,4 @@
-"""Everything an update changes, as one pytree, and how it is split over the mesh."""
+"""The training state: everything an update changes, as one pytree, and its shardings."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from maxlm.parallel import mesh_axes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`step` batches have been consumed; `skipped` of them changed nothing, since loss or gradients were not finite."""
+    """State after `step` batches, `skipped` of which changed nothing because loss or gradients were not finite."""
 
     step: Any  # int32 scalar
     skipped: Any  # int32 scalar

@@ -58,6 +58,15 @@ def test_a_leaf_missing_or_too_many(saved):
         open_store(directory).restore({name: leaf for name, leaf in states[3].items() if name != "step"})
 
 
+def test_model_state_among_the_parameters_is_refused_by_name(saved):
+    """As an earlier maxlm kept it."""
+    directory, states = saved
+    params = {name: leaf for name, leaf in states[3]["params"].items() if name != "embed"}
+    wanted = {**states[3], "params": params, "model_state": {"embed": states[3]["params"]["embed"]}}
+    with pytest.raises(CheckpointError, match=r"by an earlier maxlm, which kept params\.embed among the parameters.* use another run\.name"):
+        open_store(directory).restore(wanted)
+
+
 def test_a_refused_checkpoint_is_not_passed_over(saved, monkeypatch):
     """The one before would only hide the mistake: nothing is loaded, and no older checkpoint is tried."""
     directory, states = saved
