@@ -5,7 +5,7 @@ not on the first and the last stage: they run between the passes, divided over `
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,14 +71,20 @@ class _Pipeline:
         self.x_BSD = jax.eval_shape(functions.embed, ends, microbatch)
         _, self.sums = jax.eval_shape(functions.loss, ends, microbatch, self.x_BSD)
 
-        def first(layers: Tree, constants: Tree, x_BSD: Array, microbatch: Tree) -> tuple[Any, Tree]:
+        def first(layers: Tree, constants: Tree, x_BSD: Array, microbatch: Tree) -> tuple[list[Array], Tree]:
+            layers, constants = self._chunk(layers, 0), self._chunk(constants, 0)
             inputs = functions.inputs(microbatch, jax.lax.axis_index(AXIS))
-            _, vjp, reports = self._vjp(self._chunk(layers, 0), self._chunk(constants, 0), x_BSD, inputs)
-            return jax.tree.map(lambda a: a[None], vjp), jax.tree.map(lambda a: jnp.concatenate([a] * schedule.chunks), reports)
+
+            def opaque_residuals(operands: tuple[Tree, Tree]) -> list[Array]:
+                residuals: list[Array] = self._vjp(layers, operands[0], x_BSD, operands[1])[1].opaque_residuals
+                return residuals
+
+            self.forwarded = _forwarded(opaque_residuals, (constants, inputs))
+            _, vjp, reports = self._vjp(layers, constants, x_BSD, inputs)
+            return [leaf[None] for leaf in self._residuals(vjp)], jax.tree.map(lambda a: jnp.concatenate([a] * schedule.chunks), reports)
 
         specs = (P(AXIS), P(AXIS), P(), P())
-        # Shapes of the VJP of a chunk: the same computation for every chunk, so a backward pass only fills in its residuals.
-        self.vjp, self.reports = jax.eval_shape(_on_stages(first, specs, P(AXIS)), layers, constants, self.x_BSD, microbatch)
+        self.residuals, self.reports = jax.eval_shape(_on_stages(first, specs, P(AXIS)), layers, constants, self.x_BSD, microbatch)
 
     def empty(self) -> _State:
         """The carry before the first tick."""
@@ -87,7 +93,7 @@ class _Pipeline:
         return _State(
             y_PBSD=between,
             dx_PBSD=between,
-            stash=tuple(_zeros((schedule.stages, schedule.depth, *leaf.shape[1:]), leaf.dtype) for leaf in _residuals(self.vjp)),
+            stash=tuple(_zeros((schedule.stages, schedule.depth, *leaf.shape[1:]), leaf.dtype) for leaf in self.residuals),
             finished=jnp.zeros((schedule.finished, *x_BSD.shape), x_BSD.dtype),
             layer_grads=jax.tree.map(lambda a: _zeros(a.shape, jnp.float32), self.layers),
             end_grads=jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.ends),
@@ -101,6 +107,18 @@ class _Pipeline:
             lambda layers, x: self.functions.layers(layers, constants, x, inputs), layers, x_BSD, has_aux=True
         )
         return y_BSD, vjp, reports
+
+    def _residuals(self, vjp: Any) -> list[Array]:
+        """Residuals of a chunk under the remat policy. Weights, constants and inputs are at hand in both passes and not kept."""
+        computed = [leaf for leaf, forwarded in zip(vjp.opaque_residuals, self.forwarded, strict=True) if not forwarded]
+        return [*jax.tree.leaves(vjp.args_res[1]), *computed]
+
+    def _with_residuals(self, vjp: Any, residuals: Sequence[Array]) -> Any:
+        """The VJP of a chunk with residuals from its forward pass."""
+        kept = iter(residuals)
+        x_BSD = jax.tree.map(lambda _: next(kept), vjp.args_res[1])
+        opaque = [leaf if forwarded else next(kept) for leaf, forwarded in zip(vjp.opaque_residuals, self.forwarded, strict=True)]
+        return dataclasses.replace(vjp, args_res=[vjp.args_res[0], x_BSD], opaque_residuals=opaque)
 
     def tick(self, phase: Phase, state: _State, tick: Array) -> tuple[_State, None]:
         """One tick: forward passes, the loss of the microbatch that left the last stage, backward passes."""
@@ -141,7 +159,7 @@ class _Pipeline:
             inputs = self.functions.inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
             y_BSD, vjp, new = self._vjp(self._chunk(layers, chunk), self._chunk(constants, chunk), _select(valid, x_BSD), inputs)
             reports = self._add_chunk(reports, jax.tree.map(partial(_select, valid), new), chunk)
-            stash = tuple(_put(slots, leaf, unit % schedule.depth, valid) for slots, leaf in zip(stash, _residuals(vjp), strict=True))
+            stash = tuple(_put(slots, leaf, unit % schedule.depth, valid) for slots, leaf in zip(stash, self._residuals(vjp), strict=True))
             left = (stage == schedule.stages - 1) & (chunk == schedule.chunks - 1) & valid
             return _send(y_BSD, schedule.stages, 1), jax.lax.psum(_select(left, y_BSD), AXIS), stash, reports
 
@@ -164,7 +182,9 @@ class _Pipeline:
     def _backward(self, state: _State, dloss_BSD: Array, tick: Array) -> _State:
         schedule = self.schedule
 
-        def on_stage(tick: Array, dx_PBSD: Array, dloss_BSD: Array, stash: tuple, grads: Tree, layers: Tree) -> tuple[Array, Array, Tree]:
+        def on_stage(
+            tick: Array, dx_PBSD: Array, dloss_BSD: Array, stash: tuple, grads: Tree, layers: Tree, constants: Tree, microbatches: Tree
+        ) -> tuple[Array, Array, Tree]:
             stage = jax.lax.axis_index(AXIS)
             unit = schedule.backward_unit(stage, tick)
             valid, unit = (unit >= 0) & (unit < schedule.units), jnp.clip(unit, 0, schedule.units - 1)
@@ -173,14 +193,17 @@ class _Pipeline:
             dy_BSD = _select((stage == schedule.stages - 1) & (chunk == schedule.chunks - 1), dloss_BSD, arriving_BSD)
             slot = schedule.forward_of(microbatch, chunk) % schedule.depth
             residuals = [_select(valid, slots[0, slot]) for slots in stash]
-            vjp = _with_residuals(self.vjp, self._chunk(layers, chunk), residuals)
+            inputs = self.functions.inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
+            # A forward pass of zeros gives the VJP its form. None of its results is used, so the compiler removes it.
+            _, vjp, _ = self._vjp(self._chunk(layers, chunk), self._chunk(constants, chunk), jnp.zeros_like(dy_BSD), inputs)
+            vjp = self._with_residuals(vjp, residuals)
             layer_grads, dx_BSD = vjp((_select(valid, dy_BSD), valid.astype(jnp.float32)))
             left_BSD = _select((stage == 0) & (chunk == 0) & valid, dx_BSD)
             layer_grads = jax.tree.map(partial(_select, valid), layer_grads)  # from residuals of zero they need not be finite
             return dx_BSD[None], jax.lax.psum(left_BSD, AXIS), self._add_chunk(grads, layer_grads, chunk)
 
-        operands = (tick, state.dx_PBSD, dloss_BSD, state.stash, state.layer_grads, self.layers)
-        specs = (P(), P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS))
+        operands = (tick, state.dx_PBSD, dloss_BSD, state.stash, state.layer_grads, self.layers, self.constants, self.microbatches)
+        specs = (P(), P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS), P(AXIS), P())
         dx_PBSD, left_BSD, layer_grads = _on_stages(on_stage, specs, (P(AXIS), P(), P(AXIS)))(*operands)
         microbatch, chunk = schedule.backward(jnp.clip(schedule.backward_unit(0, tick), 0, schedule.units - 1))
         _, end_grads = self._when(chunk == 0, partial(self._embedding_grads, microbatch, left_BSD), state.end_grads)
@@ -209,15 +232,10 @@ class _Pipeline:
         return jax.tree.map(add, total, grads)
 
 
-def _residuals(vjp: Any) -> list[Array]:
-    """What the backward pass of a chunk needs from the forward pass under the remat policy. Weights are at hand in both and not kept."""
-    return jax.tree.leaves((vjp.args_res[1], vjp.opaque_residuals))
-
-
-def _with_residuals(vjp: Any, layers: Tree, residuals: list[Array]) -> Any:
-    """The VJP with these weights and residuals."""
-    x_BSD, opaque = jax.tree.unflatten(jax.tree.structure((vjp.args_res[1], vjp.opaque_residuals)), residuals)
-    return dataclasses.replace(vjp, args_res=[layers, x_BSD], opaque_residuals=opaque)
+def _forwarded(function: Callable[[Tree], Sequence[Array]], operands: Tree) -> list[bool]:
+    """For each output of `function`, True if it is one of its operands, False if it is computed."""
+    jaxpr = jax.make_jaxpr(function)(operands).jaxpr
+    return [variable in jaxpr.invars for variable in jaxpr.outvars]
 
 
 def _on_stages(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
