@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlm import models
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models import BlockContext, bind, init_parameters
+from maxlm.models import BlockContext, init_model_state, init_parameters
 from maxlm.models.forward import Forward
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
@@ -78,6 +79,10 @@ def hidden(config, params, tokens, positions, segments, **options):
 
 
 initial = jax.jit(init_parameters, static_argnums=(0, 1))
+
+
+def bind(config, params):
+    return models.bind(config, params, init_model_state(config, 0))
 
 
 def embedding_gradient(config, params, positions, segments, target):
