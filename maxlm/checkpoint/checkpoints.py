@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
-from maxlm.checkpoint.tree_paths import PARAMS, abstract_leaf, bytes_here, named_leaves
+from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
@@ -192,12 +192,12 @@ class Checkpoints:
         self._resumed_at = restored
         return Restored(restored, _like(abstract_state, wanted, arrays), position, skipped)
 
-    def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored:
-        """As `restore`, but only the entry `params` of the state is read and verified, and the identity is not checked."""
+    def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
+        """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
         self._settle()
-        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_params, PARAMS).items()}
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         restored, arrays, position, skipped = self._newest_undamaged(wanted, step, None)
-        return Restored(restored, _like(abstract_params, wanted, arrays), position, skipped)
+        return Restored(restored, _like(abstract_state, wanted, arrays), position, skipped)
 
     def _newest_undamaged(
         self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None

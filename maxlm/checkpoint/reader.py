@@ -9,7 +9,7 @@ from maxlm.checkpoint import manifest, multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
-from maxlm.checkpoint.tree_paths import PARAMS
+from maxlm.checkpoint.tree_paths import MODEL_STATE, PARAMS
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
@@ -110,6 +110,12 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
 
 def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool) -> None:
     """Raise CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, leaves not in `wanted`."""
+    moved = [name for name in wanted if name.startswith(f"{MODEL_STATE}.") and name not in saved and _as_parameter(name) in saved]
+    if moved:
+        raise CheckpointError(
+            f"{where} was written by an earlier maxlm, which stored {_some([_as_parameter(name) for name in moved])} among the parameters; "
+            f"now they are in {MODEL_STATE}: continue that run with the maxlm that wrote it, or use another run.name."
+        )
     params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
     problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]
     if whole:
@@ -120,6 +126,11 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
             f"{where} does not fit this run's state: {_some(problems)}; restore it with the settings it was written with, "
             "or use another run.name."
         )
+
+
+def _as_parameter(name: str) -> str:
+    """Name that a leaf of the model state would have as a parameter."""
+    return PARAMS + name.removeprefix(MODEL_STATE)
 
 
 def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:

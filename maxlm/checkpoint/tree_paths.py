@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Sharding
 
 PARAMS = "params"  # the entry of the state that holds the parameters
+MODEL_STATE = "model_state"  # the entry that holds what no gradient moves
 
 
 def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

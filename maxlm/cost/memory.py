@@ -87,7 +87,8 @@ class _BufferNames:
         import jax
 
         from maxlm.cost.model_shapes import rows_of
-        from maxlm.models.parameters import STACKED, parameter_axes
+        from maxlm.models.parameters import parameter_axes
+        from maxlm.models.stack import STACKED
 
         config, mesh = program.config, program.mesh.shape
         axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
@@ -140,10 +141,9 @@ class _BufferNames:
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
-    from maxlm.models.parameters import abstract_decoder
+    from maxlm.models.stack import layer_groups
 
-    decoder = abstract_decoder(model)
-    stacks = {block.stacked[i:] for block in (*decoder.head, *decoder.layers, *decoder.tail) for i in (0, 1)}
+    stacks = {group.stacked[i:] for group in layer_groups(model) for i in (0, 1)}
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 

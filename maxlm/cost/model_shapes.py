@@ -17,7 +17,7 @@ from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs
 from maxlm.models import parameter_axes
 from maxlm.models.attention import layer_mask
-from maxlm.models.decoder import Block
+from maxlm.models.block import Block
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix

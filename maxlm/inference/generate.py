@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.config import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels.linear_cross_entropy import logits
-from maxlm.models import Decoder, bind
-from maxlm.models.decoder import Caches
+from maxlm.models import Caches, Decoder, bind
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters
 
@@ -29,7 +28,9 @@ class Sampler:
     seed: int = 0
 
 
-def generate(config: ModelConfig, params: Parameters, prompt: list[int], sampler: Sampler, end_of_document: int) -> list[int]:
+def generate(
+    config: ModelConfig, params: Parameters, model_state: Parameters, prompt: list[int], sampler: Sampler, end_of_document: int
+) -> list[int]:
     """Generate ids that continue `prompt`, up to the end of the document or `max_new_tokens`.
 
     Raises UserError for an empty prompt, an id beyond the vocabulary, or more positions than a learned table has.
@@ -45,13 +46,15 @@ def generate(config: ModelConfig, params: Parameters, prompt: list[int], sampler
         raise UserError(
             f"prompt and continuation have {length} tokens, above model.learned_positions.max_seq_len = {config.max_seq_len}: ask for less."
         )
-    ids = np.asarray(_run(config, sampler, end_of_document, params, jnp.asarray([prompt], jnp.int32)))[0].tolist()
+    ids = np.asarray(_run(config, sampler, end_of_document, params, model_state, jnp.asarray([prompt], jnp.int32)))[0].tolist()
     return ids[: ids.index(end_of_document)] if end_of_document in ids else ids
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(config: ModelConfig, sampler: Sampler, end: int, params: Parameters, prompt_BS: Int[Array, "B S"]) -> Int[Array, "B new"]:
-    model = bind(config, params)
+def _run(
+    config: ModelConfig, sampler: Sampler, end: int, params: Parameters, model_state: Parameters, prompt_BS: Int[Array, "B S"]
+) -> Int[Array, "B new"]:
+    model = bind(config, params, model_state)
     batch, start = prompt_BS.shape
     caches = model.empty_caches(batch, start + sampler.max_new_tokens)
     last_BV, caches = _advance(model, prompt_BS, jnp.int32(0), caches)

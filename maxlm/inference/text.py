@@ -12,7 +12,7 @@ from maxlm.config import Config, UserError, load
 from maxlm.config.rules import most_generated
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.inference.generate import Sampler, generate
-from maxlm.models import abstract_parameters
+from maxlm.models import abstract_model_state, abstract_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.training.fits import check_generation
 
@@ -34,15 +34,16 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
     check_generation(config.model, length)
     checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
     here = SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract_parameters(config.model))
-    params = checkpoints.restore_params(wanted, step).state
-    return continue_text(config, params, tokenizer, prompt, sampler)
+    entries = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
+    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), entries)
+    restored = checkpoints.restore_entries(wanted, step).state
+    return continue_text(config, restored["params"], restored["model_state"], tokenizer, prompt, sampler)
 
 
-def continue_text(config: Config, params: Parameters, tokenizer: Tokenizer, prompt: str, sampler: Sampler) -> str:
+def continue_text(config: Config, params: Parameters, model_state: Parameters, tokenizer: Tokenizer, prompt: str, sampler: Sampler) -> str:
     """The continuation alone, without `prompt`."""
     ids = tokenizer.encode(prompt).tolist()
-    return tokenizer.decode(generate(config.model, params, ids, sampler, tokenizer.end_of_document_id))
+    return tokenizer.decode(generate(config.model, params, model_state, ids, sampler, tokenizer.end_of_document_id))
 
 
 def run_tokenizer(directory: Path) -> Tokenizer:
@@ -50,7 +51,9 @@ def run_tokenizer(directory: Path) -> Tokenizer:
     return open_tokenizer(str(directory / "tokenizer"))
 
 
-def print_samples(config: Config, directory: Path, params: Parameters, console: Console, *, stopped: Callable[[], bool]) -> None:
+def print_samples(
+    config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+) -> None:
     """Continue each of `samples.prompts` and print it; none more once `stopped()`."""
     if config.samples is None:
         return
@@ -64,4 +67,5 @@ def print_samples(config: Config, directory: Path, params: Parameters, console: 
             console.print(f"nothing: the prompt fills all {most_generated(config):,} tokens of the context", markup=False, highlight=False)
             continue
         sampler = Sampler(max_new_tokens=min(config.samples.tokens, room))
-        console.print(prompt + continue_text(config, params, tokenizer, prompt, sampler), markup=False, highlight=False, soft_wrap=True)
+        text = continue_text(config, params, model_state, tokenizer, prompt, sampler)
+        console.print(prompt + text, markup=False, highlight=False, soft_wrap=True)

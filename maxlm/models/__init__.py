@@ -1,19 +1,37 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.decoder import BlockContext, Cache, Decoder, Routings
-from maxlm.models.flops import counts, step_flops, token_flops
-from maxlm.models.parameters import abstract_parameters, bind, count_parameters, init_parameters, parameter_axes, parameter_specs
+from maxlm.models.attention import Cache
+from maxlm.models.block import BlockContext
+from maxlm.models.counts import count_active_parameters, count_parameters, counts, step_flops, token_flops
+from maxlm.models.decoder import Decoder
+from maxlm.models.parameters import (
+    abstract_model_state,
+    abstract_parameters,
+    bind,
+    init_model_state,
+    init_parameters,
+    model_state_specs,
+    parameter_axes,
+    parameter_specs,
+)
+from maxlm.models.router import Routing
+from maxlm.models.stack import Caches
 
 __all__ = [
     "BlockContext",
     "Cache",
+    "Caches",
     "Decoder",
-    "Routings",
+    "Routing",
+    "abstract_model_state",
     "abstract_parameters",
     "bind",
+    "count_active_parameters",
     "count_parameters",
     "counts",
+    "init_model_state",
     "init_parameters",
+    "model_state_specs",
     "parameter_axes",
     "parameter_specs",
     "step_flops",

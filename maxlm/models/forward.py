@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from maxlm.config.schema import ContextAttention, MemoryConfig
 from maxlm.kernels.attention.mask import Form
 
-_ALL_KEPT = MemoryConfig(remat="none")
+_KEEP_ALL = MemoryConfig(remat="none")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Forward:
     generates: token after token, with caches.
     """
 
-    memory: MemoryConfig = _ALL_KEPT
+    memory: MemoryConfig = _KEEP_ALL
     context: ContextAttention = "ring"
     form: Form = "causal"
     summed: tuple[str, ...] = ()

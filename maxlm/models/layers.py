@@ -24,6 +24,15 @@ def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Par
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
 
 
+class StateVariable(nnx.Variable):
+    """Numbers of the model that training updates without a gradient: they are part of `TrainState.model_state`, not of its parameters."""
+
+
+def state_constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> StateVariable:
+    """Declares float32 model state, at first filled with `value`."""
+    return StateVariable(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
+
+
 def matrix_size(*parameters: nnx.Param | None) -> int:
     """Number of parameters of these matrices in one layer, however many layers are stacked."""
     return sum(math.prod(p.shape[-len(p.axes) :]) for p in parameters if p is not None)

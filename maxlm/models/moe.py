@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.forward import Forward
-from maxlm.models.layers import constant, gated, matrix_size, weight
+from maxlm.models.layers import constant, gated, matrix_size, state_constant, weight
 from maxlm.models.linear import BETWEEN, enter, grouped_linear, linear
 from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
@@ -43,7 +43,7 @@ class Moe(nnx.Module):
         self.up_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
         self.down_bias_ED = constant(0.0, (experts, width), ("choices", "embed_act")) if biased else None
         # Load balancing without a loss (arXiv 2408.15664): added to scores for selection only; updated from the load, not by a gradient.
-        self.balancing_E = constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
+        self.balancing_E = state_constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
     def __call__(

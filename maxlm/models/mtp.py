@@ -1,27 +1,23 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
-from typing import TYPE_CHECKING
-
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.block import Block
 from maxlm.models.layers import Norm, matrix_size, weight
 from maxlm.models.linear import BETWEEN, linear
 from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
-
-if TYPE_CHECKING:
-    from maxlm.models.decoder import Block
 
 # B batch, S sequence, D width
 
 
 class FutureTokenModule(nnx.Module):
-    """Predicts one token further ahead: hidden states so far and the embedding of the token that they predicted, each normed, are joined by
-    a matrix (here one for each part) and go through one more block. Embedding and unembedding are the model's.
+    """Predict one token further: hidden states and the embedding of the token that they predicted, each normed, are projected by one matrix
+    each, added, and pass one more block. Embedding and unembedding are the decoder's.
     """
 
-    def __init__(self, config: ModelConfig, block: "Block") -> None:
+    def __init__(self, config: ModelConfig, block: Block) -> None:
         width, std = config.d_model, config.init_std
         self.hidden_norm = Norm(width, config)
         self.token_norm = Norm(width, config)
@@ -31,12 +27,12 @@ class FutureTokenModule(nnx.Module):
         self.final_norm = Norm(width, config)
 
     def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """What the block reads, of hidden states before their final norm and of embeddings."""
+        """Input of the block, from hidden states before their final norm and token embeddings."""
         x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
         return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward, the unembedding's not counted."""
+        """FLOPs of a training token, forward and backward, the unembedding not counted."""
         return 6 * matrix_size(self.hidden_DD, self.token_DD) + self.block.flops_per_token(seq_len, masked=masked)
 
     def matmuls(self) -> tuple[Matmul, ...]:

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass: a named policy, or tensors by name."""
+"""Rematerialisation: which activations the backward pass keeps, by a named policy or by the names of tensors."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from maxlm.config.schema import MemoryConfig
 
 
 def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
-    """`function` with its activations kept, offloaded to the host or recomputed as `memory` says."""
+    """Wrap `function` so that its activations are kept, offloaded to the host or recomputed as `memory` says."""
     if memory.remat == "none":
         return function
     names = [] if isinstance(memory.remat, str) else list(memory.remat)

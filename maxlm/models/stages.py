@@ -1,32 +1,38 @@
-"""The layers of a decoder, dealt to the stages of a pipeline.
+"""The layers of a decoder on the stages of a pipeline.
 
-Parameters at rest know no pipeline: periods of the layer pattern in order, each matrix split along its width over `fsdp` and `stage`. Once
-an update they are dealt out, whole layers to a stage, and their gradients come back: an all-to-all each, of what a device holds. So
-checkpoints and optimizer state are the same on any layout, and the stages need not divide the layers.
+Parameters at rest do not depend on the pipeline: periods of the layer pattern in order, each matrix split along its width over `fsdp` and
+`stage`. Once an update an all-to-all moves whole layers to their stages, and another one brings their gradients back. So checkpoints and
+optimizer state are the same on any layout, and the number of stages need not divide the number of layers.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import groupby
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.decoder import Routings
 from maxlm.models.parameters import Parameters, parameter_specs
+from maxlm.models.router import Routing
+from maxlm.models.stack import cut_periods, pad_periods, split_layers
 from maxlm.parallel.pipeline import AXIS
+
+Specs = Callable[[ModelConfig, AbstractMesh], Parameters]
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Which period of the layer pattern lies where, when the depth is cut into `stages` x `chunks` parts and part q lies on stage q mod
-    stages. Parts differ by one period at most, and the shorter are padded: each stage computes as many. The last period may be cut short.
+    """Assignment of the periods of the layer pattern to pipeline stages.
+
+    The depth is cut into `stages` x `chunks` parts, and part q lies on stage q mod stages. Parts differ by one period at most; the shorter
+    ones are padded, so that every stage computes equally many. The last period may be incomplete. Dense layers before the pattern belong
+    to no stage: they are computed with the embedding.
     """
 
     config: ModelConfig
@@ -34,135 +40,113 @@ class StageAssignment:
     chunks: int = 1
 
     @property
+    def period(self) -> int:
+        """Layers of a period."""
+        return len(self.config.layer_pattern)
+
+    @property
     def layers(self) -> int:
-        """Layers that are dealt: those of the pattern. Dense ones before it are computed with the embedding."""
+        """Layers of the pattern."""
         return self.config.n_layers - self.config.n_dense
 
     @property
     def periods(self) -> int:
-        """Periods of the pattern, one cut short included."""
-        return -(-self.layers // len(self.config.layer_pattern))
+        """Periods of the pattern, an incomplete one included."""
+        return -(-self.layers // self.period)
 
     @property
-    def places(self) -> int:
-        """Periods that a part has room for."""
+    def part_periods(self) -> int:
+        """Periods of a part, padding included."""
         return -(-self.periods // (self.stages * self.chunks))
 
     @property
     def part_config(self) -> ModelConfig:
-        """A model as deep as a part."""
-        return self.config.model_copy(update={"n_layers": self.config.n_dense + self.places * len(self.config.layer_pattern)})
+        """A model whose pattern is as deep as a part."""
+        return self.config.model_copy(update={"n_layers": self.config.n_dense + self.part_periods * self.period})
 
     @cached_property
-    def parts(self) -> Int[np.ndarray, "parts places"]:
-        """The period at each place of each part, -1 for padding."""
+    def parts(self) -> Int[np.ndarray, "parts part_periods"]:
+        """The period at each position of each part, -1 for padding."""
         parts = self.stages * self.chunks
         sizes = [self.periods // parts + (part < self.periods % parts) for part in range(parts)]
         firsts = np.cumsum([0, *sizes[:-1]])[:, None]
-        place = np.arange(self.places)
-        return np.where(place < np.array(sizes)[:, None], firsts + place, -1)
+        position = np.arange(self.part_periods)
+        return np.where(position < np.array(sizes)[:, None], firsts + position, -1)
 
     @property
-    def order(self) -> Int[np.ndarray, " places"]:
-        """The periods as they lie on the stages, one stage after another, of each its chunks."""
-        return self.parts.reshape(self.chunks, self.stages, self.places).swapaxes(0, 1).reshape(-1)
+    def order(self) -> Int[np.ndarray, " positions"]:
+        """The periods in the order of the stages, within a stage in the order of its chunks."""
+        return self.parts.reshape(self.chunks, self.stages, self.part_periods).swapaxes(0, 1).reshape(-1)
 
     @property
-    def place_of(self) -> Int[np.ndarray, " periods"]:
-        """Where each period lies in `order`."""
+    def position_of(self) -> Int[np.ndarray, " periods"]:
+        """Position of each period in `order`."""
         return np.argsort(np.where(self.order < 0, self.periods, self.order), kind="stable")[: self.periods]
 
     @property
-    def whole(self) -> int:
-        """Periods that are not cut short."""
-        return self.layers // len(self.config.layer_pattern)
-
-    @property
     def padded(self) -> bool:
-        """Whether some places hold padding, or a period cut short."""
-        return self.layers != self.parts.size * len(self.config.layer_pattern)
+        """True if some positions hold padding or an incomplete period."""
+        return self.layers != self.parts.size * self.period
 
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """Blocks in each run of the pattern, which `Decoder` stacks."""
-        return tuple(len(list(run)) for _, run in groupby(self.config.repeated_pattern))
-
-    @property
-    def tail(self) -> tuple[int, ...]:
-        """Blocks of each run in the period that is cut short, 0 beyond its end or where there is none."""
-        rest, firsts = self.layers % len(self.config.layer_pattern), np.cumsum([0, *self.runs[:-1]])
-        return tuple(int(np.clip(rest - first, 0, size)) for first, size in zip(firsts, self.runs, strict=True))
-
-    def alive(self, part: Int[Array, ""]) -> tuple[Bool[Array, "..."], ...] | None:
-        """Which layers of a part are there, as `Decoder.run` asks; None for all."""
+    def active(self, part: Int[Array, ""]) -> Bool[Array, " L"] | None:
+        """True for the layers of a part that are not padding, as `LayerStack.run_pattern` takes it; None if all are."""
         if not self.padded:
             return None
-        length = len(self.config.layer_pattern)
-        layer = self.parts[..., None] * length + np.arange(length)
-        there = jnp.asarray((layer >= 0) & (layer < self.layers) & (self.parts[..., None] >= 0))[part]
-        by_run = jnp.split(there, np.cumsum(self.runs)[:-1], axis=1)
-        return tuple(run if size > 1 else run[:, 0] for run, size in zip(by_run, self.runs, strict=True))
+        layer = self.parts[..., None] * self.period + np.arange(self.period)
+        return jnp.asarray((layer >= 0) & (layer < self.layers)).reshape(len(self.parts), -1)[part]
+
+    def in_depth_order(self, reports: Routing) -> Routing:
+        """Router statistics of all layers in depth order, from those of the stages one after another."""
+        rows = (self.position_of[:, None] * self.period + np.arange(self.period)).reshape(-1)[: self.layers]
+        return jax.tree.map(lambda leaf: leaf[rows], reports)
 
 
-def scatter_to_stages(deal: StageAssignment, params: Parameters) -> Parameters:
-    """The layers of `params`, tail included, as the stages of the current mesh compute with them: leading dim over `stage`."""
-    resting, lying = _specs(deal)
+def scatter_to_stages(assignment: StageAssignment, tree: Parameters, specs: Specs = parameter_specs) -> Parameters:
+    """Move the layers of `tree`, at rest as `specs` says, to the stages of the current mesh.
 
-    def one(leaf: Array, tail: Array | None, split: int | None, run: int) -> Array:
-        rows = [leaf, *([] if tail is None else [_widened(tail, leaf, run)]), jnp.zeros_like(leaf[:1])]  # the last is padding
-        ordered = leaf if _as_they_are(deal) else jnp.concatenate(rows)[deal.order]
-        if split is not None:
-            return jax.lax.all_to_all(ordered, AXIS, 0, split, tiled=True)
-        size = ordered.shape[0] // deal.stages
-        return jax.lax.dynamic_slice_in_dim(ordered, jax.lax.axis_index(AXIS) * size, size)
+    The result has the parameter tree of `part_config`, with the periods of all stages along a leading dim over `stage`.
+    """
+    at_rest, on_stages, dims = _layouts(assignment, specs)
 
-    def all_of_them(layers: Parameters, tail: Parameters) -> Parameters:
-        return _each(lambda path, leaf, spec: one(leaf, _at(tail, path), _split(spec), deal.runs[int(path[0])]), layers, resting["layers"])
+    def scatter(leaf: Array, dim: int) -> Array:
+        if not _is_identity(assignment):
+            leaf = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])[assignment.order]  # -1, the last row, is padding
+        if dim:
+            return jax.lax.all_to_all(leaf, AXIS, 0, dim, tiled=True)
+        size = leaf.shape[0] // assignment.stages
+        return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(AXIS) * size, size)
 
-    given = params["layers"], params.get("tail", {})
-    specs = resting["layers"], resting.get("tail", {})
-    return jax.shard_map(all_of_them, in_specs=specs, out_specs=lying, check_vma=False)(*given)
+    def scatter_all(layers: Parameters) -> Parameters:
+        return jax.tree.map(scatter, pad_periods(assignment.config, layers), dims)
 
-
-def gather_from_stages(deal: StageAssignment, layers: Parameters) -> Parameters:
-    """The inverse of `scatter_to_stages`, of gradients: {"layers", "tail"} as parameters are at rest."""
-    resting, lying = _specs(deal)
-    whole, place_of = deal.whole, deal.place_of
-
-    def one(leaf: Array, split: int | None) -> Array:
-        if split is None:
-            ordered = jax.lax.all_gather(leaf, AXIS, axis=0, tiled=True)
-        else:
-            ordered = jax.lax.all_to_all(leaf, AXIS, split, 0, tiled=True)
-        return ordered if _as_they_are(deal) else ordered[place_of]
-
-    def all_of_them(layers: Parameters) -> Parameters:
-        periods = _each(lambda path, leaf, spec: one(leaf, _split(spec)), layers, resting["layers"])
-        found = {"layers": jax.tree.map(lambda leaf: leaf[:whole], periods)}
-        if "tail" in resting:
-            found["tail"] = {run: jax.tree.map(partial(_narrowed, whole, *sizes), periods[run]) for run, sizes in cut.items()}
-        return found
-
-    cut = {str(run): sizes for run, sizes in enumerate(zip(deal.tail, deal.runs, strict=True)) if sizes[0]}
-    back = {name: resting[name] for name in ("layers", "tail") if name in resting}
-    return jax.shard_map(all_of_them, in_specs=(lying,), out_specs=back, check_vma=False)(layers)
+    layers, _ = split_layers(tree, pattern=True)
+    return jax.shard_map(scatter_all, in_specs=(at_rest,), out_specs=on_stages, check_vma=False)(layers)
 
 
-def in_periods(deal: StageAssignment, reports: Routings) -> Routings:
-    """What the layers of all stages have reported, as `Decoder.run` would."""
-    periods = [jax.tree.map(lambda leaf: leaf[deal.place_of], run) for run in reports["layers"]]
-    cut = [(periods[run], sizes) for run, sizes in enumerate(zip(deal.tail, deal.runs, strict=True)) if sizes[0]]
-    return {
-        "layers": tuple(jax.tree.map(lambda leaf: leaf[: deal.whole], run) for run in periods),
-        "tail": tuple(jax.tree.map(partial(_narrowed, deal.whole, *sizes), run) for run, sizes in cut),
-    }
+def gather_from_stages(assignment: StageAssignment, layers: Parameters) -> Parameters:
+    """The inverse of `scatter_to_stages`, for gradients: the layers of the pattern as parameters are at rest."""
+    at_rest, on_stages, dims = _layouts(assignment, parameter_specs)
+
+    def gather(leaf: Array, dim: int) -> Array:
+        leaf = jax.lax.all_to_all(leaf, AXIS, dim, 0, tiled=True) if dim else jax.lax.all_gather(leaf, AXIS, axis=0, tiled=True)
+        return leaf if _is_identity(assignment) else leaf[assignment.position_of]
+
+    def gather_all(layers: Parameters) -> Parameters:
+        return cut_periods(assignment.config, jax.tree.map(gather, layers, dims))
+
+    return jax.shard_map(gather_all, in_specs=(on_stages,), out_specs=at_rest, check_vma=False)(layers)
 
 
-def _specs(deal: StageAssignment) -> tuple[Parameters, Parameters]:
-    """How parameters are split at rest, and layers on their stages."""
-    resting = parameter_specs(deal.config, jax.sharding.get_abstract_mesh())
-    lying = jax.tree.map(lambda spec: P(AXIS, *map(_without_stage, spec[1:])), resting["layers"], is_leaf=lambda leaf: isinstance(leaf, P))
-    return resting, lying
+def _layouts(assignment: StageAssignment, specs: Specs) -> tuple[Parameters, Parameters, Parameters]:
+    """Of the layers of the pattern: specs at rest, specs on stages, and the dim of each leaf that `stage` splits at rest (0: none)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    at_rest, _ = split_layers(specs(assignment.config, mesh), pattern=True)
+    of_part, _ = split_layers(specs(assignment.part_config, mesh), pattern=True)
+
+    def map_specs(function: Callable[[P], Any]) -> Parameters:
+        return jax.tree.map(function, of_part, is_leaf=lambda leaf: isinstance(leaf, P))
+
+    return at_rest, map_specs(lambda spec: P(AXIS, *map(_without_stage, spec[1:]))), map_specs(_stage_dim)
 
 
 def _without_stage(entry: Any) -> Any:
@@ -170,39 +154,11 @@ def _without_stage(entry: Any) -> Any:
     return names if len(names) > 1 else names[0] if names else None
 
 
-def _split(spec: P) -> int | None:
-    """The dim that `stage` splits at rest."""
-    return next((dim for dim, entry in enumerate(spec) if AXIS in (entry if isinstance(entry, tuple) else (entry,))), None)
+def _stage_dim(spec: P) -> int:
+    """The dim that `stage` splits, 0 if none: the leading dim, of periods, is whole at rest."""
+    return next((dim for dim, entry in enumerate(spec) if AXIS in (entry if isinstance(entry, tuple) else (entry,))), 0)
 
 
-def _as_they_are(deal: StageAssignment) -> bool:
-    return not deal.padded and deal.chunks == 1
-
-
-def _widened(tail: Array, leaf: Array, run: int) -> Array:
-    """A run of the period cut short as one more row of `leaf`, [periods, blocks of the run where several, ...]."""
-    if run == 1:
-        return tail[None]
-    blocks = tail.reshape(-1, *leaf.shape[2:])
-    return jnp.pad(blocks, [(0, run - blocks.shape[0])] + [(0, 0)] * (blocks.ndim - 1))[None]
-
-
-def _narrowed(row: int, there: int, run: int, periods: Array) -> Array:
-    """The inverse of `_widened`: the blocks that are there of the period cut short, which is at `row`."""
-    period = periods[row]
-    return period if run == 1 else period[0] if there == 1 else period[:there]
-
-
-def _each(function: Callable[[tuple[str, ...], Array, P], Array], layers: Parameters, specs: Parameters) -> Parameters:
-    """`function` of the path, the leaf and the spec of every leaf."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, spec: function(tuple(entry.key for entry in path), leaf, spec), layers, specs
-    )
-
-
-def _at(tree: Parameters, path: tuple[str, ...]) -> Any:
-    for name in path:
-        if name not in tree:
-            return None
-        tree = tree[name]
-    return tree
+def _is_identity(assignment: StageAssignment) -> bool:
+    """True if the layers lie on the stages in the order in which they rest."""
+    return not assignment.padded and assignment.chunks == 1

@@ -55,13 +55,13 @@ class NextToken(Objective):
         if not inputs.targets:
             return nearest.total, self.sums(inputs.batch, values)
         tokens = [further.tokens_BS for further in inputs.targets]
-        hidden, output = model.look_ahead(x_BSD, tokens, self.context(model, inputs), forward)
+        hidden, output = model.predict_further(x_BSD, tokens, self.context(model, inputs), forward)
         ahead = [self._cross_entropy(model, h_BSD, further) for h_BSD, further in zip(hidden, inputs.targets, strict=True)]
         assert self.config.model.mtp is not None, "there are targets further ahead"
         weight = self.config.model.mtp.loss_weight / len(ahead)
-        total = nearest.total + weight * sum(one.total for one in ahead) + output.penalty
+        total = nearest.total + weight * sum(one.total for one in ahead) + output.aux_loss
         values["loss_ahead"] = jnp.stack([one.nll for one in ahead])
-        return total, self.sums(inputs.batch, values, output.routings)
+        return total, self.sums(inputs.batch, values, output.routing)
 
     def _cross_entropy(self, model: Decoder, hidden_BSD: Array, batch: Batch) -> CrossEntropySums:
         return unembedding_loss(

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import Config
-from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
+from maxlm.models import BlockContext, Decoder, Routing, bind, parameter_axes
 from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import join_routing
 from maxlm.objectives.sums import Sums
 from maxlm.parallel import constrain
 from maxlm.parallel.context import in_sequence
@@ -71,17 +72,19 @@ class Objective(ABC):
     def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, forward: Forward) -> tuple[Float[Array, ""], Sums]:
         """(sum that is differentiated, figures) from the hidden states before the final norm."""
 
-    def loss(self, params: Parameters, batch: Any, *, summed: tuple[str, ...] = (), training: bool = True) -> tuple[Float[Array, ""], Sums]:
+    def loss(
+        self, params: Parameters, model_state: Parameters, batch: Any, *, summed: tuple[str, ...] = (), training: bool = True
+    ) -> tuple[Float[Array, ""], Sums]:
         """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `Forward`."""
         config = self.config
         inputs, forward = self.inputs(batch, training=training), self.forward(summed)
-        model = bind(config.model, cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute)))
+        compute = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
+        model = bind(config.model, compute, model_state)
         with jax.default_matmul_precision(config.precision.matmul):
             x_BSD = model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
-            output = model.through(x_BSD, self.context(model, inputs), forward)
+            output = model.stack(x_BSD, self.context(model, inputs), forward)
             total, sums = self.head(model, output.x_BSD, inputs, forward)
-        routings = None if output.routings is None else {**output.routings, **(sums.routings or {})}
-        return total + output.penalty, sums._replace(routings=routings)
+        return total + output.aux_loss, sums._replace(routing=join_routing(output.routing, sums.routing))
 
     def inputs(self, batch: Any, *, training: bool = True) -> Inputs:
         """Inputs of a forward pass. Positions travel along with tokens, and a sum over tokens needs no order."""
@@ -109,8 +112,8 @@ class Objective(ABC):
         """How the forward pass of a batch is run."""
         return Forward(memory=self.config.memory, context=self.config.mesh.context_attention, summed=summed)
 
-    def sums(self, batch: Any, values: Mapping[str, Array], routings: Routings | None = None) -> Sums:
+    def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
         """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""
         largest = {metric.name for metric in self.metrics if metric.reduce == "max"}
         added = {name: value for name, value in values.items() if name not in largest}
-        return Sums(self.denominator(batch), added, {name: values[name] for name in values if name in largest}, routings)
+        return Sums(self.denominator(batch), added, {name: values[name] for name in values if name in largest}, routing)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.models import Routings
+from maxlm.models import Routing
 from maxlm.telemetry.metric import Metric
 
 
@@ -17,7 +17,7 @@ class Sums(NamedTuple):
     denominator: Float[Array, ""]  # of means: tokens that count, or as the objective says
     added: dict[str, Array]
     largest: dict[str, Array]
-    routings: Routings | None = None  # of layers with experts
+    routing: Routing | None = None  # of layers with experts
 
     def plus(self, other: "Sums") -> "Sums":
         """Of both parts together."""

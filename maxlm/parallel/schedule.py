@@ -1,13 +1,13 @@
 """Pipeline schedules as data: which microbatch each stage computes at each tick. No jax here.
 
-The depth of a model is cut into stages x chunks equal parts, and part q lies on stage q mod stages. A unit of work is one microbatch
-through one part. All stages keep step: a tick lasts as long as its busiest stage, and a stage with nothing to do computes nothing of
-meaning. So the program of every stage is the same, and what a tick costs is known before it runs.
+The depth of a model is cut into stages x chunks equal parts, and part q lies on stage q mod stages. A unit is one microbatch through one
+part. Stages run in lockstep: a tick lasts as long as its busiest stage, and the output of an idle stage is dropped. So all stages run the
+same program, and the cost of a tick is known in advance.
 
-- 1f1b: a stage that can run a backward pass does, so what it keeps for them does not grow with the number of microbatches
-  (arXiv 1806.03377, 2104.04473; in step, so a microbatch comes back to the first stage after 2 x stages - 1 ticks, not after stages).
-- gpipe: every forward pass, then every backward pass (arXiv 1811.06965).
-- chunks > 1: interleaved (arXiv 2104.04473): a microbatch goes round the stages `chunks` times, and ticks are as much shorter.
+- 1f1b: a stage runs a backward pass as soon as it can, so the memory for residuals does not grow with the number of microbatches
+  (arXiv 1806.03377, 2104.04473; in lockstep, so a microbatch returns to the first stage after 2 x stages - 1 ticks, not after stages).
+- gpipe: all forward passes, then all backward passes (arXiv 1811.06965).
+- chunks > 1: interleaved (arXiv 2104.04473): a microbatch passes the stages `chunks` times, in ticks that are `chunks` times shorter.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Index = Any  # an int, or an array of them: the arithmetic is the same
 
 
 class Phase(NamedTuple):
-    """Ticks that do the same: from `first` on, `ticks` of them."""
+    """`ticks` ticks with the same kinds of work, from tick `first` on."""
 
     first: int
     ticks: int
@@ -42,7 +42,7 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """Units of work of one stage, one way."""
+        """Units of one stage in one direction."""
         return self.microbatches * self.chunks
 
     @property
@@ -56,11 +56,11 @@ class Schedule:
         return self.turn + self.units + self.stages - 1
 
     def forward_unit(self, stage: Index, tick: Index) -> Index:
-        """The unit that goes forward on `stage`; none where it is below 0 or not below `units`."""
+        """Unit of the forward pass on `stage`; the stage is idle if it is outside range(units)."""
         return tick - stage
 
     def backward_unit(self, stage: Index, tick: Index) -> Index:
-        """The unit that goes backward on `stage`; none where it is below 0 or not below `units`."""
+        """Unit of the backward pass on `stage`; the stage is idle if it is outside range(units)."""
         return tick - self.turn - (self.stages - 1) + stage
 
     def forward(self, unit: Index) -> tuple[Index, Index]:
@@ -79,18 +79,18 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """Units that a stage keeps for their backward pass at once, at most: the first stage waits longest."""
+        """Most units whose residuals a stage holds at once: those of the first stage, which waits longest."""
         waits = [self.turn + self.stages - 1 + unit - self.forward_of(*self.backward(unit)) for unit in range(self.units)]
         return min(max(waits) + 1, self.units)
 
     @property
     def finished(self) -> int:
-        """Microbatches that have left the last stage and whose loss is not yet computed, at most."""
+        """Most microbatches that have left the last stage while their loss is not yet computed."""
         return 1 if self.kind == "1f1b" else self.microbatches
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The ticks, cut where what is done changes."""
+        """All ticks, divided where the kinds of work change."""
         forward = range(self.units + self.stages - 1)
         backward = range(self.turn, self.ticks)
         loss = range(self.turn, self.turn + self.units - (self.chunks - 1) * self.stages)
@@ -99,7 +99,7 @@ class Schedule:
         return tuple(Phase(start, stop - start, start in forward, start in loss, start in backward) for start, stop in spans)
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """The fraction of the time that a stage waits, when a unit takes `forward` and `backward`."""
+        """Fraction of the time that a stage is idle, if a unit takes `forward` and `backward`."""
         total = sum(phase.ticks * (forward * phase.forward + backward * phase.backward) for phase in self.phases)
         return 1 - self.units * (forward + backward) / total
 

@@ -67,7 +67,9 @@ LOCK_MARGIN_SECONDS = 10.0  # beyond the grace time, in which a run that receive
 class SamplePrinter(Protocol):
     """Prints samples of the parameters of a finished run; returns early once `stopped()`."""
 
-    def __call__(self, config: Config, directory: Path, params: Parameters, console: Console, *, stopped: Callable[[], bool]) -> None: ...
+    def __call__(
+        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+    ) -> None: ...
 
 
 def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, named: Mapping[str, str] | None = None) -> int:
@@ -277,7 +279,7 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
-            print_samples(config, directory.path, outcome.state.params, console)
+            print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")

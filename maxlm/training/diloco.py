@@ -52,8 +52,9 @@ class LocalUpdates:
         states, sums, grad_norm = self._update_workers(state.workers.states, batch)
         done = state.step - state.skipped + 1
         due = (done % min(self._settings.every, self._total) == 0) | (state.step + 1 == self._total)
-        params, workers = sync_workers(self._settings, state.params, state.workers._replace(states=states), due)
-        return replace(state.advance(params, ()), workers=workers), sums, grad_norm
+        workers = state.workers._replace(states=states)
+        params, model_state, workers = sync_workers(self._settings, state.params, state.model_state, workers, due)
+        return replace(state.advance(params, (), model_state), workers=workers), sums, grad_norm
 
     def _update_workers(self, states: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
@@ -75,16 +76,23 @@ class LocalUpdates:
         return states, sums.over_leading_dim(), jnp.mean(norms)
 
 
-def sync_workers(settings: DilocoConfig, shared: Parameters, workers: WorkerState, due: Bool[Array, ""]) -> tuple[Parameters, WorkerState]:
-    """(shared weights, workers): where a synchronisation is due, after one more outer step, from which all workers continue."""
+def sync_workers(
+    settings: DilocoConfig, shared: Parameters, model_state: Parameters, workers: WorkerState, due: Bool[Array, ""]
+) -> tuple[Parameters, Parameters, WorkerState]:
+    """(shared weights, shared model state, workers): after one more outer step if a synchronisation is `due`, else unchanged.
 
-    def step(shared: Parameters, workers: WorkerState) -> tuple[Parameters, WorkerState]:
+    The model state is not learnt by gradient, so it is the mean over workers.
+    """
+
+    def step(shared: Parameters, model_state: Parameters, workers: WorkerState) -> tuple[Parameters, Parameters, WorkerState]:
         gradient = jax.tree.map(lambda anchor, own: anchor - jnp.mean(own, 0), shared, workers.states.params)
         momentum = jax.tree.map(lambda m, g: settings.momentum * m + g, workers.momentum, gradient)
         shared = jax.tree.map(lambda p, m, g: p - settings.lr * (settings.momentum * m + g), shared, momentum, gradient)
-        return shared, WorkerState(replace(workers.states, params=_stack(shared, settings.workers)), momentum)
+        model_state = jax.tree.map(lambda own: jnp.mean(own, 0), workers.states.model_state)
+        stacked = {"params": _stack(shared, settings.workers), "model_state": _stack(model_state, settings.workers)}
+        return shared, model_state, WorkerState(replace(workers.states, **stacked), momentum)
 
-    return jax.lax.cond(due, step, lambda *same: same, shared, workers)
+    return jax.lax.cond(due, step, lambda *same: same, shared, model_state, workers)
 
 
 def _stack(tree: Any, workers: int) -> Any:

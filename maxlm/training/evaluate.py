@@ -22,6 +22,6 @@ def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: 
                 return None
             if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
                 jax.block_until_ready(sums[n - IN_FLIGHT])
-            sums.append(program.evaluate(state.params, held_out.device_batch(n, program.batch_sharding)))
+            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
     whole = jax.device_get(sums)
     return sum(float(part.added["loss"]) for part in whole) / max(sum(float(part.denominator) for part in whole), 1.0)

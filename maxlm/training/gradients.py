@@ -19,44 +19,52 @@ from maxlm.config.schema import Config
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import split_layers
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
 
 Axes = tuple[str | None, ...]
-Loss = Callable[[Parameters, Any], tuple[Float[Array, ""], Sums]]  # (parameters, batch) -> (sum that is differentiated, figures)
-Former = Callable[[Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]  # (parameters, batch, denominator) -> as `Gradients`
-Gradients = Callable[[Parameters, Any], tuple[Sums, Parameters]]  # (parameters, batch) -> (figures, gradient of the mean loss)
+# (parameters, model state, batch) -> (sum that is differentiated, figures)
+Loss = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
+# (parameters, model state, batch, denominator) -> as `Gradients`
+Former = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
+# (parameters, model state, batch) -> (figures, gradient of the mean loss)
+Gradients = Callable[[Parameters, Parameters, Any], tuple[Sums, Parameters]]
 
 
 def of_mean(objective: Objective, form: Former) -> Gradients:
     """The gradient of the mean over the whole batch, reduced by the partitioner: it follows from how parameters and batch are split."""
 
-    def gradients(params: Parameters, batch: Any) -> tuple[Sums, Parameters]:
-        return form(params, batch, jnp.maximum(objective.denominator(batch), 1))
+    def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
+        return form(params, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
 
     return gradients
 
 
-def in_one_pass(loss: Loss, params: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
+def in_one_pass(
+    loss: Loss, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+) -> tuple[Sums, Parameters]:
     """(figures, gradient of the loss over `denominator`) by one forward and one backward pass."""
 
-    def mean_loss(params: Parameters, batch: Any) -> tuple[Float[Array, ""], Sums]:
-        total, sums = loss(params, batch)
+    def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
+        total, sums = loss(params, model_state, batch)
         return total / denominator, sums
 
-    grads, sums = jax.grad(mean_loss, has_aux=True)(params, batch)
+    grads, sums = jax.grad(mean_loss, has_aux=True)(params)
     return sums, grads
 
 
-def accumulated(microbatches: int, loss: Loss, params: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
+def accumulated(
+    microbatches: int, loss: Loss, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+) -> tuple[Sums, Parameters]:
     """The same, microbatch after microbatch; gradients are added up in float32."""
     parts = split(batch, microbatches)
 
     def body(carry: tuple[Sums, Parameters], part: Any) -> tuple[tuple[Sums, Parameters], None]:
-        sums, grads = in_one_pass(loss, params, part, denominator)
+        sums, grads = in_one_pass(loss, params, model_state, part, denominator)
         return (carry[0].plus(sums), jax.tree.map(jnp.add, carry[1], grads)), None
 
-    sums, _ = jax.eval_shape(partial(in_one_pass, loss), params, jax.tree.map(lambda a: a[0], parts), denominator)
+    sums, _ = jax.eval_shape(partial(in_one_pass, loss), params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
     zero = sums.empty(), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
     return jax.lax.scan(body, zero, parts)[0]
 
@@ -82,17 +90,17 @@ def reduced_once(config: Config, objective: Objective, form: Former, local: tupl
     """Each device along the axes `local` forms the gradient of its own rows; they are reduced once, at the end."""
     axes = parameter_axes(config.model)
 
-    def on_device(params: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
-        sums, grads = form(params, batch, denominator)
+    def on_device(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
+        sums, grads = form(params, model_state, batch, denominator)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return sums.over_devices(local), _map(partial(_reduce, local=local), axes, grads)
 
-    def gradients(params: Parameters, batch: Any) -> tuple[Sums, Parameters]:
+    def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
         compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
         specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
         rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
-        run = jax.shard_map(on_device, in_specs=(P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
-        sums, grads = run(compute, batch, jnp.maximum(objective.denominator(batch), 1))
+        run = jax.shard_map(on_device, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
+        sums, grads = run(compute, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return gradients
@@ -117,8 +125,8 @@ def gather_layers(config: Config, params: Parameters) -> Parameters:
     Embedding and unembedding are read once a microbatch anyway.
     """
     axes = parameter_axes(config.model)
-    compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
-    return {name: _map(_gather, axes[name], tree) if name in ("layers", "tail") else tree for name, tree in compute.items()}
+    layers, others = split_layers(cast_matrices(params, axes, jnp.dtype(config.precision.compute)))
+    return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 
 def _gather(names: Axes, weight: jax.Array) -> jax.Array:

@@ -8,7 +8,8 @@ import optax
 
 from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
-from maxlm.models.parameters import STACKED, Parameters, is_matrix
+from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.stack import STACKED
 from maxlm.training.lr_schedule import learning_rate
 
 

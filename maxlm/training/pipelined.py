@@ -1,4 +1,4 @@
-"""One update's gradients by a pipeline over `stage`."""
+"""Gradients of one update by a pipeline over `stage`."""
 
 from typing import Any
 
@@ -6,59 +6,72 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import PipelineConfig
-from maxlm.models import BlockContext, Decoder, Routings, bind, parameter_axes
+from maxlm.config.schema import ModelConfig, PipelineConfig
+from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs, parameter_axes
 from maxlm.models.forward import Forward
-from maxlm.models.parameters import Parameters, abstract_parameters, cast_matrices
-from maxlm.models.stages import StageAssignment, gather_from_stages, in_periods, scatter_to_stages
+from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import join_routing, split_layers
+from maxlm.models.stages import StageAssignment, gather_from_stages, scatter_to_stages
 from maxlm.objectives import Inputs, Objective, Sums
-from maxlm.parallel import pipeline
+from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
 from maxlm.training.gradients import split
 
+Microbatch = tuple[Inputs, Float[Array, ""]]  # and the denominator of the loss
+
 
 def gradients(
-    objective: Objective, summed: tuple[str, ...], params: Parameters, batch: Any, denominator: Float[Array, ""]
+    objective: Objective,
+    summed: tuple[str, ...],
+    params: Parameters,
+    model_state: Parameters,
+    batch: Any,
+    denominator: Float[Array, ""],
 ) -> tuple[Sums, Parameters]:
     """(figures of the batch, gradient of its loss over `denominator`), its microbatches in a pipeline. `summed`: as in `Forward`."""
-    config = objective.config
+    config, count = objective.config, objective.config.train.microbatches
     settings = config.pipeline or PipelineConfig()
-    deal = StageAssignment(config.model, jax.sharding.get_abstract_mesh().shape["stage"], settings.chunks)
-    schedule = Schedule(settings.schedule, deal.stages, config.train.microbatches, deal.chunks)
-    parts = split(batch, config.train.microbatches)
-    given = jax.vmap(objective.inputs)(parts), jnp.broadcast_to(denominator, (config.train.microbatches,))
+    assignment = StageAssignment(config.model, jax.sharding.get_abstract_mesh().shape["stage"], settings.chunks)
+    schedule = Schedule(settings.schedule, assignment.stages, count, assignment.chunks)
+    microbatches = jax.vmap(objective.inputs)(split(batch, count)), jnp.broadcast_to(denominator, (count,))
     cast = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
-    ends = {name: tree for name, tree in cast.items() if name not in ("layers", "tail")}
-    work = _work(objective, deal, objective.forward(summed))
+    layers = scatter_to_stages(assignment, cast)
+    constants = scatter_to_stages(assignment, model_state, model_state_specs) if model_state else {}
+    ends, end_state = (split_layers(tree, pattern=True)[1] for tree in (cast, model_state))
+    functions = _stage_functions(objective, assignment, objective.forward(summed), end_state)
     with jax.default_matmul_precision(config.precision.matmul):
-        (sums, reports), (layers, end_grads) = pipeline.run(schedule, work, scatter_to_stages(deal, cast), ends, given)
-    routings = None if reports is None else {**in_periods(deal, reports), **(sums.routings or {})}
-    return sums._replace(routings=routings), {**end_grads, **gather_from_stages(deal, layers)}
+        (sums, reports), (layer_grads, end_grads) = pipeline_gradients(schedule, functions, layers, constants, ends, microbatches)
+    routing = None if reports is None else join_routing(assignment.in_depth_order(reports), sums.routing)
+    return sums._replace(routing=routing), {**end_grads, **gather_from_stages(assignment, layer_grads)}
 
 
-def _work(objective: Objective, deal: StageAssignment, forward: Forward) -> pipeline.Work:
-    """Of microbatches as (part, tokens of the whole update): on a stage only what the pipeline hands in can be read."""
-    nothing = abstract_parameters(deal.part_config)  # stands for what the layers, or the ends, do not read
+def _stage_functions(objective: Objective, assignment: StageAssignment, forward: Forward, end_state: Parameters) -> StageFunctions:
+    """Functions of the pipeline. On a stage they read nothing but what the pipeline passes them."""
+    config = objective.config
 
-    def model(**own: Parameters) -> Decoder:
-        return bind(deal.part_config, {**nothing, **own})
+    def model(model_config: ModelConfig, params: Parameters, state: Parameters) -> Decoder:
+        """The model with shapes in place of the arrays that a function does not read."""
+        return bind(model_config, {**abstract_parameters(model_config), **params}, {**abstract_model_state(model_config), **state})
 
-    def first(ends: Parameters, given: tuple[Inputs, Array]) -> Array:
-        decoder, (part, _) = model(**ends), given
-        return decoder.begin(decoder.embed(part.batch.tokens_BS, part.batch.positions_BS), objective.context(decoder, part), forward)[0]
+    def embed(ends: Parameters, microbatch: Microbatch) -> Array:
+        decoder, (inputs, _) = model(config.model, ends, end_state), microbatch
+        x_BSD = decoder.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
+        return decoder.stack.run_head(x_BSD, objective.context(decoder, inputs), forward)[0]
 
-    def inputs(given: tuple[Inputs, Array], place: Array) -> tuple[BlockContext, Any, Array]:
-        part, total_tokens = given
-        return objective.context(model(), part), deal.alive(place), total_tokens
+    def inputs(microbatch: Microbatch, part: Array) -> tuple[BlockContext, Array | None, Array]:
+        inputs, denominator = microbatch
+        return objective.context(model(config.model, {}, {}), inputs), assignment.active(part), denominator
 
-    def layers(chunk: Parameters, x_BSD: Array, inputs: tuple[BlockContext, Any, Array]) -> tuple[tuple[Array, Array], Routings | None]:
-        given, alive, total_tokens = inputs
-        through = model(layers=chunk).run(x_BSD, given, forward, alive=alive)
-        return (through.x_BSD, through.penalty / total_tokens), through.routings
+    def layers(
+        params: Parameters, state: Parameters, x_BSD: Array, inputs: tuple[BlockContext, Array | None, Array]
+    ) -> tuple[tuple[Array, Array], Routing | None]:
+        context, active_L, denominator = inputs
+        output = model(assignment.part_config, params, state).stack.run_pattern(x_BSD, context, forward, active_L=active_L)
+        return (output.x_BSD, output.aux_loss / denominator), output.routing
 
-    def last(ends: Parameters, given: tuple[Inputs, Array], x_BSD: Array) -> tuple[Array, Sums]:
-        part, total_tokens = given
-        total, sums = objective.head(model(**ends), x_BSD, part, forward)
-        return total / total_tokens, sums
+    def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:
+        inputs, denominator = microbatch
+        total, sums = objective.head(model(config.model, ends, end_state), x_BSD, inputs, forward)
+        return total / denominator, sums
 
-    return pipeline.Work(first, inputs, layers, last, Sums.empty, Sums.plus)
+    return StageFunctions(embed, inputs, layers, loss, Sums.empty, Sums.plus)

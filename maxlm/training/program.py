@@ -55,7 +55,7 @@ class Program:
         elif config.train.microbatches > 1:
             form = partial(accumulated, config.train.microbatches, loss)
         elif config.mesh.zero == 2:
-            form = partial(in_one_pass, lambda params, batch: loss(gather_layers(config, params), batch))
+            form = partial(in_one_pass, lambda params, *inputs: loss(gather_layers(config, params), *inputs))
         return reduced_once(config, objective, form, axes) if axes else of_mean(objective, form)
 
     @cached_property
@@ -124,13 +124,13 @@ class Program:
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one held-out batch, (params, batch) -> Sums."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums."""
+        state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
-        def figures(params: Parameters, batch: Any) -> Sums:
-            return self.objective.loss(params, batch, training=False)[1]
+        def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
+            return self.objective.loss(params, model_state, batch, training=False)[1]
 
-        return jax.jit(figures, in_shardings=(self.state_shardings.params, self.batch_sharding), out_shardings=whole)
+        return jax.jit(figures, in_shardings=(state.params, state.model_state, self.batch_sharding), out_shardings=whole)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

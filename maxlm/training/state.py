@@ -1,6 +1,6 @@
-"""Everything an update changes, as one pytree, and how it is split over the mesh."""
+"""The training state: everything an update changes, as one pytree, and its shardings."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -9,38 +9,41 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models import abstract_parameters, init_parameters, parameter_specs
+from maxlm.models import abstract_parameters, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.models.parameters import Parameters
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`step` batches have been consumed; `skipped` of them changed nothing, since loss or gradients were not finite."""
+    """State after `step` batches, `skipped` of which changed nothing because loss or gradients were not finite."""
 
     step: Any  # int32 scalar
     skipped: Any  # int32 scalar
     params: Parameters
     opt_state: Any
+    model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
     workers: Any = None  # diloco.WorkerState, with local updates
 
-    def advance(self, params: Parameters, opt_state: Any) -> "TrainState":
+    def advance(self, params: Parameters, opt_state: Any, model_state: Parameters) -> "TrainState":
         """The state after one more update."""
-        return replace(self, step=self.step + 1, params=params, opt_state=opt_state)
+        return replace(self, step=self.step + 1, params=params, opt_state=opt_state, model_state=model_state)
 
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first update: a pure function of the seed."""
     params = init_parameters(config, seed)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, skipped=zero, params=params, opt_state=optimizer.init(params))
+    return TrainState(zero, zero, params, optimizer.init(params), init_model_state(config, seed))
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to."""
     abstract = abstract_parameters(config)
-    specs = parameter_specs(config, mesh)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    shardings, state_shardings = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        for specs in (parameter_specs(config, mesh), model_state_specs(config, mesh))
+    )
     whole = NamedSharding(mesh, PartitionSpec())
     by_name = {_keys(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
 
@@ -50,7 +53,7 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
         return own if own is not None else whole
 
     opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
-    return TrainState(step=whole, skipped=whole, params=shardings, opt_state=opt_state)
+    return TrainState(whole, whole, shardings, opt_state, state_shardings)
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from maxlm.models.parameters import Parameters
 from maxlm.models.router import Routing
 from maxlm.objectives import Objective, Sums
 from maxlm.training import guards
-from maxlm.training.balance import in_depth_order, rebalance
 from maxlm.training.gradients import Gradients
 from maxlm.training.lr_schedule import learning_rate
+from maxlm.training.model_state import update_model_state
 from maxlm.training.state import TrainState
 
 
@@ -68,11 +68,11 @@ class GlobalUpdate:
         return shardings
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        sums, grads = self._gradients(state.params, batch)
+        sums, grads = self._gradients(state.params, state.model_state, batch)
         grads, grad_norm = clip_by_global_norm(grads, self._config.optimizer.clip_norm)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = rebalance(self._config.model, optax.apply_updates(state.params, updates), sums.routings)
-        return state.advance(params, opt_state), sums, grad_norm
+        model_state = update_model_state(self._config.model, state.model_state, sums)
+        return state.advance(optax.apply_updates(state.params, updates), opt_state, model_state), sums, grad_norm
 
 
 def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -87,7 +87,7 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
         values = sums.values(objective.metrics)
         state = guards.keep_if_finite(state, proposed, values["loss"], grad_norm)
         values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": state.skipped, "batch_digest": digest(batch)}
-        return state, Metrics(values, in_depth_order(sums.routings))
+        return state, Metrics(values, sums.routing)
 
     return train_step
 

@@ -79,11 +79,11 @@ def test_params_alone_need_no_optimizer_and_no_identity(saved):
     directory, states = saved
     store = open_store(directory, identity={"model.d_model": "another"})
     wanted = layout(2, 4)(make_state(99)["params"])
-    restored = store.restore_params(wanted)
+    restored = store.restore_entries({"params": wanted})
     assert restored.step == 3
-    assert bits(restored.state) == bits(states[3]["params"])
+    assert bits(restored.state["params"]) == bits(states[3]["params"])
     with pytest.raises(CheckpointError, match=r"params\.layers\.w has shape"):
-        store.restore_params(layout(2, 4)(make_state(99, width=8)["params"]))
+        store.restore_entries({"params": layout(2, 4)(make_state(99, width=8)["params"])})
 
 
 def test_manifest_is_readable(saved):
@@ -132,7 +132,7 @@ def test_reading_changes_nothing(saved, tmp_path):
     before = sorted(copy.rglob("*"))
     store = open_store(copy)
     store.restore(states[1])
-    store.restore_params(states[1]["params"], 2)
+    store.restore_entries({"params": states[1]["params"]}, 2)
     store.close()
     assert sorted(copy.rglob("*")) == before
 

@@ -70,9 +70,9 @@ def test_the_arrays_alone_are_guarded_when_only_parameters_are_read(saved, copy)
     path = data_files(copy / "3")[0]
     content = bytearray(path.read_bytes())
     path.write_bytes(bytes(byte ^ 0x10 for byte in content))
-    restored = open_store(copy).restore_params(saved[1][3]["params"])
+    restored = open_store(copy).restore_entries({"params": saved[1][3]["params"]})
     assert restored.step == 2
-    assert bits(restored.state) == bits(saved[1][2]["params"])
+    assert bits(restored.state["params"]) == bits(saved[1][2]["params"])
 
 
 @pytest.mark.parametrize("part", ["arrays", "index", "metadata", "manifest"])

@@ -41,7 +41,7 @@ def test_another_dtype_is_never_cast(saved):
     with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
         open_store(directory).restore(layout(4, 2)(wanted))
     with pytest.raises(CheckpointError, match=r"params\.layers\.w is float32 there and bfloat16 here"):
-        open_store(directory).restore_params(layout(4, 2)(wanted["params"]))
+        open_store(directory).restore_entries({"params": layout(4, 2)(wanted["params"])})
 
 
 def test_another_shape(saved):
@@ -56,6 +56,15 @@ def test_a_leaf_missing_or_too_many(saved):
         open_store(directory).restore({**states[3], "ema": {"w": jnp.ones(3)}})
     with pytest.raises(CheckpointError, match="step is there and not in this run's state"):
         open_store(directory).restore({name: leaf for name, leaf in states[3].items() if name != "step"})
+
+
+def test_model_state_among_the_parameters_is_refused_by_name(saved):
+    """As an earlier maxlm kept it."""
+    directory, states = saved
+    params = {name: leaf for name, leaf in states[3]["params"].items() if name != "embed"}
+    wanted = {**states[3], "params": params, "model_state": {"embed": states[3]["params"]["embed"]}}
+    with pytest.raises(CheckpointError, match=r"an earlier maxlm, which kept params\.embed among the parameters.* use another run\.name"):
+        open_store(directory).restore(wanted)
 
 
 def test_a_refused_checkpoint_is_not_passed_over(saved, monkeypatch):

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from maxlm.config import rules
 from maxlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from maxlm.models import abstract_parameters
+from maxlm.models import abstract_model_state, abstract_parameters
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = sorted((CONFIGS / "models").glob("*.yml"))
@@ -75,7 +75,7 @@ def experts(m: ModelConfig) -> int:
 @each_size
 def test_model_has_the_published_number_of_parameters(path):
     """Counted on the abstract model: nothing is allocated."""
-    leaves = jax.tree.leaves(abstract_parameters(read_model(path)))
+    leaves = jax.tree.leaves((abstract_parameters(read_model(path)), abstract_model_state(read_model(path))))
     assert sum(math.prod(leaf.shape) for leaf in leaves) == published_count(path)
 
 

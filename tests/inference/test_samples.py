@@ -27,6 +27,6 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     monkeypatch.setattr(text, "run_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(text, "continue_text", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or "!")
     said = io.StringIO()
-    text.print_samples(config, tmp_path, {}, Console(file=said, width=200), stopped=lambda: False)
+    text.print_samples(config, tmp_path, {}, {}, Console(file=said, width=200), stopped=lambda: False)
     assert asked == [12]
     assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlm import models
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models import Given, bind, init_parameters
+from maxlm.models import BlockContext, init_model_state, init_parameters
 from maxlm.models.forward import Forward
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
@@ -76,6 +77,10 @@ def hidden(config, params, tokens, positions, segments, **options):
 
 
 initial = jax.jit(init_parameters, static_argnums=(0, 1))
+
+
+def bind(config, params):
+    return models.bind(config, params, init_model_state(config, 0))
 
 
 def embedding_gradient(config, params, positions, segments, target):
@@ -193,14 +198,14 @@ def test_scan_by_period_equals_layer_after_layer():
     batch = inputs()
     model = bind(config, params)
     x = model.embed(batch[0], batch[1])
-    given = Given(model.angles(batch[1]), batch[2], None)
+    context = BlockContext(model.angles(batch[1]), batch[2], None)
     for depth in range(8):
         period, place = divmod(depth, 3)
-        runs = model.layers if period < 2 else model.tail
+        runs = model.stack.layers if period < 2 else model.stack.tail
         index = ((period,) if period < 2 else ()) + ((place,) if place < 2 else ())
         block = jax.tree.map(lambda a, i=index: a[i], runs[place // 2])
         assert block.attention.local == (config.layer_pattern[place] == "local")
-        x, _, _ = block(x, given, None, Forward())
+        x, _, _ = block(x, context, None, Forward())
     np.testing.assert_allclose(model.final_norm(x), hidden(config, params, *batch), atol=2e-5)
 
 

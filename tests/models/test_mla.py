@@ -19,7 +19,11 @@ def layer(q_rank=None, **changes):
     params = init_parameters(config, 0)
     params["layers"] = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params["layers"])
     model = bind(config, params)
-    return model, jax.tree.map(lambda x: x[0], model.layers[0]).attention, jax.tree.map(lambda x: x[0], params["layers"]["0"]["attention"])
+    return (
+        model,
+        jax.tree.map(lambda x: x[0], model.stack.layers[0]).attention,
+        jax.tree.map(lambda x: x[0], params["layers"]["0"]["attention"]),
+    )
 
 
 def normed(x, scale):

@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models import abstract_parameters, parameter_axes
+from maxlm.models import abstract_model_state, abstract_parameters, parameter_axes
 
 SIZES = Path(__file__).resolve().parents[2] / "configs" / "models"
 PUBLISHED = {  # parameters; those that a token meets: of the experts only the chosen ones, both tables whole
@@ -39,7 +39,8 @@ def numbers(config):
         total += size
         of_expert = "expert" in names or {"choices", "embed_act"} <= set(names)  # the last: biases, of which each device has all
         met += size * config.moe.top_k // config.moe.n_experts if of_expert else size
-    return total, met
+    biases = sum(leaf.size for leaf in jax.tree.leaves(abstract_model_state(config)))  # of loss-free balancing, which its maker counts
+    return total + biases, met + biases
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

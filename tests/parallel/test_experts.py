@@ -91,4 +91,4 @@ def test_any_router_is_the_same_on_a_mesh(router):
     if router == "capacity and jitter":
         assert all(metrics.routing.dropped.sum() > 0 for metrics, _ in wanted[0])
     if router == "groups and biases":
-        assert np.any(wanted[1]["layers"]["0"]["mlp"]["balancing_E"] != 0)
+        assert np.any(wanted[1][1]["layers"]["0"]["mlp"]["balancing_E"] != 0)

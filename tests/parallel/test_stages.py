@@ -12,10 +12,10 @@ from tiny import GLOBAL_BATCH, SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny
 
 from maxlm.cost.network import is_collective
 from maxlm.hlo.parser import read
-from maxlm.models import Given, abstract_parameters, bind, init_parameters
+from maxlm.models import BlockContext, abstract_parameters, bind, init_parameters
 from maxlm.models.forward import Forward
 from maxlm.models.stages import StageAssignment
-from maxlm.parallel.pipeline import Work, run
+from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
 
 STEPS = 3
@@ -114,7 +114,7 @@ def test_held_out_loss_is_the_same_without_the_pipeline():
     sums = []
     for program in (tiny_program(devices, model=model, mesh=mesh, **sections), tiny_program(1, model=model)):
         with jax.set_mesh(program.mesh):
-            sums.append(jax.device_get(program.evaluate(program.init().params, jax.device_put(tiny_batch(), program.batch_sharding))))
+            sums.append(jax.device_get(program.evaluate(program.init().params, {}, jax.device_put(tiny_batch(), program.batch_sharding))))
     np.testing.assert_allclose(*[np.array(jax.tree.leaves(one)) for one in sums], rtol=1e-5)
 
 
@@ -124,17 +124,23 @@ WIDTH, ROWS = 8, 4
 
 
 def toy(schedule, layers_WW, ends, parts, layer):
-    """`run` compiled: sums, gradients of layers and ends."""
+    """`pipeline_gradients` compiled: sums, gradients of layers and ends."""
     mesh = jax.make_mesh((schedule.stages,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[: schedule.stages])
-    work = Work(
-        first=lambda ends, part: part @ ends["first"],
+    functions = StageFunctions(
+        embed=lambda ends, part: part @ ends["first"],
         inputs=lambda part, place: part[0, 0],
-        layers=lambda layers, x, scale: ((jax.lax.scan(lambda x, w: (layer(x, w, scale), None), x, layers)[0], jnp.float32(0)), None),
-        last=lambda ends, part, x: ((loss := jnp.sum(jnp.sin(x @ ends["last"]))), {"loss": loss}),
+        layers=lambda layers, constants, x, scale: (
+            (jax.lax.scan(lambda x, w: (layer(x, w, scale), None), x, layers)[0], jnp.float32(0)),
+            None,
+        ),
+        loss=lambda ends, part, x: ((loss := jnp.sum(jnp.sin(x @ ends["last"]))), {"loss": loss}),
     )
     with jax.set_mesh(mesh):
-        given = [jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in ((layers_WW, P("stage")), (ends, P()), (parts, P()))]
-        return jax.jit(partial(run, schedule, work)).lower(*given).compile(), given
+        given = [
+            jax.device_put(tree, NamedSharding(mesh, spec))
+            for tree, spec in ((layers_WW, P("stage")), ({}, P()), (ends, P()), (parts, P()))
+        ]
+        return jax.jit(partial(pipeline_gradients, schedule, functions)).lower(*given).compile(), given
 
 
 def toy_layer(x, w, scale):
@@ -211,21 +217,21 @@ def test_of_what_was_not_kept_no_gradient_counts(schedule):
 
 
 def test_nan_in_padding_changes_nothing():
-    """Of layers that are not there, weights are NaN: hidden states and gradients are what they were, to the bit."""
+    """Weights of padded layers are NaN: hidden states and gradients are what they were, to the bit."""
     config = tiny_config(model=PATTERN).model
-    deal = StageAssignment(config, 2)
-    alive = deal.alive(jnp.int32(1))
-    assert [a.tolist() for a in alive] == [[[True, True]], [False]], "the second of two periods lacks its global layer"
-    params = jax.jit(init_parameters, static_argnums=(0, 1))(deal.part_config, 0)
+    assignment = StageAssignment(config, 2)
+    part_config, active_L = assignment.part_config, assignment.active(jnp.int32(1))
+    assert active_L.tolist() == [True, True, False], "the second of two periods lacks its global layer"
+    params = jax.jit(init_parameters, static_argnums=(0, 1))(part_config, 0)
     x_BSD = jax.random.normal(jax.random.key(0), (2, SEQ_LEN, config.d_model))
     positions_BS, segment_ids_BS = jnp.arange(SEQ_LEN)[None].repeat(2, 0), jnp.ones((2, SEQ_LEN), jnp.int32)
 
     @jax.jit
     def outcome(layers):
         def total(layers, x_BSD):
-            model = bind(deal.part_config, {**abstract_parameters(deal.part_config), "layers": layers})
-            given = Given(model.angles(positions_BS), segment_ids_BS, None)
-            y_BSD = model.run(x_BSD, given, Forward(tiny_config().memory), alive=alive).x_BSD
+            model = bind(part_config, {**abstract_parameters(part_config), "layers": layers})
+            context = BlockContext(model.angles(positions_BS), segment_ids_BS, None)
+            y_BSD = model.stack.run_pattern(x_BSD, context, Forward(tiny_config().memory), active_L=active_L).x_BSD
             return jnp.sum(y_BSD**2), y_BSD
 
         (_, y_BSD), (grads, dx_BSD) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(layers, x_BSD)

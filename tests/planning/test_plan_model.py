@@ -17,8 +17,7 @@ from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import attention_flops, layers, parameter_leaves
 from maxlm.cost.network import AxisLinks
 from maxlm.hardware.topologies import parse
-from maxlm.models import abstract_parameters, parameter_axes
-from maxlm.models.flops import token_flops
+from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout, layout_of, layouts, meshes

@@ -47,7 +47,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
                 tree = jax.tree.structure(workers[0].params)
                 for number, worker in enumerate(workers):
                     params = jax.device_put(jax.tree.unflatten(tree, shared), program.state_shardings.params)
-                    workers[number] = worker.advance(jax.tree.map(lambda a: a.copy(), params), worker.opt_state)
+                    workers[number] = worker.advance(jax.tree.map(lambda a: a.copy(), params), worker.opt_state, worker.model_state)
     for mine, wanted in zip(leaves(state.params), shared, strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-4)  # Adam divides by the root of a tiny second moment
     assert not np.allclose(leaves(state.params)[0], leaves(program.init().params)[0], atol=1e-3), "they went somewhere"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
-from maxlm.models import bind, init_parameters
+from maxlm.models import bind, init_model_state, init_parameters
 from maxlm.models.forward import Forward
 from maxlm.objectives import build_objective
 
@@ -37,10 +37,10 @@ def test_what_is_read_and_what_comes_next():
 
 def test_without_weight_the_loss_is_that_of_the_model_alone():
     config = tiny_config(**{**SECTIONS, "model": {**SECTIONS["model"], "mtp": {"depth": 2, "loss_weight": 0.0}}})
-    params = init_parameters(config.model, 0)
+    params, model_state = init_parameters(config.model, 0), init_model_state(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     (total, sums), (alone, _) = (
-        jax.jit(lambda p, flag=flag: build_objective(config).loss(p, batch, training=flag))(params) for flag in (True, False)
+        jax.jit(lambda p, flag=flag: build_objective(config).loss(p, model_state, batch, training=flag))(params) for flag in (True, False)
     )
     ahead = sums.added["loss_ahead"]
     assert ahead.shape == (2,) and np.all(ahead > 0)
@@ -52,16 +52,16 @@ def test_nothing_later_is_read():
     config = tiny_config(**SECTIONS)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     batch = batch._replace(segment_ids_BS=jnp.ones_like(batch.segment_ids_BS), weights_BS=jnp.ones_like(batch.weights_BS))
-    model = bind(config.model, init_parameters(config.model, 0))
+    model = bind(config.model, init_parameters(config.model, 0), init_model_state(config.model, 0))
 
     @jax.jit
     def hidden(targets_BS):
         given = batch._replace(tokens_BS=jnp.pad(targets_BS[:, :-1], ((0, 0), (1, 0))), targets_BS=targets_BS)
         objective = build_objective(config)
-        part = objective.inputs(given)
-        read = objective.context(model, part)
-        x_BSD = model.through(model.embed(part.batch.tokens_BS, part.batch.positions_BS), read, Forward()).x_BSD
-        return model.look_ahead(x_BSD, [further.tokens_BS for further in part.targets], read, Forward())[0]
+        inputs = objective.inputs(given)
+        context = objective.context(model, inputs)
+        x_BSD = model.stack(model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS), context, Forward()).x_BSD
+        return model.predict_further(x_BSD, [further.tokens_BS for further in inputs.targets], context, Forward())[0]
 
     place = 20  # targets[place] is the token after place
     before, after = hidden(batch.targets_BS), hidden(batch.targets_BS.at[:, place].add(1) % config.model.vocab_size)

@@ -51,7 +51,7 @@ class Script:
         self._loss, self._parameter = loss, parameter
 
     def init(self):
-        return jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {"w": jnp.zeros(4)}, {"mu": jnp.zeros(4)}), self._sharding)
+        return jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {"w": jnp.zeros(4)}, {"mu": jnp.zeros(4)}, {}), self._sharding)
 
     @property
     def _sharding(self):
@@ -65,7 +65,7 @@ class Script:
         loss = self._loss(n)
         # An infinity in the parameters makes every later loss NaN.
         loss = jnp.float32(loss) + 0 * jnp.sum(state.params["w"])
-        proposed = state.advance({"w": jnp.full(4, jnp.float32(self._parameter(n)))}, state.opt_state)
+        proposed = state.advance({"w": jnp.full(4, jnp.float32(self._parameter(n)))}, state.opt_state, state.model_state)
         state = jax.device_put(keep_if_finite(state, proposed, loss, jnp.float32(1.0)), self._sharding)
         zero = jnp.float32(0)
         values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": zero, "tokens": zero, "skipped": state.skipped}

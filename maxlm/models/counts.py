@@ -1,0 +1,83 @@
+"""Counts of a config: parameters, and FLOPs at 2 a multiply-add, a backward pass twice its forward."""
+
+import math
+
+from maxlm.config import ConfigError
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.models.parameters import abstract_decoder, declarations
+
+MAX_SIZE = 2**61
+
+
+def token_flops(config: ModelConfig, seq_len: int, *, masked: bool = True) -> float:
+    """Model FLOPs of one training token, without recomputation. `masked=False` counts every attention pair, as some publications do."""
+    return abstract_decoder(config).flops_per_token(seq_len, masked=masked)
+
+
+def step_flops(config: Config) -> float:
+    """Model FLOPs of one update, all devices together."""
+    return token_flops(config.model, config.data.seq_len) * config.tokens_per_step
+
+
+def counts(config: Config) -> dict[str, int]:
+    """Parameters, those active for one token, tokens of an update (padding included), FLOPs of a training token."""
+    return {
+        "parameters": count_parameters(config.model),
+        "active_parameters": count_active_parameters(config.model),
+        "tokens_per_update": config.tokens_per_step,
+        "flops_per_token": round(token_flops(config.model, config.data.seq_len)),
+    }
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the model, with its state (balancing biases), as published counts have it.
+
+    Takes no longer for a deep model: blocks of a kind are equal, so two depths give the size of one more. Raises ConfigError for a size
+    that no memory holds.
+    """
+    _check_sizes(config)
+    dense, mtp_depth = min(config.n_dense, 1), min(config.mtp_depth, 1)
+    least = _count(_with_depth(config, dense, mtp_depth))
+    total = least
+    if config.n_dense > dense:
+        total += (config.n_dense - dense) * (_count(_with_depth(config, dense + 1, mtp_depth)) - least)
+    if config.mtp_depth > mtp_depth:
+        total += (config.mtp_depth - mtp_depth) * (_count(_with_depth(config, dense, mtp_depth + 1)) - least)
+    return total
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """Parameters active for one token: all but those of the experts it does not choose. Embeddings, which some publications leave out, are
+    counted.
+    """
+    if config.moe is None:
+        return count_parameters(config)
+    idle = 0
+    for _, variable in declarations(config):
+        if "expert" in variable.axes or variable.axes == ("choices", "embed_act"):  # matrices and biases of experts
+            idle += math.prod(variable.shape) // config.moe.n_experts * (config.moe.n_experts - config.moe.top_k)
+    return count_parameters(config) - idle
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Refuse a size above `MAX_SIZE`: a sum of two must stay below 2^63, the limit for the dims of an array."""
+    sizes = {f"model.{field}": size for field, size in config if type(size) is int and field != "window"}
+    sizes |= {f"model.latent.{field}": size for field, size in config.latent or () if type(size) is int}
+    if config.moe is not None:
+        sizes |= {f"model.moe.{field}": size for field, size in config.moe if type(size) is int}
+        sizes["model.moe.n_shared"] *= config.moe.d_ff
+    field = max(sizes, key=lambda field: sizes[field])
+    if sizes[field] > MAX_SIZE:
+        raise ConfigError(field, sizes[field], "is more than the memory of any machine holds", "lower it")
+
+
+def _count(config: ModelConfig) -> int:
+    return sum(math.prod(variable.shape) for _, variable in declarations(config))
+
+
+def _with_depth(config: ModelConfig, dense: int, mtp_depth: int) -> ModelConfig:
+    """`config` with other numbers of dense layers and of multi-token prediction modules, and as many layers with experts."""
+    layers = config.n_layers - config.n_dense + dense
+    moe = config.moe and config.moe.model_copy(update={"n_dense": dense})
+    mtp = config.mtp.model_copy(update={"depth": mtp_depth}) if config.mtp and mtp_depth else None
+    return config.model_copy(update={"n_layers": layers, "mtp": mtp, "moe": moe})
