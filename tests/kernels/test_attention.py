@@ -379,7 +379,6 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
         ("flash", {}, 1),
         ("flash", {"window": 200, "softcap": 2.0}, 1),
         ("xla", {"window": 100}, 1),
-        ("xla", {}, 1),
         ("xla", {}, 2),
         ("xla", {"window": 70}, 4),
     ],

@@ -1,12 +1,14 @@
 """What a decoder must be, whatever its configuration: causal, blind to other documents, the same however it is scanned or cached."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models import Given, bind, init_parameters
+from maxlm.models import BlockContext, bind, init_parameters
 from maxlm.models.forward import Forward
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
@@ -83,12 +85,25 @@ initial = jax.jit(init_parameters, static_argnums=(0, 1))
 def embedding_gradient(config, params, positions, segments, target):
     """d (sum of the hidden state at `target`) / d embedding of each input position: rows of a table of one token a position."""
     S = positions.shape[1]
-    tokens = jnp.arange(S)[None]
+    return jnp.linalg.norm(gradient_of(config)(params, positions, segments, target)[:S], axis=1)
 
-    def at_target(table):
-        return jnp.sum(hidden(config, {**params, "embedding_VD": table}, tokens, positions, segments)[0, target] ** 2)
 
-    return jnp.linalg.norm(jax.jit(jax.grad(at_target))(params["embedding_VD"])[:S], axis=1)
+@functools.cache
+def gradient_of(config):
+    """Compiled once a config: the gradient for the embedding, whatever the target and the documents."""
+
+    def at_target(table, params, positions, segments, target):
+        tokens = jnp.arange(positions.shape[1])[None]
+        return jnp.sum(bind(config, {**params, "embedding_VD": table})(tokens, positions, segments).x_BSD[0, target] ** 2)
+
+    gradient = jax.jit(jax.grad(at_target))
+    return lambda params, *given: gradient(params["embedding_VD"], params, *given)
+
+
+@functools.cache
+def values_of(config):
+    """Hidden states, compiled once a config and shape."""
+    return jax.jit(lambda params, *batch: bind(config, params)(*batch).x_BSD)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -116,9 +131,10 @@ def test_packed_documents_do_not_see_each_other(case):
     tokens, _, _ = inputs(1)
     segments = jnp.asarray([[1] * 6 + [2] * 10], jnp.int32)
     positions = jnp.asarray([[*range(6), *range(10)]])
-    packed = hidden(config, params, tokens, positions, segments)
-    alone = hidden(config, params, tokens[:, 6:], positions[:, 6:], segments[:, 6:])
-    np.testing.assert_allclose(packed[:, 6:], alone, atol=1e-5)
+    alone = [jnp.pad(array[:, 6:], ((0, 0), (0, 6))) for array in (tokens, positions, segments)]  # the second document, then padding
+    rows = map(jnp.concatenate, zip((tokens, positions, segments), alone, strict=True))
+    first, second = values_of(config)(params, *rows)
+    np.testing.assert_allclose(first[6:], second[:10], atol=1e-5)
     norms = embedding_gradient(config, params, positions, segments, target=12)
     assert not np.any(norms[:6])
 
@@ -135,7 +151,7 @@ def test_window_limits_what_one_layer_sees():
 def test_cached_generation_equals_one_pass(case):
     config, params = case
     tokens, positions, segments = inputs()
-    whole = hidden(config, params, tokens, positions, segments)
+    whole = values_of(config)(params, tokens, positions, segments)
     caches = bind(config, params).empty_caches(2, 20)
     run = jax.jit(lambda params, caches, *batch: bind(config, params)(*batch, caches=caches))
     pieces = []
@@ -195,7 +211,7 @@ def test_scan_by_period_equals_layer_after_layer():
     batch = inputs()
     model = bind(config, params)
     x = model.embed(batch[0], batch[1])
-    given = Given(model.angles(batch[1]), batch[2], None)
+    given = BlockContext(model.angles(batch[1]), batch[2], None)
     for depth in range(8):
         period, place = divmod(depth, 3)
         runs = model.layers if period < 2 else model.tail

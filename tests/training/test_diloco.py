@@ -76,9 +76,9 @@ def assert_shared(state):
     "mesh",
     [
         {"data": 2, "fsdp": 2, "tensor": 2},
-        {"fsdp": 4},
+        pytest.param({"fsdp": 4}, marks=pytest.mark.soak),
         {"data": 2, "fsdp": 4, "zero": 1},
-        {"data": 2, "fsdp": 2, "context": 2},
+        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.soak),
         {"data": 2, "fsdp": 2, "stage": 2},
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
