@@ -6,20 +6,21 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --pr
 .PHONY: help train test lint soak gpu-compiler clean
 help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
-	@echo "make test    all checks: lint, then every test that is not a soak"
+	@echo "make test    all checks: lint, then every test that is not a soak; ARGS='tests/x -k y': those tests alone"
 	@echo "make lint    ruff, mypy, the layering contracts and shellcheck"
-	@echo "make soak    the slow tests"
+	@echo "make soak    the slow tests (.ci/run has a seventh of them, another each day); ARGS as for test"
 	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
 
 train: .venv/installed
 	@$(BIN)/maxlm train runs/quickstart $(ARGS)
 
-test: lint .venv/gpu-compiler
-	$(BIN)/python -m pytest -n 2 -m "not soak" --durations=20 $(ARGS)
+# With ARGS (`make test ARGS="tests/x -k y"`) those tests alone, in this process and without lint: they start in seconds.
+test: $(if $(ARGS),,lint) .venv/gpu-compiler
+	$(BIN)/python -m pytest -m "not soak" $(or $(ARGS),-n 2 --dist worksteal --durations=20)
 
-soak: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 -m soak $(ARGS)
+soak: .venv/gpu-compiler
+	$(BIN)/python $(if $(ARGS),-m pytest -m soak $(ARGS),tools/soaks.py)
 
 gpu-compiler: .venv/gpu-compiler
 

@@ -60,12 +60,16 @@ def run_steps(program: Program, steps: int, batches=tiny_batch):
     return state, seen
 
 
-def steps_on(mesh: dict[str, int], steps: int, **sections):
+def steps_of(program: Program, steps: int):
     """([(metrics, Adam's first moment: every gradient so far) of each step], (parameters, model state) at the end), all as numpy."""
-    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **sections)
     state, seen = program.init(), []
     with jax.set_mesh(program.mesh):
         for n in range(steps):
             state, metrics = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
             seen.append(jax.device_get((metrics, state.opt_state[0].mu)))
     return seen, jax.device_get((state.params, state.model_state))
+
+
+def steps_on(mesh: dict[str, int], steps: int, **sections):
+    """`steps_of` the tiny program on a mesh."""
+    return steps_of(tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **sections), steps)

@@ -103,7 +103,13 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._first_state, out_shardings=self.state_shardings).lower().compile(compiler_options=self.compiler_options)()
+            return self._initialization()
+
+    @cached_property
+    def _initialization(self) -> jax.stages.Compiled:
+        make = jax.jit(self._first_state, out_shardings=self.state_shardings)
+        with jax.set_mesh(self.mesh):
+            return make.lower().compile(compiler_options=self.compiler_options)
 
     @cached_property
     def step(self) -> jax.stages.Compiled:

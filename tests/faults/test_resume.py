@@ -86,7 +86,7 @@ def test_the_log_says_which_implementation_of_an_operation_ran(straight):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(("mesh.data=8", "mesh.fsdp=1"), id="8x1"),
+        pytest.param(("mesh.data=8", "mesh.fsdp=1"), id="8x1", marks=pytest.mark.soak),
         pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2", marks=pytest.mark.soak),
         pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2"),
     ],
@@ -107,7 +107,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(("first", "then"), [("one", "tensor"), ("stage", "context")])
+@pytest.mark.parametrize(("first", "then"), [pytest.param("one", "tensor", marks=pytest.mark.soak), ("stage", "context")])
 def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
     process = start(workspace, *settings, *SPLITS[first], devices=8 if SPLITS[first] else 1)

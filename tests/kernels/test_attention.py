@@ -462,7 +462,6 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
         ("flash", {}, 1),
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
-        ("xla", {}, 1),
         ("xla", {}, 2),
         ("xla", {"mask": Mask(window=70)}, 4),
     ],

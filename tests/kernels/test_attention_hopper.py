@@ -150,7 +150,15 @@ def test_is_refused_where_there_is_no_hopper():
 
 
 @pytest.mark.skipif(bool(hopper.missing()), reason=hopper.missing())
-@pytest.mark.parametrize("shape", ["llama1b-8k", "llama-8k", "gemma2-27b-8k", "gemma-local-8k"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param("llama1b-8k", marks=pytest.mark.soak),
+        "llama-8k",
+        pytest.param("gemma2-27b-8k", marks=pytest.mark.soak),
+        "gemma-local-8k",
+    ],
+)
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel(shape):
     """Head dims of 64, 128, also with a soft cap, and 256: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
     kernels = hopper.kernels_of("attention", "hopper", shape)

@@ -1,5 +1,7 @@
 """What a decoder must be, whatever its configuration: causal, blind to other documents, the same however it is scanned or cached."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,12 +88,25 @@ def bind(config, params):
 def embedding_gradient(config, params, positions, segments, target):
     """d (sum of the hidden state at `target`) / d embedding of each input position: rows of a table of one token a position."""
     S = positions.shape[1]
-    tokens = jnp.arange(S)[None]
+    return jnp.linalg.norm(gradient_of(config)(params, positions, segments, target)[:S], axis=1)
 
-    def at_target(table):
-        return jnp.sum(hidden(config, {**params, "embedding_VD": table}, tokens, positions, segments)[0, target] ** 2)
 
-    return jnp.linalg.norm(jax.jit(jax.grad(at_target))(params["embedding_VD"])[:S], axis=1)
+@functools.cache
+def gradient_of(config):
+    """Compiled once a config: the gradient for the embedding, whatever the target and the documents."""
+
+    def at_target(table, params, positions, segments, target):
+        tokens = jnp.arange(positions.shape[1])[None]
+        return jnp.sum(bind(config, {**params, "embedding_VD": table})(tokens, positions, segments).x_BSD[0, target] ** 2)
+
+    gradient = jax.jit(jax.grad(at_target))
+    return lambda params, *given: gradient(params["embedding_VD"], params, *given)
+
+
+@functools.cache
+def values_of(config):
+    """Hidden states, compiled once a config and shape."""
+    return jax.jit(lambda params, *batch: bind(config, params)(*batch).x_BSD)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -119,9 +134,10 @@ def test_packed_documents_do_not_see_each_other(case):
     tokens, _, _ = inputs(1)
     segments = jnp.asarray([[1] * 6 + [2] * 10], jnp.int32)
     positions = jnp.asarray([[*range(6), *range(10)]])
-    packed = hidden(config, params, tokens, positions, segments)
-    alone = hidden(config, params, tokens[:, 6:], positions[:, 6:], segments[:, 6:])
-    np.testing.assert_allclose(packed[:, 6:], alone, atol=1e-5)
+    alone = [jnp.pad(array[:, 6:], ((0, 0), (0, 6))) for array in (tokens, positions, segments)]  # the second document, then padding
+    rows = map(jnp.concatenate, zip((tokens, positions, segments), alone, strict=True))
+    first, second = values_of(config)(params, *rows)
+    np.testing.assert_allclose(first[6:], second[:10], atol=1e-5)
     norms = embedding_gradient(config, params, positions, segments, target=12)
     assert not np.any(norms[:6])
 
@@ -138,7 +154,7 @@ def test_window_limits_what_one_layer_sees():
 def test_cached_generation_equals_one_pass(case):
     config, params = case
     tokens, positions, segments = inputs()
-    whole = hidden(config, params, tokens, positions, segments)
+    whole = values_of(config)(params, tokens, positions, segments)
     caches = bind(config, params).empty_caches(2, 20)
     run = jax.jit(lambda params, caches, *batch: bind(config, params)(*batch, caches=caches))
     pieces = []

@@ -1,6 +1,7 @@
 """The same computation on every layout, and the communication each layout is allowed."""
 
 import collections
+import functools
 import math
 import re
 
@@ -20,15 +21,21 @@ LAYOUTS = {
 STEPS = 3
 
 
+@functools.cache
+def program_on(layout):
+    """The program of a layout, or of one device for None; its step is compiled once for all tests."""
+    return tiny_program(8, mesh=LAYOUTS[layout]) if layout else tiny_program(1)
+
+
 @pytest.fixture(scope="module")
 def reference():
-    state, metrics = run_steps(tiny_program(1), STEPS)
+    state, metrics = run_steps(program_on(None), STEPS)
     return jax.device_get(state), metrics
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request):
-    program = tiny_program(8, mesh=LAYOUTS[request.param])
+    program = program_on(request.param)
     return request.param, program, *run_steps(program, STEPS)
 
 
@@ -53,8 +60,7 @@ def test_gradients_equal_one_device(reference):
             grads = jax.jit(lambda p, b: program.gradients(p, b)[1], out_shardings=program.state_shardings.params)
             return jax.device_get(grads(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
-    wanted = gradients(tiny_program(1))
-    mine = gradients(tiny_program(8, mesh=LAYOUTS["data_fsdp_tensor"]))
+    wanted, mine = gradients(program_on(None)), gradients(program_on("data_fsdp_tensor"))
     for (path, one), other in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max(), err_msg=jax.tree_util.keystr(path))
 
@@ -122,7 +128,7 @@ def group_size(line: str) -> int:
 
 def test_compiled_step_holds_the_collectives_its_layout_needs_and_no_others(layout):
     name, program, _, _ = layout
-    found = collectives(program.lower().compile().as_text())
+    found = collectives(program.step.as_text())
     kinds = collections.defaultdict(set)
     for kind, group, _ in found:
         kinds[kind].add(group)
@@ -134,14 +140,14 @@ def test_compiled_step_holds_the_collectives_its_layout_needs_and_no_others(layo
 
 
 def test_one_device_says_nothing():
-    assert not collectives(tiny_program(1).lower().compile().as_text())
+    assert not collectives(program_on(None).step.as_text())
 
 
 def test_pure_data_parallelism_reduces_gradients_only():
     """No activation travels: every all-reduce is of the size of parameters (fused ones are tuples) or a scalar."""
-    program = tiny_program(8, mesh={"data": 8, "fsdp": 1})
+    program = program_on("data")
     local_activation = 16 // 8 * 32 * 64
-    sizes = [size for _, _, size in collectives(program.lower().compile().as_text())]
+    sizes = [size for _, _, size in collectives(program.step.as_text())]
     parameter_sizes = {math.prod(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params)}
     layers = {math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(program.abstract_state.params["layers"])}
     assert all(size in parameter_sizes | layers | {1} for size in sizes), (sizes, local_activation)

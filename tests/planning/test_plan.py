@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 def place(folder, monkeypatch):
     """An empty folder with the config `tiny`, and a cache of its own that these tests share."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(explore, "MOST_COMPILES", 3)
+    monkeypatch.setattr(explore, "MOST_COMPILES", 2)
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "cache"))
     for path in folder.glob("*-planned.*"):
         path.unlink()
@@ -70,7 +70,7 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     plan = json.loads(out)
     chosen = plan["chosen"]
     assert code == 0
-    assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 3
+    assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 2
     assert plan["own"]["step_s"] >= chosen["step_s"]
     loaded = load(plan["config"])
     assert (loaded.config.train.global_batch, loaded.config.model.rope.theta) == (16, 5e5)

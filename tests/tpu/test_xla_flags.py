@@ -76,7 +76,7 @@ def test_weights_are_gathered_gradients_scattered_and_attention_is_a_kernel():
     assert "[1,4,512,512]" not in text
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.soak), "v5p", "v6e", "tpu7x"])  # v5e has the VMEM of v6e
 def test_attention_fits_into_vmem_where_it_says_so(chip):
     """At the longest sequence that `why_not` allows, in the kernels of a step: the memory they ask for is enough."""
     device = devices(SMALLEST[chip])[0]

@@ -76,9 +76,9 @@ def assert_shared(state):
     "mesh",
     [
         {"data": 2, "fsdp": 2, "tensor": 2},
-        {"fsdp": 4},
+        pytest.param({"fsdp": 4}, marks=pytest.mark.soak),
         {"data": 2, "fsdp": 4, "zero": 1},
-        {"data": 2, "fsdp": 2, "context": 2},
+        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.soak),
         {"data": 2, "fsdp": 2, "stage": 2},
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
@@ -105,7 +105,7 @@ def test_a_worker_alone_that_meets_itself_trains_as_ever():
     state, metrics = run_steps(tiny_program(1, diloco=alone), 3)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in wanted], rtol=1e-5)
     for mine, theirs in zip(leaves(state.params), leaves(plain.params), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)  # of updates of 1e-2: Adam divides by the root of a tiny second moment
 
 
 def test_more_workers_than_shares_take_turns():

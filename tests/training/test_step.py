@@ -24,7 +24,7 @@ def one_step():
     return run_steps(tiny_program(1), 2)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 16])
+@pytest.mark.parametrize("microbatches", [4, 16])
 def test_microbatches_change_nothing(one_step, microbatches):
     """Also when rows count for different numbers of tokens: the mean is over the tokens of the whole batch."""
     state, metrics = run_steps(tiny_program(1, train={"microbatches": microbatches}), 2)
