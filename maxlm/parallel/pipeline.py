@@ -75,7 +75,7 @@ class _Pipeline:
 
         def first(layers: Tree, constants: Tree, x_BSD: Array, microbatch: Tree) -> tuple[list[Array], Tree]:
             layers, constants = self._chunk(layers, 0), self._chunk(constants, 0)
-            inputs = functions.inputs(microbatch, jax.lax.axis_index(AXIS))
+            inputs = self._inputs(microbatch, jax.lax.axis_index(AXIS))
 
             def opaque_residuals(operands: tuple[Tree, Tree]) -> list[Array]:
                 residuals: list[Array] = self._vjp(layers, operands[0], x_BSD, operands[1])[1].opaque_residuals
@@ -102,6 +102,10 @@ class _Pipeline:
             sums=self.functions.empty_sums(self.sums),
             reports=jax.tree.map(lambda a: _zeros(a.shape, a.dtype), self.reports),
         )
+
+    def _inputs(self, microbatch: Tree, part: Array) -> Tree:
+        """Inputs of the layers, each array a value of its own: of one that stands in the tree twice, JAX keeps one residual."""
+        return jax.tree.map(jnp.copy, self.functions.inputs(microbatch, part))
 
     def _vjp(self, layers: Tree, constants: Tree, x_BSD: Array, inputs: Tree) -> tuple[Array, Any, Tree]:
         """The forward pass of a chunk: (its output, its VJP, reports of its layers)."""
@@ -158,7 +162,7 @@ class _Pipeline:
             valid, unit = (unit >= 0) & (unit < schedule.units), jnp.clip(unit, 0, schedule.units - 1)
             microbatch, chunk = schedule.forward(unit)
             x_BSD = _select((stage == 0) & (chunk == 0), x_BSD, y_PBSD[0])
-            inputs = self.functions.inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
+            inputs = self._inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
             y_BSD, vjp, new = self._vjp(self._chunk(layers, chunk), self._chunk(constants, chunk), _select(valid, x_BSD), inputs)
             reports = self._add_chunk(reports, jax.tree.map(partial(_select, valid), new), chunk)
             stash = tuple(_put(slots, leaf, unit % schedule.depth, valid) for slots, leaf in zip(stash, self._residuals(vjp), strict=True))
@@ -195,7 +199,7 @@ class _Pipeline:
             dy_BSD = _select((stage == schedule.stages - 1) & (chunk == schedule.chunks - 1), dloss_BSD, arriving_BSD)
             slot = schedule.forward_of(microbatch, chunk) % schedule.depth
             residuals = [_select(valid, slots[0, slot]) for slots in stash]
-            inputs = self.functions.inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
+            inputs = self._inputs(_take(microbatches, microbatch), chunk * schedule.stages + stage)
             # A forward pass of zeros gives the VJP its form. None of its results is used, so the compiler removes it.
             _, vjp, _ = self._vjp(self._chunk(layers, chunk), self._chunk(constants, chunk), jnp.zeros_like(dy_BSD), inputs)
             vjp = self._with_residuals(vjp, residuals)

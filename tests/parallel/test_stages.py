@@ -135,6 +135,8 @@ def toy(schedule, layers_WW, ends, parts, layer):
             None,
         ),
         loss=lambda ends, part, x: ((loss := jnp.sum(jnp.sin(x @ ends["last"]))), {"loss": loss}),
+        empty_sums=lambda sums: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
+        add_sums=lambda sums, others: jax.tree.map(jnp.add, sums, others),
     )
     with jax.set_mesh(mesh):
         given = [
