@@ -57,7 +57,7 @@ def test_gradients_equal_one_device(reference):
     def gradients(program):
         state = program.init()
         with jax.set_mesh(program.mesh):
-            grads = jax.jit(lambda p, b: program.gradients(p, b)[1], out_shardings=program.state_shardings.params)
+            grads = jax.jit(lambda p, b: program.gradients(p, {}, b)[1], out_shardings=program.state_shardings.params)
             return jax.device_get(grads(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
     wanted, mine = gradients(program_on(None)), gradients(program_on("data_fsdp_tensor"))

@@ -27,12 +27,12 @@ def compiled(mesh, microbatches):
     program = tiny_program(8 if mesh else 1, mesh=mesh, train={"microbatches": microbatches})
     run = jax.jit(program.gradients, out_shardings=(None, program.state_shardings.params))
     with jax.set_mesh(program.mesh):
-        return program, run.lower(program.abstract_state.params, program.abstract_batch).compile()
+        return program, run.lower(program.abstract_state.params, {}, program.abstract_batch).compile()
 
 
 def gradients(program, run):
     with jax.set_mesh(program.mesh):
-        return jax.device_get(run(program.init().params, jax.device_put(tiny_batch(), program.batch_sharding)))
+        return jax.device_get(run(program.init().params, {}, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 @pytest.fixture(scope="module")

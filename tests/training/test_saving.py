@@ -172,7 +172,7 @@ class HeldOut:
 class Evaluated(Script):
     """A script whose held-out losses are zero."""
 
-    def evaluate(self, params, batch):
+    def evaluate(self, params, model_state, batch):
         return Sums(jnp.float32(1), {"loss": jnp.float32(0)}, {})
 
 
