@@ -279,7 +279,6 @@ def _wait_for_orphans(mark: str, seconds: float) -> list[str]:
 
 
 def show(trials: list[Trial], console: Console) -> None:
-    """Print a row for each command and attack."""
     table = Table("command", "attack", "trials", "exit codes", "slowest end", "failed")
     rows = defaultdict(list)
     for trial in trials:

@@ -73,7 +73,6 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler accepted it."""
         return self.memory is not None
 
     @property

@@ -77,12 +77,10 @@ class StepCost:
 
     @property
     def compute_s(self) -> float:
-        """Seconds the chip computes."""
         return self.matmul_s + self.attention_s + self.kernel_s + self.memory_s
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step."""
         return self.compute_s + self.exposed_s
 
 
@@ -94,7 +92,9 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     """
     pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
-    costs, spans = _costs(root, pricing), list(_spans(root, 1))
+    segments = list(_segments(root, 1))
+    costs = _costs([(item, times) for segment, times in segments for item in segment.timed], pricing)
+    spans = [(item, times) for segment, times in segments for item in segment.spans]
     by_kind: dict[str, float] = defaultdict(float)
     flops: dict[str, int] = defaultdict(int)
     for cost in costs:
@@ -121,23 +121,16 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     )
 
 
-def _timed(segment: Segment, times: int) -> Iterator[tuple[Timed, int]]:
-    for item in segment.timed:
-        yield item, times
+def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
+    """`segment` and all that it calls, with how often each runs."""
+    yield segment, times
     for inner, turns in segment.inner:
-        yield from _timed(inner, times * turns)
+        yield from _segments(inner, times * turns)
 
 
-def _spans(segment: Segment, times: int) -> Iterator[tuple[CollectiveSpan, int]]:
-    for item in segment.spans:
-        yield item, times
-    for inner, turns in segment.inner:
-        yield from _spans(inner, times * turns)
-
-
-def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: OpPricing) -> list[OpCost]:
     costs = []
-    for item, times in _timed(root, 1):
+    for item, times in timed:
         flops = times * pricing.flops(item.op, item.computation)
         seconds = times * item.seconds
         share = flops / seconds / pricing.peak if flops else None
@@ -173,7 +166,7 @@ def program_cost(program: "Program", module: Module, topology: Topology) -> Step
 def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -> StepCost:
     """`cost`, the transfers between slices over mesh `axis` added to its communication."""
     rows: dict[tuple[str, str], Traffic] = {}
-    times = _runs(module)
+    times = {run.computation: run.times for run in module.executed()}  # of computations that run
     for computation in module.computations.values():
         if computation.name not in times:
             continue
@@ -192,11 +185,6 @@ def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -
     exposed_s = sum(row.exposed_s for row in rows.values())
     hidden_s = sum(row.seconds - row.exposed_s for row in rows.values())
     return replace(cost, traffic=tuple(traffic), exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
-
-
-def _runs(module: Module) -> dict[str, int]:
-    """Computation that runs -> times a step runs it."""
-    return {run.computation: run.times for run in module.executed()}
 
 
 def _transfers(computation: Computation, module: Module, topology: Topology) -> Iterator[tuple[Op, float, float]]:

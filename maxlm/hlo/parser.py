@@ -58,7 +58,6 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -99,7 +98,6 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -118,7 +116,6 @@ class Computation:
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
-        """The operations by their name."""
         return {op.name: op for op in self.ops}
 
     def operand(self, op: Op, place: int) -> Op:

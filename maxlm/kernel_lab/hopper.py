@@ -150,7 +150,6 @@ def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
 
 
 def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
-    """Compile the gradients of one case and print."""
     os.environ.update(_DUMP)  # before jax is loaded
     make_ready()
     from maxlm.kernel_lab.gpu_cases import gpu_case

@@ -62,7 +62,6 @@ def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterat
 
 
 def show(results: Sequence[Row], console: Console) -> None:
-    """One table of all shapes."""
     shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
     for row in results:
         figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")
@@ -72,7 +71,6 @@ def show(results: Sequence[Row], console: Console) -> None:
 
 
 def main() -> None:
-    """Print what jax finds first."""
     import jax
 
     print(jax.devices()[0].device_kind)
