@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Network
@@ -19,7 +19,7 @@ from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip
 from maxlm.hardware.topologies import Topology, is_tpu
-from maxlm.hlo.parser import Computation, Module, Op
+from maxlm.hlo.parser import Computation, Module, Op, text_of
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -139,15 +139,12 @@ def _costs(timed: list[tuple[Timed, int]], pricing: OpPricing) -> list[OpCost]:
 
 
 def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
-    rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
+    rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[Any, ...]]] = defaultdict(list)
     for item, times in spans:
         one = item.collective
         figures = (times, times * one.bytes, times * one.seconds, times * item.exposed_s)
         rows[(one.axes, one.opcode, one.where, one.how, one.link)].append(figures)
-    traffic = [
-        Traffic(*key, sum(f[0] for f in figures), sum(f[1] for f in figures), sum(f[2] for f in figures), sum(f[3] for f in figures))
-        for key, figures in rows.items()
-    ]
+    traffic = [Traffic(*key, *map(sum, zip(*figures, strict=True))) for key, figures in rows.items()]
     return tuple(sorted(traffic, key=lambda row: -row.seconds))
 
 
@@ -172,7 +169,7 @@ def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -
             continue
         for op, seconds, exposed in _transfers(computation, module, topology):
             n = times[computation.name]
-            opcode = _attribute(_TRANSFER_TYPE, op).lower().replace("_", "-") or "transfer"
+            opcode = text_of(_TRANSFER_TYPE, op.attributes).lower().replace("_", "-") or "transfer"
             old = rows.get((opcode, op.where)) or Traffic((axis,), opcode, op.where, "async", "dcn", 0, 0, 0.0, 0.0)
             rows[opcode, op.where] = replace(
                 old,
@@ -194,14 +191,14 @@ def _transfers(computation: Computation, module: Module, topology: Topology) -> 
     clock_hz = topology.chip.clock_hz
     assert clock_hz is not None, "only programs for TPUs are compiled for one slice"
     for op in computation.ops:
-        rendezvous = _attribute(_RENDEZVOUS, op)
+        rendezvous = text_of(_RENDEZVOUS, op.attributes)
         if op.opcode == "send" and rendezvous:
             seconds = _transfer_s(op, topology)
             free = max(now, free) + seconds
             sent[rendezvous] = (op, seconds, free)
         elif op.opcode == "recv-done":
             recv = computation.by_name.get(op.operands[0])
-            transfer = sent.pop(_attribute(_RENDEZVOUS, recv), None) if recv is not None else None
+            transfer = sent.pop(text_of(_RENDEZVOUS, recv.attributes), None) if recv is not None else None
             if transfer is not None:
                 send, seconds, through = transfer
                 exposed = min(max(0.0, through - now), seconds)
@@ -216,11 +213,6 @@ def _transfers(computation: Computation, module: Module, topology: Topology) -> 
 
 def _transfer_s(send: Op, topology: Topology) -> float:
     """Seconds of a ring over the slices, each chip at its share of the network's bandwidth."""
-    rounds = 2 if _attribute(_TRANSFER_TYPE, send) == "ALL_REDUCE" else 1
+    rounds = 2 if text_of(_TRANSFER_TYPE, send.attributes) == "ALL_REDUCE" else 1
     others = (topology.slices - 1) / topology.slices
     return rounds * others * send.shapes[0].bytes / topology.chip.dcn_bytes_per_s + DCN_S
-
-
-def _attribute(pattern: re.Pattern[str], op: Op) -> str:
-    match = pattern.search(op.attributes)
-    return match.group(1) if match else ""
