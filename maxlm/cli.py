@@ -130,13 +130,13 @@ def plan_(
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
-    from maxlm.planning import choose_topology, plan_command
+    from maxlm.planning import plan_command
     from maxlm.runtime import deadline
 
     request = plan_command.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
-            raise typer.Exit(choose_topology.compare(request, chips_at_most, as_json=json_))
+            raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
         raise typer.Exit(plan_command.run(request, as_json=json_))
 
 

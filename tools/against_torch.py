@@ -50,24 +50,22 @@ class Torch:
 
 def check(config: Config, torch: Torch) -> None:
     """Raises UserError when torch is missing, or when tools/torch_llama.py does not compute what `config` says."""
-    model, plain = (
-        config.model,
-        {
-            "model.activation": (config.model.activation, "swiglu"),
-            "model.norm": (config.model.norm, "rmsnorm"),
-            "model.norm_position": (config.model.norm_position, "pre"),
-            "model.qk_norm": (config.model.qk_norm, False),
-            "model.bias": (config.model.bias, "none"),
-            "model.learned_positions": (config.model.learned_positions, None),
-            "model.layer_pattern": (set(config.model.layer_pattern), {"global"}),
-            "model.attention_scale": (config.model.attention_scale, None),
-            "model.softcap": (config.model.softcap, None),
-            "model.scale_embeddings": (config.model.scale_embeddings, False),
-            "train.microbatches": (config.train.microbatches, 1),
-            "train.z_loss": (config.train.z_loss, 0.0),
-            "optimizer.name": (config.optimizer.name, "adamw"),
-        },
-    )
+    model = config.model
+    plain = {
+        "model.activation": (model.activation, "swiglu"),
+        "model.norm": (model.norm, "rmsnorm"),
+        "model.norm_position": (model.norm_position, "pre"),
+        "model.qk_norm": (model.qk_norm, False),
+        "model.bias": (model.bias, "none"),
+        "model.learned_positions": (model.learned_positions, None),
+        "model.layer_pattern": (set(model.layer_pattern), {"global"}),
+        "model.attention_scale": (model.attention_scale, None),
+        "model.softcap": (model.softcap, None),
+        "model.scale_embeddings": (model.scale_embeddings, False),
+        "train.microbatches": (config.train.microbatches, 1),
+        "train.z_loss": (config.train.z_loss, 0.0),
+        "optimizer.name": (config.optimizer.name, "adamw"),
+    }
     for field, (value, needed) in plain.items():
         if value != needed:
             raise UserError(f"{field} = {value}: the torch model of this benchmark has only {needed}; add {field}={needed}.")
@@ -104,7 +102,6 @@ def race(config: Config, torch: Torch, rounds: int, steps: int) -> dict[str, Any
 
 
 def show(found: dict[str, Any]) -> str:
-    """The summary of a race as a table."""
     lines = [f"{'':8}{'ms a step':>12}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'GiB':>8}{'warm-up s':>11}"]
     for name in ("ours", "torch"):
         row = found[name]

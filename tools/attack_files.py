@@ -121,7 +121,6 @@ def make_state(step: int, seed: int) -> dict[str, Any]:
 
 
 def make_checkpoints(path: Path, seed: int) -> None:
-    """Checkpoints 1, 2 and 3."""
     checkpoints = Checkpoints(path, CheckpointConfig(keep=3), {"model.d_model": "32"})
     for step in STEPS:
         checkpoints.save(step, make_state(step, seed), {"next_step": step})
@@ -129,7 +128,6 @@ def make_checkpoints(path: Path, seed: int) -> None:
 
 
 def bits(tree: Any) -> list[bytes]:
-    """The bytes of every leaf."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
@@ -394,7 +392,6 @@ def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], No
 
 
 def table_of(rows: list[dict[str, str]]) -> Table:
-    """Table of outcomes by kind of damage."""
     counted = collections.Counter((row["target"], row["damage"], row["outcome"]) for row in rows)
     table = Table("target", "damage", *GOOD, *BAD, title=f"{len(rows):,} damages to files")
     for target, damage in sorted({key[:2] for key in counted}):

@@ -131,7 +131,6 @@ class Strangers:
 
 
 def greet(connection: socket.socket, dice: random.Random) -> None:
-    """Send a correct handshake."""
     connection.sendall(f"maxlm-rendezvous/1 {dice.randbytes(32).hex()}\n".encode())
 
 
@@ -211,7 +210,6 @@ def wait_until_listening(port: int) -> None:
 
 
 def free_port() -> int:
-    """Return an unused port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

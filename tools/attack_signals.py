@@ -107,10 +107,6 @@ def _report(folder: Path, said: str) -> object:
     return (folder / "page.html").read_text().rstrip().endswith("</html>")
 
 
-def _ended(folder: Path, said: str) -> object:
-    return None
-
-
 TRAIN = ("train", "small.yml")
 TARGETS = (
     Target("train", TRAIN, ("store",), _training, saves=True, weight=5),
@@ -120,7 +116,7 @@ TARGETS = (
     Target("report", ("report", "runs/small", "--out", "page.html"), ("runs",), _report, weight=2),
     Target("data inspect", ("data", "inspect", "store"), ("store",), _printed),
     Target("config", ("config", "small.yml"), (), _printed),
-    Target("doctor", ("doctor",), (), _ended),
+    Target("doctor", ("doctor",), (), lambda folder, said: None),
 )
 ATTACKS = {
     "SIGINT": (signal.SIGINT,),
@@ -279,7 +275,6 @@ def _wait_for_orphans(mark: str, seconds: float) -> list[str]:
 
 
 def show(trials: list[Trial], console: Console) -> None:
-    """Print a row for each command and attack."""
     table = Table("command", "attack", "trials", "exit codes", "slowest end", "failed")
     rows = defaultdict(list)
     for trial in trials:

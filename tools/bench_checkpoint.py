@@ -68,7 +68,6 @@ def measure(megabytes: int, saves: int, directory: str) -> list[dict[str, float]
 
 
 def main() -> int:
-    """Prints one table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--saves", type=int, default=5)

@@ -63,7 +63,6 @@ def measure(path: str, seq_len: int, batch_tokens: int, seconds: float) -> tuple
 
 
 def main() -> int:
-    """Measure, print, and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)

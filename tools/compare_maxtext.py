@@ -36,28 +36,12 @@ CONFIG = "configs/runs/compare-maxtext.yml"
 UNSTEADY_STEPS = 3
 POLL_SECONDS = 0.05
 MAXTEXT_STEP = re.compile(r"completed step: \d+, .*?Tokens/s/device: ([\d.]+)")
-MAXTEXT_OPTIONS = [
-    "run_name=compare",
-    "hardware=cpu",
-    "skip_jax_distributed_system=true",
-    "dataset_type=synthetic",
-    "base_num_decoder_layers=4",
-    "base_emb_dim=256",
-    "base_mlp_dim=1024",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=4",
-    "head_dim=64",
-    "vocab_size=8192",
-    "per_device_batch_size=4",
-    "max_target_length=512",
-    "dtype=float32",
-    "weight_dtype=float32",
-    "attention=dot_product",
-    "enable_checkpointing=false",
-    "enable_tensorboard=false",
-    "log_config=false",
-    "jax_cache_dir=",
-]
+MAXTEXT_OPTIONS = (
+    *("run_name=compare", "hardware=cpu", "skip_jax_distributed_system=true", "dataset_type=synthetic"),
+    *("base_num_decoder_layers=4", "base_emb_dim=256", "base_mlp_dim=1024", "base_num_query_heads=4", "base_num_kv_heads=4"),
+    *("head_dim=64", "vocab_size=8192", "per_device_batch_size=4", "max_target_length=512", "dtype=float32", "weight_dtype=float32"),
+    *("attention=dot_product", "enable_checkpointing=false", "enable_tensorboard=false", "log_config=false", "jax_cache_dir="),
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +143,6 @@ def fail(contender: Contender, log: Path, reason: str) -> NoReturn:
 
 
 def middle(measurements: list[Measurement]) -> Measurement:
-    """The median of each figure."""
     columns = zip(*(asdict(measurement).values() for measurement in measurements), strict=True)
     return Measurement(*(statistics.median(column) for column in columns))
 

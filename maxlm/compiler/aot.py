@@ -73,7 +73,6 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler accepted it."""
         return self.memory is not None
 
     @property
@@ -232,11 +231,7 @@ def _silence() -> Iterator[None]:
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
     """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
-    versions = [
-        "1",
-        importlib.metadata.version("jax"),
-        *(_version(name) for name in ("jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")),
-    ]
+    versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, os.environ.get("LIBTPU_INIT_ARGS", "")])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
 

@@ -132,7 +132,6 @@ def too_small(topology: Topology, state: int, available: int) -> str:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print `report`."""
     _header(report, console)
     _memory(report, console)
     if report.cost is not None:

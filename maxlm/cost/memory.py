@@ -5,25 +5,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from maxlm.compiler.aot import CompiledStep
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.cost.model_shapes import layers, rows_of
 from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
+from maxlm.models.parameters import parameter_axes
+from maxlm.models.stack import STACKED, layer_groups
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
 
-KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING = (
-    "kept for backward: ",
-    "gradients",
-    "weights as matmuls read them",
-    "gathered weights",
-    "logits and loss",
-    "attention",
-    "feed-forward",
-    "routing",
-)
+KEPT, GRADIENTS, CAST, GATHERED = "kept for backward: ", "gradients", "weights as matmuls read them", "gathered weights"
+LOSS, ATTENTION, FEED_FORWARD, ROUTING = "logits and loss", "attention", "feed-forward", "routing"
 _ORDER = (KEPT, GRADIENTS, CAST, GATHERED, LOSS, ATTENTION, FEED_FORWARD, ROUTING)  # the most certain first
 
 
@@ -60,8 +57,6 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
 
 
 def _bytes(tree: Any) -> int:
-    import jax
-
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -84,12 +79,6 @@ class _BufferNames:
     """Names a buffer by its shape, the place that made it, and the shapes that the config implies."""
 
     def __init__(self, program: "Program") -> None:
-        import jax
-
-        from maxlm.cost.model_shapes import rows_of
-        from maxlm.models.parameters import parameter_axes
-        from maxlm.models.stack import STACKED
-
         config, mesh = program.config, program.mesh.shape
         axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
         self.shards: set[tuple[int, ...]] = set()
@@ -141,16 +130,12 @@ class _BufferNames:
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
-    from maxlm.models.stack import layer_groups
-
     stacks = {group.stacked[i:] for group in layer_groups(model) for i in (0, 1)}
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 
 def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
     """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
-    from maxlm.cost.model_shapes import layers, rows_of
-
     remat, rows = config.memory.remat, rows_of(config.model, expert, tokens)
     sizes: dict[int, tuple[str, ...]] = {}
     for kind in layers(config.model):
@@ -167,8 +152,6 @@ def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dic
 
 def _hidden(model: ModelConfig, tensor: int) -> set[int]:
     """Widths inside feed-forward layers and experts, on one device."""
-    from maxlm.cost.model_shapes import layers
-
     dense_widths = {kind.widths["up"] // tensor for kind in layers(model)}
     return (dense_widths | {size for kind in layers(model) for size in _padded(kind.expert_width // tensor)}) - {0}
 

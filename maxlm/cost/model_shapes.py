@@ -106,7 +106,6 @@ def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> tupl
 
 
 def value_dim(model: ModelConfig) -> int:
-    """Width of a head's values."""
     return abstract_module(model, experts=False).block.attention.out_HKD.shape[-2]
 
 
@@ -125,7 +124,6 @@ class ParameterLeaf:
     matrix: bool
 
     def on_device(self, sizes: Mapping[str, int]) -> int:
-        """Numbers of one device."""
         numbers = self.numbers
         for axis in self.axes:
             numbers //= sizes[axis]

@@ -1,22 +1,9 @@
 """Seconds, FLOPs and kind of one operation of a compiled program, on a TPU and on a GPU."""
 
 import re
-from typing import Protocol
+from abc import ABC, abstractmethod
 
-from maxlm.cost import expert_matmuls
-from maxlm.cost.efficiency import (
-    ATTENTION_SHARES,
-    GATED_SHARES,
-    GPU_ATTENTION_SHARES,
-    GPU_HBM_SHARE,
-    GPU_LAUNCH_S,
-    GPU_MATMUL_SHARE,
-    GROUPED_SHARE,
-    HBM_SHARE,
-    KERNEL_SHARE,
-    MATMUL_SHARE,
-    OUR_ATTENTION_SHARES,
-)
+from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
 from maxlm.hlo.op_flops import ATTENTION, attention_flops, is_backward, matmul_flops
@@ -32,30 +19,31 @@ _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of t
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
 
 
-class OpPricing(Protocol):
-    """Cost of single operations. `assumed` and `uncharged` as in `StepCost`; `peak`: FLOP/s of a device."""
+class OpPricing(ABC):
+    """Cost of single operations. `assumed` and `uncharged` as in `StepCost`; `peak`: FLOP/s of a device, `hbm`: bytes/s that it reaches."""
 
-    peak: float
-    assumed: set[str]
-    uncharged: set[str]
+    def __init__(self, module: Module, chip: Chip, hbm_share: float) -> None:
+        self.module, self.chip = module, chip
+        self.peak, self.hbm = chip.peak_bf16_flops_per_device, hbm_share * chip.hbm_bytes_per_s_per_device
+        self.assumed: set[str] = set()
+        self.uncharged: set[str] = set()
 
+    @abstractmethod
     def seconds(self, op: Op, computation: Computation) -> float: ...
+    @abstractmethod
     def kind(self, op: Op, computation: Computation) -> str: ...
+    @abstractmethod
     def flops(self, op: Op, computation: Computation) -> int: ...
 
 
-class TpuPricing:
+class TpuPricing(OpPricing):
     """Seconds of operations on a TPU: XLA's own cycles, and for Pallas kernels the FLOPs that they state."""
 
     def __init__(self, module: Module, chip: Chip) -> None:
-        self.module, self.chip = module, chip
+        super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
-        self.clock_hz = chip.clock_hz
-        self.peak, self.tile = chip.peak_bf16_flops_per_device, chip.matrix_unit
-        self.attention_shares, self.our_shares = ATTENTION_SHARES[chip.name], OUR_ATTENTION_SHARES.get(chip.name)
-        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s_per_device
-        self.assumed: set[str] = set()
-        self.uncharged: set[str] = set()
+        self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
+        self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
 
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.target == _PALLAS:
@@ -71,7 +59,7 @@ class TpuPricing:
         1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
         """
         flops = matmul_flops(self.module, op, computation, self.tile)
-        return HBM_LATENCY_S + flops / (MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
+        return HBM_LATENCY_S + flops / (efficiency.MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.target == _PALLAS:
@@ -95,16 +83,16 @@ class TpuPricing:
             return grouped.seconds(self.chip, moved, self.hbm)
         if op.stated is None:
             (self.assumed if flops else self.uncharged).add(name)
-        share = KERNEL_SHARE
+        share = efficiency.KERNEL_SHARE
         if _is_attention(op):
             shares = self.our_shares if self.our_shares and OURS.search(op.name) else self.attention_shares
             share = shares[is_backward(op.name)]
         elif _GATED.search(name):
-            share = GATED_SHARES[is_backward(op.name)]
+            share = efficiency.GATED_SHARES[is_backward(op.name)]
         elif _GROUPED.search(name):
-            share = GROUPED_SHARE
+            share = efficiency.GROUPED_SHARE
         elif _MATMUL.search(name):
-            share = MATMUL_SHARE
+            share = efficiency.MATMUL_SHARE
         return max(flops / (share * self.peak), moved / self.hbm)
 
 
@@ -112,23 +100,20 @@ def _is_attention(op: Op) -> bool:
     return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
 
 
-class GpuPricing:
+class GpuPricing(OpPricing):
     """Seconds of operations on a GPU: XLA:GPU states no cycles, so each takes as long as its FLOPs or its bytes, whichever is longer."""
 
     def __init__(self, module: Module, chip: Chip) -> None:
-        self.module = module
-        self.peak, self.hbm = chip.peak_bf16_flops_per_device, GPU_HBM_SHARE * chip.hbm_bytes_per_s
-        self.assumed: set[str] = set()
-        self.uncharged: set[str] = set()
+        super().__init__(module, chip, efficiency.GPU_HBM_SHARE)
 
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
             return 0.0
         flops, kind = self.flops(op, computation), self.kind(op, computation)
-        share = GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else GPU_MATMUL_SHARE
+        share = efficiency.GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else efficiency.GPU_MATMUL_SHARE
         if op.opcode == "custom-call":
             (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
-        return GPU_LAUNCH_S + max(flops / (share * self.peak), moved_bytes(self.module, op, computation) / self.hbm)
+        return efficiency.GPU_LAUNCH_S + max(flops / (share * self.peak), moved_bytes(self.module, op, computation) / self.hbm)
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.opcode == "custom-call":

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Network
@@ -19,7 +19,7 @@ from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip
 from maxlm.hardware.topologies import Topology, is_tpu
-from maxlm.hlo.parser import Computation, Module, Op
+from maxlm.hlo.parser import Computation, Module, Op, text_of
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -77,12 +77,10 @@ class StepCost:
 
     @property
     def compute_s(self) -> float:
-        """Seconds the chip computes."""
         return self.matmul_s + self.attention_s + self.kernel_s + self.memory_s
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step."""
         return self.compute_s + self.exposed_s
 
 
@@ -94,7 +92,9 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     """
     pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
-    costs, spans = _costs(root, pricing), list(_spans(root, 1))
+    segments = list(_segments(root, 1))
+    costs = _costs([(item, times) for segment, times in segments for item in segment.timed], pricing)
+    spans = [(item, times) for segment, times in segments for item in segment.spans]
     by_kind: dict[str, float] = defaultdict(float)
     flops: dict[str, int] = defaultdict(int)
     for cost in costs:
@@ -121,23 +121,16 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     )
 
 
-def _timed(segment: Segment, times: int) -> Iterator[tuple[Timed, int]]:
-    for item in segment.timed:
-        yield item, times
+def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
+    """`segment` and all that it calls, with how often each runs."""
+    yield segment, times
     for inner, turns in segment.inner:
-        yield from _timed(inner, times * turns)
+        yield from _segments(inner, times * turns)
 
 
-def _spans(segment: Segment, times: int) -> Iterator[tuple[CollectiveSpan, int]]:
-    for item in segment.spans:
-        yield item, times
-    for inner, turns in segment.inner:
-        yield from _spans(inner, times * turns)
-
-
-def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: OpPricing) -> list[OpCost]:
     costs = []
-    for item, times in _timed(root, 1):
+    for item, times in timed:
         flops = times * pricing.flops(item.op, item.computation)
         seconds = times * item.seconds
         share = flops / seconds / pricing.peak if flops else None
@@ -146,15 +139,12 @@ def _costs(root: Segment, pricing: OpPricing) -> list[OpCost]:
 
 
 def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
-    rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
+    rows: dict[tuple[tuple[str, ...], str, str, str, str], list[tuple[Any, ...]]] = defaultdict(list)
     for item, times in spans:
         one = item.collective
         figures = (times, times * one.bytes, times * one.seconds, times * item.exposed_s)
         rows[(one.axes, one.opcode, one.where, one.how, one.link)].append(figures)
-    traffic = [
-        Traffic(*key, sum(f[0] for f in figures), sum(f[1] for f in figures), sum(f[2] for f in figures), sum(f[3] for f in figures))
-        for key, figures in rows.items()
-    ]
+    traffic = [Traffic(*key, *map(sum, zip(*figures, strict=True))) for key, figures in rows.items()]
     return tuple(sorted(traffic, key=lambda row: -row.seconds))
 
 
@@ -173,13 +163,13 @@ def program_cost(program: "Program", module: Module, topology: Topology) -> Step
 def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -> StepCost:
     """`cost`, the transfers between slices over mesh `axis` added to its communication."""
     rows: dict[tuple[str, str], Traffic] = {}
-    times = _runs(module)
+    times = {run.computation: run.times for run in module.executed()}  # of computations that run
     for computation in module.computations.values():
         if computation.name not in times:
             continue
         for op, seconds, exposed in _transfers(computation, module, topology):
             n = times[computation.name]
-            opcode = _attribute(_TRANSFER_TYPE, op).lower().replace("_", "-") or "transfer"
+            opcode = text_of(_TRANSFER_TYPE, op.attributes).lower().replace("_", "-") or "transfer"
             old = rows.get((opcode, op.where)) or Traffic((axis,), opcode, op.where, "async", "dcn", 0, 0, 0.0, 0.0)
             rows[opcode, op.where] = replace(
                 old,
@@ -194,11 +184,6 @@ def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -
     return replace(cost, traffic=tuple(traffic), exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
 
 
-def _runs(module: Module) -> dict[str, int]:
-    """Computation that runs -> times a step runs it."""
-    return {run.computation: run.times for run in module.executed()}
-
-
 def _transfers(computation: Computation, module: Module, topology: Topology) -> Iterator[tuple[Op, float, float]]:
     """(send, seconds it takes, seconds the chip waits for it) of each transfer, along the schedule."""
     sent: dict[str, tuple[Op, float, float]] = {}  # rendezvous -> send, seconds, when it is through
@@ -206,14 +191,14 @@ def _transfers(computation: Computation, module: Module, topology: Topology) -> 
     clock_hz = topology.chip.clock_hz
     assert clock_hz is not None, "only programs for TPUs are compiled for one slice"
     for op in computation.ops:
-        rendezvous = _attribute(_RENDEZVOUS, op)
+        rendezvous = text_of(_RENDEZVOUS, op.attributes)
         if op.opcode == "send" and rendezvous:
             seconds = _transfer_s(op, topology)
             free = max(now, free) + seconds
             sent[rendezvous] = (op, seconds, free)
         elif op.opcode == "recv-done":
             recv = computation.by_name.get(op.operands[0])
-            transfer = sent.pop(_attribute(_RENDEZVOUS, recv), None) if recv is not None else None
+            transfer = sent.pop(text_of(_RENDEZVOUS, recv.attributes), None) if recv is not None else None
             if transfer is not None:
                 send, seconds, through = transfer
                 exposed = min(max(0.0, through - now), seconds)
@@ -228,11 +213,6 @@ def _transfers(computation: Computation, module: Module, topology: Topology) -> 
 
 def _transfer_s(send: Op, topology: Topology) -> float:
     """Seconds of a ring over the slices, each chip at its share of the network's bandwidth."""
-    rounds = 2 if _attribute(_TRANSFER_TYPE, send) == "ALL_REDUCE" else 1
+    rounds = 2 if text_of(_TRANSFER_TYPE, send.attributes) == "ALL_REDUCE" else 1
     others = (topology.slices - 1) / topology.slices
     return rounds * others * send.shapes[0].bytes / topology.chip.dcn_bytes_per_s + DCN_S
-
-
-def _attribute(pattern: re.Pattern[str], op: Op) -> str:
-    match = pattern.search(op.attributes)
-    return match.group(1) if match else ""

@@ -180,19 +180,12 @@ def _updated_in_place(fused: Computation) -> Iterator[tuple[int, int]]:
     root = fused.by_name.get(fused.root)
     if root is None:
         return
-    ends = [fused.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
-    for number, end in enumerate(ends):
-        end = _unwrapped(fused, end)
+    for number, name in enumerate(root.operands if root.opcode == "tuple" else (fused.root,)):
+        end = fused.source(name)
         if end is not None and end.opcode == "dynamic-update-slice":
-            end = _unwrapped(fused, fused.by_name.get(end.operands[0]))
+            end = fused.source(end.operands[0])
         if end is not None and end.opcode == "parameter" and end.index is not None:
             yield number, end.index
-
-
-def _unwrapped(fused: Computation, op: Op | None) -> Op | None:
-    while op is not None and op.opcode in ("bitcast", "copy") and op.operands:
-        op = fused.by_name.get(op.operands[0])
-    return op
 
 
 def _in_place(op: Op) -> bool:

@@ -58,7 +58,6 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -99,7 +98,6 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -118,7 +116,6 @@ class Computation:
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
-        """The operations by their name."""
         return {op.name: op for op in self.ops}
 
     def operand(self, op: Op, place: int) -> Op:
@@ -267,9 +264,7 @@ def _op(line: str) -> Op:
     arguments, rest = line[match.end() : end], line[end + 1 :]
     attributes, _, backend = rest.partition(", backend_config=")
     attributes, _, metadata = attributes.partition(", metadata=")
-    where = _WHERE.search(metadata)
-    cycles = _CYCLES.search(backend)
-    trips = _TRIPS.search(backend)
+    cycles = _number(_CYCLES, backend)
     index = int(arguments) if opcode == "parameter" else _number(_INDEX, attributes)
     return Op(
         name=match.group(2),
@@ -277,17 +272,17 @@ def _op(line: str) -> Op:
         shapes=_shapes(match.group(3)),
         operands=() if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments)),
         attributes=attributes,
-        where=where.group(1) if where else "",
-        cycles=int(cycles.group(1)) if cycles and int(cycles.group(1)) < _NO_ESTIMATE else None,
-        target=_text(_TARGET, attributes),
+        where=text_of(_WHERE, metadata),
+        cycles=cycles if cycles is not None and cycles < _NO_ESTIMATE else None,
+        target=text_of(_TARGET, attributes),
         stated=_stated(backend) if opcode == "custom-call" else None,
-        groups=_text(_GROUPS, attributes),
+        groups=text_of(_GROUPS, attributes),
         channel=_number(_CHANNEL, attributes),
         calls=_calls(attributes),
         start="",
         index=index,
         literal=arguments if opcode == "constant" and len(arguments) < 64 else "",
-        trips=int(trips.group(1)) if trips else None,
+        trips=_number(_TRIPS, backend),
     )
 
 
@@ -324,7 +319,8 @@ def _stated(backend: str) -> CostEstimate | None:
     return CostEstimate(figures.get("flops", 0), figures.get("transcendentals", 0), figures.get("bytes_accessed", 0))
 
 
-def _text(pattern: re.Pattern[str], text: str) -> str:
+def text_of(pattern: re.Pattern[str], text: str) -> str:
+    """The first group of `pattern` in `text`; empty where it does not match."""
     match = pattern.search(text)
     return match.group(1) if match else ""
 

@@ -7,7 +7,7 @@ from the mesh. The axis names XLA writes ('axis_0') are its own, so the members 
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 
 from maxlm.config.errors import UserError
@@ -59,7 +59,7 @@ def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...
         return UNKNOWN
     varied = _varied(groups[0], sizes)
     whole = {frozenset(group) for group in groups}
-    return tuple(mesh[i][0] for i in varied) if whole == set(_along(varied, sizes)) else UNKNOWN
+    return tuple(mesh[i][0] for i in varied) if whole == set(_along(varied, tuple(sizes))) else UNKNOWN
 
 
 @lru_cache(maxsize=4096)
@@ -70,11 +70,6 @@ def axes_of_pairs(pairs: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str
         return UNKNOWN
     moved = {axis for pair in pairs for axis in _varied(pair, sizes)}
     return tuple(name for i, (name, _) in enumerate(mesh) if i in moved)
-
-
-def as_key(mesh_sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """`mesh_sizes` in the hashable form that `axes_of` and `axes_of_pairs` take."""
-    return tuple(mesh_sizes.items())
 
 
 def _of_mesh(axes: str, device_ids: str, named: str) -> Groups:
@@ -111,12 +106,8 @@ def _ordered(axes: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _along_cached(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[frozenset[int], ...]:
+def _along(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[frozenset[int], ...]:
     return tuple(map(frozenset, _ordered(axes, list(sizes))))
-
-
-def _along(axes: Iterable[int], sizes: list[int]) -> tuple[frozenset[int], ...]:
-    return _along_cached(tuple(axes), tuple(sizes))
 
 
 def _varied(devices: Iterable[int], sizes: list[int]) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
-    """Compile and run every case."""
     from maxlm.compiler.aot import devices, leave_chips_alone
     from maxlm.kernel_lab.bundles import DUMPS
 

@@ -18,7 +18,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "attention": ("flash", "splash"),
     "grouped_matmul": ("tpu", "megablox"),
     "gated_mlp": ("fused", "xla"),
-    "matmul": ("pallas", "xla"),
+    "matmul": ("xla",),
 }
 SHAPES: Mapping[str, Sequence[Any]] = {
     "attention": ATTENTION,
@@ -65,7 +65,6 @@ def from_hbm(run: Callable[..., Any], scalars: int = 0) -> Callable[..., Any]:
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
-    """The shapes of `operation` in the lab."""
     return tuple(shape.name for shape in SHAPES[operation])
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,7 @@ def report(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_js
     _check_names(chips, CHIPS, operation, shapes)
     chips, shapes, here = chips or tuple(counted.TOPOLOGIES), shapes or shape_names(operation), measured.present()
     if operation == "matmul" and not {compiled.CHIP, here}.isdisjoint(chips):
-        raise UserError(
-            "maxlm has no plain matmul kernel: the one compared with XLA's is only counted, ahead of time, for TPUs; give another --chip."
-        )
+        raise UserError("maxlm has no plain matmul kernel: XLA's own are only counted, ahead of time, for TPUs; give another --chip.")
     rows: list[Any] = []
     console, progress = Console(), Console(stderr=True, quiet=as_json)
     for chip in chips:
@@ -78,7 +76,10 @@ def show_sweep(rows: Sequence[Row], console: Console) -> None:
     for (shape, chip), group in itertools.groupby(rows, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
         shown = table("part", "blocks", "", "kcycles", "waits", "over best", "of peak", "VMEM MB")
-        for of_part in _by_part(group):
+        by_part = defaultdict(list)
+        for row in group:
+            by_part[row.part].append(row)
+        for of_part in by_part.values():
             best = min((row.total for row in of_part if not row.problem), default=0)
             for row in sorted(of_part, key=lambda row: row.total or math.inf):
                 times = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}")
@@ -86,13 +87,6 @@ def show_sweep(rows: Sequence[Row], console: Console) -> None:
                 shown.add_row(row.part, row.blocks, "*" if row is of_part[0] else "", *((row.problem,) if row.problem else figures))
         console.print(shown)
     console.print(SWEEP_NOTE, style="dim", highlight=False)
-
-
-def _by_part(rows: Iterator[Row]) -> Sequence[list[Row]]:
-    parts = defaultdict(list)
-    for row in rows:
-        parts[row.part].append(row)
-    return list(parts.values())
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:

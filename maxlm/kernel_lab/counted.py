@@ -56,7 +56,6 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Cycles, waits included."""
         return self.cycles + self.waited
 
 

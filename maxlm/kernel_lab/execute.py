@@ -4,6 +4,7 @@ copies between HBM and VMEM are timed.
 
 import itertools
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,31 +23,23 @@ GRANULE = 32  # bytes, in which copies are counted
 _COPIES = ("dma.hbm_to_vmem", "dma.vmem_to_hbm", "dma.general")
 _THREAD = re.compile(r"^\[thread:\S*\] *")  # before the first operand of a copy, or in its place
 _NAMED = re.compile(r"[sp]\d+( |$)")  # a name of memory may follow
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "sadd": lambda a, b: a + b,
-    "ssub": lambda a, b: a - b,
-    "smul": lambda a, b: a * b,
-    "sand": lambda a, b: a & b,
-    "sor": lambda a, b: a | b,
-    "sxor": lambda a, b: a ^ b,
+    "sadd": operator.add,
+    "ssub": operator.sub,
+    "smul": operator.mul,
+    "sand": operator.and_,
+    "sor": operator.or_,
+    "sxor": operator.xor,
     "sshll": lambda a, b: a << (b & 31),
     "sshra": lambda a, b: a >> (b & 31),
     "sshrl": lambda a, b: (a & 0xFFFFFFFF) >> (b & 31),
     "srem": lambda a, b: (a & 0xFFFFFFFF) % b,
     "smin": min,
     "smax": max,
-    "scalar_lea": lambda a, b: a + b,
-    "por": lambda a, b: a | b,
-    "pand": lambda a, b: a & b,
-    "pxor": lambda a, b: a ^ b,
+    "scalar_lea": operator.add,
+    "por": operator.or_,
+    "pand": operator.and_,
+    "pxor": operator.xor,
     "pnand": lambda a, b: 1 - (a & b),
     "pnor": lambda a, b: 1 - (a | b),
 }
@@ -165,7 +158,7 @@ class _Core:
             a, b = (self.read(operand) for operand in operands)
             if ".u32" in instruction.opcode:
                 a, b = (int(x) & 0xFFFFFFFF for x in (a, b))
-            return int(_COMPARE[kind.split(".")[0]](a, b))
+            return int(getattr(operator, kind.split(".")[0])(a, b))  # eq, ne, lt, le, gt or ge
         if name in _ARITHMETIC:
             a, b = (int(self.read(operand)) for operand in operands)
             if kind == "u32" and name in ("smin", "smax"):

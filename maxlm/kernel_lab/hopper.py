@@ -118,9 +118,7 @@ def shared_memory(lowered: "jax.stages.Lowered") -> dict[str, int]:
             context.allow_unregistered_dialects = True
             module = ir.Module.parse(code)
             name = ir.StringAttr(module.operation.attributes["sym_name"]).value
-            launch = next(
-                operation for operation in _operations(module) if operation.name.endswith("gpu.launch")
-            )  # a version of the dialect goes before
+            launch = next(one for one in _operations(module) if one.name.endswith("gpu.launch"))  # behind a version of the dialect
             bytes_by_kernel[f"{name}_mosaic_gpu_kernel"] = ir.IntegerAttr(launch.operands[-1].owner.attributes["value"]).value
     return bytes_by_kernel
 
@@ -150,7 +148,6 @@ def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
 
 
 def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
-    """Compile the gradients of one case and print."""
     os.environ.update(_DUMP)  # before jax is loaded
     make_ready()
     from maxlm.kernel_lab.gpu_cases import gpu_case

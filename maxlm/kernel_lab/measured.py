@@ -1,7 +1,4 @@
-"""Rows of the kernel lab for this machine's chip: its kernels, timed.
-
-`python -m maxlm.kernel_lab.measured` prints the kind of the device that jax finds. A process of its own, since it claims the chip.
-"""
+"""Rows of the kernel lab for this machine's chip: its kernels, timed."""
 
 import subprocess
 import sys
@@ -14,6 +11,7 @@ from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
 from maxlm.telemetry.formatting import percent
 
+FIND_DEVICE = "import jax; print(jax.devices()[0].device_kind)"  # in a process of its own, since it claims the chip
 ROUNDS = 7
 NOTE = (
     "Measured on this machine: medians of forward and backward together, all heads of one sequence, compiled and run once before. Of peak: "
@@ -39,7 +37,7 @@ class Row:
 
 def present() -> str:
     """The name of the chip that jax finds here, in lower case; empty without one that is known."""
-    done = subprocess.run([sys.executable, "-m", "maxlm.kernel_lab.measured"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
     kind = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else []
     chip = chip_of(kind[0]) if kind else None
     return chip.name.lower() if chip else ""
@@ -62,21 +60,9 @@ def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterat
 
 
 def show(results: Sequence[Row], console: Console) -> None:
-    """One table of all shapes."""
     shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
     for row in results:
         figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")
         shown.add_row(row.shape, row.implementation, *((row.problem[:40],) if row.problem else figures))
     console.print(shown)
     console.print(NOTE, style="dim", highlight=False)
-
-
-def main() -> None:
-    """Print what jax finds first."""
-    import jax
-
-    print(jax.devices()[0].device_kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,24 +12,8 @@ from functools import cached_property, lru_cache
 from typing import get_args
 
 from maxlm.config.schema import Config, RematName
-from maxlm.cost.efficiency import (
-    ATTENTION_SHARES,
-    GROUPED_SHARE,
-    HBM_SHARE,
-    OUR_ATTENTION_SHARES,
-    PREDICTED_MATMUL_SHARE,
-    PREDICTED_MATMUL_SHARES,
-)
-from maxlm.cost.model_shapes import (
-    LayerKind,
-    ParameterLeaf,
-    attention_flops,
-    choices_of,
-    kernel_attention_flops,
-    layers,
-    parameter_leaves,
-    rows_of,
-)
+from maxlm.cost import efficiency, model_shapes
+from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES
 from maxlm.hardware.topologies import Topology
@@ -95,23 +79,22 @@ class Analytic:
         chip = topology.chip
         passes = PASSES[config.precision.matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
-        self.share = PREDICTED_MATMUL_SHARES.get(chip.name, PREDICTED_MATMUL_SHARE)
-        self.hbm = HBM_SHARE * chip.hbm_bytes_per_s_per_device
-        self.layers = layers(config.model)
+        self.share = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
+        self.hbm = efficiency.HBM_SHARE * chip.hbm_bytes_per_s_per_device
+        self.layers = model_shapes.layers(config.model)
         self.heads = 1 + config.model.mtp_depth  # unembeddings of a token
-        looped = [attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
-        self.attention_flops = attention_flops(config.model, config.data.seq_len), sum(looped)
+        looped = [model_shapes.attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
+        self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.kernel_attention_flops = kernel_attention_flops(config.model, config.data.seq_len, chip)
+        self.kernel_attention_flops = model_shapes.kernel_attention_flops(config.model, config.data.seq_len, chip)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
         """Arrays of parameters, with the state that the optimizer adds."""
-        return parameter_leaves(self.config)
+        return model_shapes.parameter_leaves(self.config)
 
     def estimate(self, layout: Layout) -> Estimate:
-        """Time and memory of `layout`."""
         sizes = layout.sizes
         tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
         compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
@@ -140,7 +123,7 @@ class Analytic:
         """Shares of peak, forward and backward: those of our kernel where it runs, else of splash."""
         chip, model = self.topology.chip, self.config.model
         ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
-        shares = OUR_ATTENTION_SHARES if ours else ATTENTION_SHARES
+        shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
         return shares.get(chip.name, shares["v5p"])
 
     def recomputes(self, layout: Layout, matmul: Matmul) -> bool:
@@ -155,7 +138,6 @@ class Analytic:
         return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
 
     def recomputes_attention(self, layout: Layout) -> bool:
-        """True if attention's forward pass is recomputed."""
         return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
 
     def _matmul_s(self, layout: Layout, tokens: int) -> float:
@@ -183,7 +165,7 @@ class Analytic:
         wide_in, wide_out = matmul.local(sizes["tensor"])
         moved = self.number * (rows * (wide_in + wide_out) + matmul.gathered(sizes))
         padded = math.ceil(wide_in / LANES) * math.ceil(wide_out / LANES) * LANES**2
-        return max(2 * rows * padded / (GROUPED_SHARE * self.peak), moved / self.hbm)
+        return max(2 * rows * padded / (efficiency.GROUPED_SHARE * self.peak), moved / self.hbm)
 
     def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
         tile = self.topology.chip.matrix_unit

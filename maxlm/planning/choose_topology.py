@@ -1,4 +1,4 @@
-"""`maxlm plan --chips-at-most`: compare topologies, each by its best predicted layout; the most promising are compiled."""
+"""Compare topologies, each by its best predicted layout; the most promising are compiled: `maxlm plan --chips-at-most`."""
 
 import functools
 import json
@@ -7,22 +7,19 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from maxlm.config.errors import UserError
-from maxlm.config.loader import load
+from maxlm.compiler.aot import available_hbm
 from maxlm.config.schema import ClusterConfig, Config
-from maxlm.cost.compile_command import NoClusterError, load_for_machine, output_console, progress
-from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.cost.compile_command import output_console, progress
 from maxlm.hardware.topologies import Topology, near, parse
+from maxlm.planning.explore import Search, begin, explore
+from maxlm.planning.frontier import Point, points
+from maxlm.planning.layouts import Layout, layouts
+from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
+from maxlm.planning.plan_output import layout_table, point_json
+from maxlm.planning.verify import Compiler
 from maxlm.telemetry.formatting import count, duration, percent
-
-if TYPE_CHECKING:
-    from maxlm.planning.explore import Search
-    from maxlm.planning.frontier import Point
-    from maxlm.planning.layouts import Layout
-    from maxlm.planning.plan import Scale
-    from maxlm.planning.plan_command import Request
 
 CHECKED = 4  # topologies: the fastest and the cheapest by prediction
 TRIES = 2  # layouts compiled of each, the second only when the first does not fit
@@ -34,9 +31,9 @@ class Machine:
 
     topology: Topology
     config: Config
-    search: "Search"
-    scale: "Scale"
-    point: "Point | None" = None  # the best compiled, else the best predicted; None when nothing fits
+    search: Search
+    scale: Scale
+    point: Point | None = None  # the best compiled, else the best predicted; None when nothing fits
 
     @property
     def run_s(self) -> float:
@@ -49,27 +46,15 @@ class Machine:
         return self.scale.chip_hours(self.point.step_s) if self.point else math.inf
 
 
-def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
-    """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
-    config, families = _config_and_chips(request)
-    names = [name for chip in families for name in near(chip, 1, most=100)]
-    slices = config.mesh.slices
-    asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
-    if not asked:
-        least = min(parse(name, slices).chips for name in names)
-        raise UserError(
-            f"--chips-at-most {chips_at_most}: no topology of {', '.join(c.name for c in families)} has so few; at least {least}."
-        )
-    from maxlm.compiler.aot import available_hbm, leave_chips_alone
-
-    leave_chips_alone()
+def compare(config: Config, topologies: Sequence[Topology], tokens: float | None, arguments: tuple[str, ...], *, as_json: bool) -> int:
+    """Print time and cost of a run of `tokens` on each topology; 0 if one fits. `arguments`: the name of the config, and the overrides."""
     machines: list[Machine] = []
     with progress() as show_progress:
         try:
-            for topology in asked:
+            for topology in topologies:
                 show_progress(f"predicting {config.run.name} on {topology.name}")
                 smallest = parse(near(topology.chip, 1, most=1)[0])
-                machines.append(_machine(request, config, topology, available_hbm(smallest)))
+                machines.append(_machine(config, topology, tokens, available_hbm(smallest)))
                 machines[-1].point = _best(machines[-1].search)
             _check(machines, show_progress)
         except KeyboardInterrupt:
@@ -78,42 +63,24 @@ def compare(request: "Request", chips_at_most: int, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(_to_json(config, fitting, machines)) + "\n")
     else:
-        _show(request, config, fitting, machines)
+        _show(arguments, config, fitting, machines)
     return 0 if fitting else 2
 
 
-def _config_and_chips(request: "Request") -> tuple[Config, tuple[Chip, ...]]:
-    """(config, chips to compare): the chip of its cluster or of --topology if given, else every TPU."""
-    try:
-        loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
-    except NoClusterError:
-        settings = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
-        return load(request.name, settings).config, tuple(chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU"))
-    return loaded.config, (topology.chip,)
-
-
-def _machine(request: "Request", config: Config, topology: Topology, available: int) -> Machine:
+def _machine(config: Config, topology: Topology, tokens: float | None, available: int) -> Machine:
     """`config` on `topology`, its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
-    from maxlm.planning.explore import begin
-    from maxlm.planning.layouts import layouts
-    from maxlm.planning.plan import analytic_model, scale_of
-
     on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
     some = (one for one in layouts(on_topology, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
     return Machine(
         topology,
         on_topology,
         begin(some, analytic_model(on_topology, topology), available),
-        scale_of(on_topology, topology, request.tokens),
+        scale_of(on_topology, topology, tokens),
     )
 
 
 def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
     """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
-    from maxlm.planning.explore import explore
-    from maxlm.planning.plan import describe
-    from maxlm.planning.verify import Compiler
-
     with Compiler() as compiler:
         for number in range(CHECKED):
             rank = operator.attrgetter("chip_hours" if number % 2 else "run_s")
@@ -122,7 +89,7 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
                 return
             here = machine.topology
 
-            def compiling(search: "Search", layout: "Layout", name: str = here.name) -> None:
+            def compiling(search: Search, layout: Layout, name: str = here.name) -> None:
                 show_progress(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
             for tries in range(1, TRIES + 1):
@@ -138,17 +105,12 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
                 other.point = _best(other.search)
 
 
-def _best(search: "Search") -> "Point | None":
-    from maxlm.planning.frontier import points
-
+def _best(search: Search) -> Point | None:
     fitting = [point for point in points(search) if point.fits]
     return min(fitting, key=lambda point: (not point.compiled, point.step_s), default=None)
 
 
-def _show(request: "Request", config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
-    from maxlm.planning.plan import describe
-    from maxlm.planning.plan_output import layout_table
-
+def _show(arguments: tuple[str, ...], config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
     console = output_console()
     tokens = machines[0].scale.tokens if machines else 0
     console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold", highlight=False)
@@ -172,7 +134,8 @@ def _show(request: "Request", config: Config, machines: Sequence[Machine], other
     if machines:
         fastest = machines[0].topology
         many = f" --slices {fastest.slices}" if fastest.slices > 1 else ""
-        again = " ".join([f"maxlm plan {request.name} --topology {fastest.name}{many}", *request.overrides])
+        name, *overrides = arguments
+        again = " ".join([f"maxlm plan {name} --topology {fastest.name}{many}", *overrides])
         console.print(f"For the layout in full: {again}", highlight=False, markup=False)
 
 
@@ -181,8 +144,6 @@ def _name(topology: Topology) -> str:
 
 
 def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> dict[str, Any]:
-    from maxlm.planning.plan_output import point_json
-
     rows = []
     for machine in machines:
         topology = machine.topology

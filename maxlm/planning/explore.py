@@ -113,10 +113,8 @@ def _next(search: Search, *, last: bool) -> Layout | None:
         return layouts[int(np.argmin(predicted.needed_N))]
     hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.trials)))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
-    for doubt_N in (
-        1 - predicted.trust_N,
-        np.ones_like(predicted.trust_N),
-    ):  # at last also for layouts like the compiled: predictions err there, too
+    # At last also for layouts like the compiled: predictions err there, too.
+    for doubt_N in (1 - predicted.trust_N, np.ones_like(predicted.trust_N)):
         hoped_N = np.where(fits_N, predicted.step_s_N * (1 - hope * doubt_N), np.inf)
         place = int(np.argmin(hoped_N))
         if hoped_N[place] < limit:

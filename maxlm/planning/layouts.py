@@ -37,7 +37,6 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis -> size."""
         return dict(self.mesh)
 
     @property

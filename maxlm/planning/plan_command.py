@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import find
-from maxlm.cost.compile_command import load_for_machine
-from maxlm.hardware.chips import GIB
+from maxlm.config.loader import find, load
+from maxlm.config.schema import Config
+from maxlm.cost.compile_command import NoClusterError, load_for_machine
+from maxlm.hardware.chips import CHIPS, GIB, Chip
+from maxlm.hardware.topologies import is_tpu, near, parse
 from maxlm.telemetry.formatting import duration
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ class Request:
 
     @property
     def file(self) -> Path:
-        """The config to write."""
         return self.out if self.out is not None else Path(f"{find(self.name).stem}-planned.yml")
 
 
@@ -61,6 +62,35 @@ def run(request: Request, *, as_json: bool) -> int:
     if error is not None:
         raise error
     return 0 if plan.chosen else 2
+
+
+def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
+    """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
+    config, families = _config_and_chips(request)
+    names = [name for chip in families for name in near(chip, 1, most=100)]
+    slices = config.mesh.slices
+    asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
+    if not asked:
+        least = min(parse(name, slices).chips for name in names)
+        raise UserError(
+            f"--chips-at-most {chips_at_most}: no topology of {', '.join(c.name for c in families)} has so few; at least {least}."
+        )
+    from maxlm.compiler.aot import leave_chips_alone
+
+    leave_chips_alone()
+    from maxlm.planning import choose_topology
+
+    return choose_topology.compare(config, asked, request.tokens, (request.name, *request.overrides), as_json=as_json)
+
+
+def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:
+    """(config, chips to compare): the chip of its cluster or of --topology if given, else every TPU."""
+    try:
+        loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    except NoClusterError:
+        settings = [*request.overrides, *([f"mesh.slices={request.slices}"] if request.slices else [])]
+        return load(request.name, settings).config, tuple(filter(is_tpu, CHIPS))
+    return loaded.config, (topology.chip,)
 
 
 def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, UserError | None]:

@@ -1,7 +1,6 @@
 """The chosen layout as a config that extends the user's: the overrides of the command line and the layout, nothing else."""
 
 import os
-from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,3 @@ def _parent(name: str, out: Path) -> str:
     if path.suffix != ".yml":
         return str(path)
     return Path(os.path.relpath(path, out.absolute().parent)).with_suffix("").as_posix()
-
-
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in `after` that differ from `before`."""
-    return {key: value for key, value in after.items() if before.get(key) != value}

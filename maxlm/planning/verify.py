@@ -27,7 +27,6 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler accepted it."""
         return self.parts is not None
 
     @property

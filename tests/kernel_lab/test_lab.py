@@ -7,11 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from rich.console import Console
 
 from maxlm.config.errors import UserError
@@ -21,7 +18,6 @@ from maxlm.kernel_lab.cases import OPERATIONS, useful
 from maxlm.kernel_lab.commands import best_of, report, show_sweep, sweep, write_table
 from maxlm.kernel_lab.counted import Row
 from maxlm.kernel_lab.execute import execute
-from maxlm.kernel_lab.matmul import MOST_CYCLES, matmul
 from maxlm.kernels.attention.shapes import SHAPES
 
 # A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
@@ -123,24 +119,6 @@ ROTATED = """= control target key start
 def test_copies_into_buffers_that_take_turns_are_told_apart():
     """13 by 6 leaves 1: what waits for that flag does not wait for the long copy behind it."""
     assert execute(read(ROTATED), [], bytes_a_cycle=16).waited == 32 * 32 / 16 - 2
-
-
-@pytest.mark.parametrize("most", [MOST_CYCLES, 256])
-@pytest.mark.parametrize("transposed", ["", "left", "right"])
-def test_the_matmul_that_xla_is_compared_with_is_one(transposed, most, monkeypatch, capfd):
-    """Whole contractions, and sums over parts of them; alone, with an array added, and with a row."""
-    monkeypatch.setattr("maxlm.kernel_lab.matmul.MOST_CYCLES", most)
-    left, right, added = (
-        jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((512, 3072), (3072, 256), (512, 256)))
-    )
-    operands = (left.T if transposed == "left" else left, right.T if transposed == "right" else right)
-    exact = left.astype(jnp.float32) @ right.astype(jnp.float32)
-    for beside in ((), (added,), (added[:1],)):
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
-            found = jax.block_until_ready(matmul(*operands, *beside, transposed=transposed, kind="TPU v6 lite"))
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_allclose(found.astype(jnp.float32), sum(beside, exact), atol=1.0, rtol=2**-7)
-    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def test_the_grouped_matmul_reads_every_weight_once(tmp_path):
