@@ -20,6 +20,11 @@ CPU = (
         "1",
         "the step is as fast as at 3 and compiled in 5/6 of the time, the initialisation in a third (jaxlib 0.10.2)",
     ),
+    Flag(
+        "xla_disable_hlo_passes",
+        "all-reduce-promotion",
+        "it aborts the process on a bfloat16 sum inside a shard_map (jaxlib 0.10.2: `Invalid binary instruction opcode copy`)",
+    ),
 )
 
 VMEM = (

@@ -1,6 +1,8 @@
 """Every matmul of the model: the one place that decides its precision, its layout over tensor-parallel devices and its compiler fences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import jax
@@ -11,6 +13,7 @@ from jax.experimental.layout import with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
+from maxlm.config.schema import PrecisionConfig
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 
@@ -20,6 +23,19 @@ Axes = tuple[str | None, ...]  # a logical axis a dim
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # hidden states between tensor-parallel regions
 ENTERING: Axes = ("batch", "seq", "embed_act")  # where they enter one: the sequence is whole, width too; heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
+_DEFAULT = PrecisionConfig()
+_SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=_DEFAULT)
+
+
+@contextmanager
+def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
+    """Trace the model's matmuls with the precision of `settings`. Every function of this module may read it, as `_SETTINGS.get()`."""
+    token = _SETTINGS.set(settings)
+    try:
+        with jax.default_matmul_precision(settings.matmul):
+            yield
+    finally:
+        _SETTINGS.reset(token)
 
 
 def linear(

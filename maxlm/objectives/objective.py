@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from maxlm.config.schema import Config
 from maxlm.models import BlockContext, Decoder, Routing, bind, parameter_axes
 from maxlm.models.forward import Forward
+from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import join_routing
 from maxlm.objectives.sums import Sums
@@ -80,7 +81,7 @@ class Objective(ABC):
         inputs, forward = self.inputs(batch, training=training), self.forward(summed)
         compute = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
         model = bind(config.model, compute, model_state)
-        with jax.default_matmul_precision(config.precision.matmul):
+        with matmul_precision(config.precision):
             x_BSD = model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
             output = model.stack(x_BSD, self.context(model, inputs), forward)
             total, sums = self.head(model, output.x_BSD, inputs, forward)

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from maxlm.config import ConfigError
 from maxlm.config.schema import ContextAttention
 from maxlm.kernels.attention import (
     CAUSAL,
@@ -97,11 +98,11 @@ def context_attention(
 
     "ring" and "gather" take tokens in zigzag order and causal masks; "ulysses" takes the sequence in order and any mask. S must be a
     multiple of twice the axis. `implementation`: of the products, as in `chunk_attention` and `attention`. Keys and values are sent
-    together, so "ring" and "gather" pad values to the head dim of keys. Raises ValueError for a mask that the strategy does not have.
+    together, so "ring" and "gather" pad values to the head dim of keys. Raises ConfigError for a mask that the strategy does not have.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if strategy != "ulysses" and (problem := mask.unsupported_by(f"mesh.context_attention = {strategy}", "causal")):
-        raise ValueError(f"context_attention: {problem}: use mesh.context_attention=ulysses, or mesh.context=1")
+    if strategy != "ulysses" and (problem := mask.unsupported_by("it", "causal")):
+        raise ConfigError("mesh.context_attention", strategy, problem, "use ulysses, or mesh.context=1")
     spec = _AttentionSpec(strategy, mesh.shape[_AXIS], scale, mask, softcap, implementation, logsumexp=sinks_H is not None)
     batch, heads = mesh_axes("batch", mesh) or None, mesh_axes("heads", mesh) or None
     whole, tokens, rows = P(batch, _AXIS, heads), P(batch, _AXIS), P(batch, heads, _AXIS) if spec.logsumexp else None

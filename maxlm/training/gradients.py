@@ -30,6 +30,8 @@ Loss = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
 Former = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
 # (parameters, model state, batch) -> (figures, gradient of the mean loss)
 Gradients = Callable[[Parameters, Parameters, Any], tuple[Sums, Parameters]]
+# (gradient of one device, mesh axes) -> their sum over the axes, in the same dtype
+Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def of_mean(objective: Objective, form: Former) -> Gradients:
@@ -86,14 +88,16 @@ def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))
 
 
-def reduced_once(config: Config, objective: Objective, form: Former, local: tuple[str, ...]) -> Gradients:
-    """Each device along the axes `local` forms the gradient of its own rows; they are reduced once, at the end."""
+def reduced_once(config: Config, objective: Objective, form: Former, local: tuple[str, ...], add: Addition = jax.lax.psum) -> Gradients:
+    """Each device along the axes `local` forms the gradient of its own rows; they are reduced once, at the end. `add`: what sums a gradient
+    over axes along which it is whole.
+    """
     axes = parameter_axes(config.model)
 
     def on_device(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
         sums, grads = form(params, model_state, batch, denominator)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return sums.over_devices(local), _map(partial(_reduce, local=local), axes, grads)
+        return sums.over_devices(local), _map(partial(_reduce, local=local, add=add), axes, grads)
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
         compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
@@ -111,13 +115,13 @@ def _scatters(name: str | None, local: tuple[str, ...]) -> bool:
     return "fsdp" in local and name is not None and "fsdp" in RULES[name]
 
 
-def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...]) -> jax.Array:
+def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...], add: Addition) -> jax.Array:
     """The sum over `local`; of what `fsdp` splits in the state, this device's part."""
     dim = next((dim for dim, name in enumerate(names) if _scatters(name, local)), None)
     if dim is not None:
         gradient = scatter_sum(gradient, "fsdp", dim)
         local = tuple(axis for axis in local if axis != "fsdp")
-    return jax.lax.psum(gradient, local) if local else gradient
+    return add(gradient, local) if local else gradient
 
 
 def gather_layers(config: Config, params: Parameters) -> Parameters:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import ModelConfig, PipelineConfig
 from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs, parameter_axes
 from maxlm.models.forward import Forward
+from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import join_routing, split_layers
 from maxlm.models.stages import StageAssignment, gather_from_stages, scatter_to_stages
@@ -39,7 +40,7 @@ def gradients(
     constants = scatter_to_stages(assignment, model_state, model_state_specs) if model_state else {}
     ends, end_state = (split_layers(tree, pattern=True)[1] for tree in (cast, model_state))
     functions = _stage_functions(objective, assignment, objective.forward(summed), end_state)
-    with jax.default_matmul_precision(config.precision.matmul):
+    with matmul_precision(config.precision):
         (sums, reports), (layer_grads, end_grads) = pipeline_gradients(schedule, functions, layers, constants, ends, microbatches)
     routing = None if reports is None else join_routing(assignment.in_depth_order(reports), sums.routing)
     return sums._replace(routing=routing), {**end_grads, **gather_from_stages(assignment, layer_grads)}

@@ -136,7 +136,8 @@ class Program:
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
             return self.objective.loss(params, model_state, batch, training=False)[1]
 
-        return jax.jit(figures, in_shardings=(state.params, state.model_state, self.batch_sharding), out_shardings=whole)
+        split = state.params, state.model_state, self.batch_sharding
+        return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

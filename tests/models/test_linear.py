@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import tiny_program
 
 from maxlm import kernels
-from maxlm.config.schema import ModelConfig
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.models import BlockContext, abstract_parameters, bind, linear
 from maxlm.models.forward import Forward
 
@@ -74,3 +75,19 @@ def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
     earlier, prefix = np.tril(np.ones((6, 6), bool)), np.arange(6) < 3
     expected = {"causal": earlier, "bidirectional": np.ones((6, 6), bool), "prefix": earlier | prefix}[form]
     np.testing.assert_array_equal(depends, expected)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_matmul_is_traced_with_the_precision_of_the_config(stages, monkeypatch):
+    """By the forward pass and by each stage of a pipeline; after tracing the setting is what it was."""
+    seen, einsum = [], linear._einsum
+
+    def recorded(*args, **options):
+        seen.append(linear._SETTINGS.get())
+        return einsum(*args, **options)
+
+    monkeypatch.setattr(linear, "_einsum", recorded)
+    program = tiny_program(stages, mesh={"stage": stages, "fsdp": 1}, train={"microbatches": stages})
+    program.lower()
+    assert len(seen) >= 7 and {settings.compute for settings in seen} == {"float32"}, "bfloat16 is the default"
+    assert linear._SETTINGS.get() == PrecisionConfig()

@@ -7,6 +7,7 @@ import optax
 import pytest
 from tiny import run_steps, tiny_batch, tiny_program
 
+from maxlm.config import ConfigError
 from maxlm.config.schema import AXES
 from maxlm.kernels import attention
 from maxlm.kernels.attention import Mask
@@ -88,7 +89,7 @@ def test_a_strategy_refuses_a_form_that_it_does_not_have(strategy, form):
     q, k, v, segments, _ = operands()
     with (
         jax.set_mesh(mesh_of(context=4, data=2)),
-        pytest.raises(ValueError, match=f"{strategy} has causal masks only, not {form} ones: use"),
+        pytest.raises(ConfigError, match=f"context_attention = {strategy}: it has causal masks only, not {form} ones; use ulysses"),
     ):
         context_attention(q, k, v, segments, strategy=strategy, scale=0.3, mask=Mask(form))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import run_steps, tiny_program
+from tiny import run_steps, tiny_batch, tiny_program
 
 from maxlm.kernels.platform import multiplied
 
@@ -40,3 +40,25 @@ def test_losses_in_bfloat16_are_those_in_float32_within_its_rounding():
         _, seen = run_steps(tiny_program(1, precision={"compute": compute}), 3)
         losses[compute] = [float(metrics.loss) for metrics in seen]
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [({"data": 2, "fsdp": 1}, 2), ({"fsdp": 2, "zero": 1}, 1)], ids=["reduced once", "scattered once"]
+)
+def test_gradients_are_summed_over_devices_in_bfloat16(mesh, microbatches):
+    """A pass of XLA:CPU that aborts the process on such sums inside a `shard_map` is left out, see `hardware/xla_flags.py`."""
+    train = {"microbatches": microbatches}
+    losses = [
+        [float(m.loss) for m in run_steps(tiny_program(2, mesh=mesh, precision={"compute": compute}, train=train), 2)[1]]
+        for compute in ("bfloat16", "float32")
+    ]
+    np.testing.assert_allclose(*losses, rtol=5e-3)
+
+
+def test_hidden_states_are_summed_over_devices_in_bfloat16():
+    """In evaluation, which is compiled by itself."""
+    program = tiny_program(8, mesh={"data": 2, "fsdp": 2, "tensor": 2}, precision={"compute": "bfloat16"})
+    state = program.init()
+    with jax.set_mesh(program.mesh):
+        sums = program.evaluate(state.params, state.model_state, jax.device_put(tiny_batch(), program.batch_sharding))
+    assert float(sums.added["loss"] / sums.denominator) == pytest.approx(np.log(128), rel=0.05)

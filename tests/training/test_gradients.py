@@ -2,11 +2,14 @@
 
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tiny import tiny_program
+
+from maxlm.training.gradients import in_one_pass, reduced_once
 
 BY_HAND = {
     "microbatches": ({"data": 4, "fsdp": 1}, {"train": {"microbatches": 2}}),
@@ -57,3 +60,18 @@ def test_the_partitioner_is_given_gradients_in_that_dtype(microbatches):
         assert eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.bfloat16, eqn
         casts += 1
     assert casts >= 9, "embedding, unembedding and the seven matrices of a block"
+
+
+def test_what_adds_gradients_up_can_be_chosen():
+    """By one function given to `reduced_once`; all gradients that are whole along the axes pass it."""
+
+    def in_bfloat16(gradient, axes):
+        return jax.lax.psum(gradient.astype(jnp.bfloat16), axes).astype(gradient.dtype)
+
+    program = program_of({"data": 2, "fsdp": 2}, "float32")
+    form = partial(in_one_pass, partial(program.objective.loss, summed=("data",)))
+    gradients = reduced_once(program.config, program.objective, form, ("data",), in_bfloat16)
+    with jax.set_mesh(program.mesh):
+        text = jax.jit(gradients).lower(program.abstract_state.params, {}, program.abstract_batch).as_text()
+    dtypes = [dtype for _, dtype in REDUCTION.findall(text)]
+    assert dtypes.count("bf16") == len(jax.tree.leaves(program.abstract_state.params))
