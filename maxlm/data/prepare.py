@@ -18,13 +18,12 @@ from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, storage
-from maxlm.data import progress as saved
 from maxlm.data.encoding import encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.readers import documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
-from maxlm.data.writer import Router
+from maxlm.data.writer import Router, SavedProgress, load_progress, restore_writers, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
@@ -138,14 +137,14 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
 def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     store, console = job.store, job.console
     fingerprint = manifest.fingerprint(settings)
-    done = saved.load(store)
+    done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
-        saved.save(store, fingerprint)  # drops what was prepared with other settings
+        save_progress(store, fingerprint)  # drops what was prepared with other settings
         storage.delete_prefix(store, manifest.TOKENIZER)
-        done = saved.Progress(fingerprint)
+        done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(saved.restore(store, done, dtype), job.config.eval_fraction)
+    router = Router(restore_writers(store, done, dtype), job.config.eval_fraction)
     if done.documents:
         console.print(f"{store}: continuing after {done.documents:,} documents")
     splits = _write(job, tokenizer, router, done)
@@ -164,7 +163,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     return info
 
 
-def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress) -> dict[manifest.Split, manifest.SplitInfo]:
+def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save = done.documents, time.monotonic()
@@ -177,7 +176,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
-                saved.save(job.store, done.fingerprint, seen, router.writers)
+                save_progress(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
     return router.finish()
 

@@ -18,6 +18,7 @@ from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
+from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer
@@ -255,7 +256,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     Raises UserError in all processes alike: another run holds one, or one is not writable.
     """
     folders = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
-    if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
+    if config.checkpoint.dir is not None and not is_remote(config.checkpoint.dir):
         folders.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # under two names it would wait for itself
     with contextlib.ExitStack() as locks:
         problem = None
@@ -279,7 +280,8 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
-            print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
+            with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
+                print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
