@@ -63,7 +63,7 @@ def test_model_state_among_the_parameters_is_refused_by_name(saved):
     directory, states = saved
     params = {name: leaf for name, leaf in states[3]["params"].items() if name != "embed"}
     wanted = {**states[3], "params": params, "model_state": {"embed": states[3]["params"]["embed"]}}
-    with pytest.raises(CheckpointError, match=r"an earlier maxlm, which kept params\.embed among the parameters.* use another run\.name"):
+    with pytest.raises(CheckpointError, match=r"an earlier maxlm, which stored params\.embed among the parameters.* use another run\.name"):
         open_store(directory).restore(wanted)
 
 
