@@ -48,12 +48,8 @@ class _Job:
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     """Make the token store `config.store` from `config.prepare`, unless it is there already.
 
-    Args:
-        config: `store` and `prepare` are used.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        UserError: a source is missing, foreign or damaged; the store cannot be written; or it was made with other settings.
+    `progress`: show a progress bar on stderr. Raises UserError: a source is missing, foreign or damaged; the store cannot be written; or it
+    was made with other settings.
     """
     if config.prepare is None:
         raise ConfigError("data.prepare", None, "names the text that the store is made from", "set data.prepare.sources")
@@ -115,8 +111,7 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
 def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """Manifest of the finished store in the folder, or None.
 
-    Raises:
-        UserError: it was made with other settings, or the folder holds something else.
+    Raises UserError: it was made with other settings, or the folder holds something else.
     """
     info = manifest.load(store)
     if info is None:
@@ -168,7 +163,8 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save = done.documents, time.monotonic()
     documents = islice(documents_in(job.files, job.config.text_field), seen, None)
-    with _bar(job.console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
+    bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
+    with bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
             for tokens, held_out in zip(result.documents, result.held_out, strict=True):
@@ -208,10 +204,6 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
             share, left = share - len(piece), left - len(piece)
             if share == 0:
                 break
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
 
 
 @contextlib.contextmanager

@@ -42,13 +42,8 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     If one process raises, or is lost, all end without leaving the block: with exit code 1, that of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
-    Args:
-        named: settings of the command line, see `cluster_env.find`.
-        say: prints a line: how this process joins, before it waits for the others.
-        seconds: to wait for them.
-
-    Raises:
-        UserError: the cluster is incomplete or unreachable.
+    `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
+    to `seconds`. Raises UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ

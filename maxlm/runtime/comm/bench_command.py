@@ -111,8 +111,7 @@ def _print(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], o
         facts: dict[str, Any] = {"device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts), "jax": jax.__version__}
         sys.stdout.write(json.dumps({**facts, "rows": [row.to_json() for row in rows], "left_out_bytes": list(left_out)}) + "\n")
     else:
-        console = Console()
-        console = Console(width=max(WIDTH, console.width))  # a narrow terminal wraps lines; rich would cut words
+        console = Console(width=max(WIDTH, Console().width))  # a narrow terminal wraps lines; rich would cut words
         say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
         say(where)
         for axis in dict.fromkeys(row.axis for row in rows):

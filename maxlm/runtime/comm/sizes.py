@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import count, takewhile
 
 from maxlm.config.errors import UserError
 
@@ -24,10 +25,7 @@ def size_range(smallest: str, largest: str) -> list[int]:
     first, last = parse(smallest, "--smallest"), parse(largest, "--largest")
     if first > last:
         raise UserError(f"--smallest = {smallest}: is more than --largest = {largest}; give a smaller one.")
-    sizes = [first]
-    while sizes[-1] * STEP <= last:
-        sizes.append(sizes[-1] * STEP)
-    return sizes
+    return list(takewhile(lambda size: size <= last, (first * STEP**power for power in count())))
 
 
 def choose_operations(names: Sequence[str]) -> list[str]:
