@@ -79,7 +79,7 @@ def make_store(path: Path, seed: int) -> None:
     storage.write_bytes(str(path), manifest.TOKENIZER, text.encode())
     settings: dict[str, Any] = {"data.prepare.tokenizer.end_of_document": END}
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "end_of_document_id": 0, "dtype": "uint16", "splits": splits}
-    hashes = {"tokenizer_hash": manifest.fingerprint(json.loads(text)), "fingerprint": manifest.fingerprint(settings)}
+    hashes: dict[str, Any] = {"tokenizer_hash": manifest.fingerprint(json.loads(text)), "fingerprint": manifest.fingerprint(settings)}
     manifest.save(str(path), StoreInfo(**hashes, settings=settings, **sizes))
 
 

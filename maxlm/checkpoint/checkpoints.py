@@ -100,7 +100,8 @@ class Checkpoints:
 
         Raises CheckpointError, and then leaves nothing behind.
         """
-        made = _missing(self.directory)
+        folders = (self.directory, *self.directory.parents)  # deepest first; a bucket has none
+        made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: OSError | None = None
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
@@ -110,7 +111,7 @@ class Checkpoints:
         except OSError as failure:
             error = failure
         if multihost.max_over_processes(int(error is not None)):
-            for folder in made if error is not None else ():  # deepest first; what another process has filled stays
+            for folder in made if error is not None else ():  # what another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
@@ -357,8 +358,3 @@ def _lists(directory: ocp.path.Path, step: int) -> bool:
     except DamagedError:
         return False
     return True
-
-
-def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:
-    """`folder` and its parents that do not exist, deepest first; [] for a bucket, which has no folders."""
-    return [] if is_remote(str(folder)) else [parent for parent in (folder, *folder.parents) if not parent.exists()]

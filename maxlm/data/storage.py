@@ -119,11 +119,6 @@ def shard_samples(folder: str, shard: int, size: int) -> np.ndarray:
         return np.array([zlib.crc32(bytes(read.result().value)) for read in reads], np.uint32)
 
 
-def array_spec(folder: str, **options: Any) -> dict[str, Any]:
-    """The TensorStore spec of the array in `folder`."""
-    return {"driver": "zarr3", "kvstore": kvstore_spec(folder), **options}
-
-
 def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.TensorStore:
     """Create an empty flat array in `folder`, replacing what is there. Grow it with `resize`."""
     index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -135,7 +130,7 @@ def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.Tensor
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [layout.shard]}},
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
-    spec = array_spec(folder, metadata=metadata, store_data_equal_to_fill_value=True)
+    spec = {"driver": "zarr3", "kvstore": kvstore_spec(folder), "metadata": metadata, "store_data_equal_to_fill_value": True}
     with failures_named(folder, "create it"):
         return ts.open(spec, create=True, delete_existing=True, context=SHARED_CONTEXT).result()
 
@@ -144,5 +139,5 @@ def open_array(folder: str, *, context: ts.Context | None = None, write: bool = 
     """Open the flat array in `folder`. Reading a missing or damaged chunk raises."""
     options = {"store_data_equal_to_fill_value": True} if write else {"recheck_cached_data": False}
     with failures_named(folder, "open it"):
-        spec = array_spec(folder, fill_missing_data_reads=False, **options)
+        spec = {"driver": "zarr3", "kvstore": kvstore_spec(folder), "fill_missing_data_reads": False, **options}
         return ts.open(spec, open=True, read=True, write=write, context=context or SHARED_CONTEXT).result()

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.transient import message_line
 from maxlm.runtime import cluster_env, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec
@@ -60,7 +61,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         yield Cluster(str(spec), group.hosts)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
-        reason = str(error) if expected else f"{group.own_label()} crashed: {_first_line(error)}"
+        reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"
         code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
         if expected:
             sys.stderr.write(f"maxlm: {reason}\n")
@@ -86,10 +87,6 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[str], None]) -> None:

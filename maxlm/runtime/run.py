@@ -37,7 +37,7 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
-from maxlm.telemetry.observer import Event, Observer, Observers
+from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
@@ -71,6 +71,16 @@ class SamplePrinter(Protocol):
     def __call__(
         self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> None: ...
+
+
+class _ProgressObserver:
+    """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
+
+    def on_step(self, record: StepRecord) -> None:
+        progress_file.record_step(record.step)
+
+    def on_event(self, event: Event) -> None: ...
+    def close(self) -> None: ...
 
 
 def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, named: Mapping[str, str] | None = None) -> int:
@@ -236,7 +246,7 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
     """Observers, closed however the block ends; prints the problems of those that failed."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if progress_file.VARIABLE in os.environ:
-        active.append(progress_file.ProgressObserver())
+        active.append(_ProgressObserver())
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     if config.wandb is not None and primary:

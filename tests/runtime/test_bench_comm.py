@@ -227,7 +227,7 @@ def test_bad_input_is_one_line(arguments, said):
 
 def test_one_device_has_nobody_to_talk_to():
     done = bench(devices=1)
-    assert done.returncode == 2 and "there is one device, which has nobody to talk to" in done.stderr
+    assert done.returncode == 2 and "there is one device, and nothing to measure" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ tries.write_text("x" * (number + 1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
     progress_file.record_joined(hosts)
-    progress_file.ProgressObserver().on_step(SimpleNamespace(step=step))
+    progress_file.record_step(step)
 """
 
 

@@ -56,5 +56,4 @@ def format_seconds(seconds: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format with three significant digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
