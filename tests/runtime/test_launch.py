@@ -16,7 +16,6 @@ from maxlm.runtime.launch import Supervisor
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from maxlm.runtime import progress_file
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
