@@ -178,9 +178,9 @@ def kernels_report(
     json_: Json = False,
 ) -> None:
     """Time kernels on this machine's chip; compile them for others and compare their machine code to the library's."""
-    from maxlm.kernel_lab import commands
+    from maxlm.kernel_lab.commands import report as report_kernels
 
-    raise typer.Exit(commands.report(chip or [], operation, shape or [], as_json=json_))
+    raise typer.Exit(report_kernels(chip or [], operation, shape or [], as_json=json_))
 
 
 @kernels_app.command(name="sweep")
@@ -192,9 +192,9 @@ def kernels_sweep(
     json_: Json = False,
 ) -> None:
     """Compile our kernels for TPUs ahead of time at several block sizes, count their instructions, and rank them."""
-    from maxlm.kernel_lab import commands
+    from maxlm.kernel_lab.commands import sweep
 
-    raise typer.Exit(commands.sweep(chip or [], operation, shape or [], write=write, as_json=json_))
+    raise typer.Exit(sweep(chip or [], operation, shape or [], write=write, as_json=json_))
 
 
 @app.command()

@@ -21,7 +21,7 @@ def show(*_, stopped):
         time.sleep(0.01)
     raise RuntimeError("no room for a sample")
 
-deadline.start()
+{monitored}
 sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
 """
 
@@ -34,7 +34,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(workspace):
     """Output of a run of 10 steps whose samples failed."""
-    program = [sys.executable, "-c", ENDING_BADLY.format(waits="not stopped()"), "train.steps=10"]
+    program = [sys.executable, "-c", ENDING_BADLY.format(waits="not stopped()", monitored=""), "train.steps=10"]
     done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -49,7 +49,7 @@ def test_neither_a_signal_nor_a_failure_in_the_samples_costs_the_report_or_the_e
 
 def test_a_signal_in_a_sample_that_takes_long_ends_at_once(workspace):
     """All is saved, so nothing waits for the grace time, and the process does not count as hung."""
-    program = [sys.executable, "-c", ENDING_BADLY.format(waits="True"), "run.name=slow", "train.steps=5"]
+    program = [sys.executable, "-c", ENDING_BADLY.format(waits="True", monitored="deadline.start()"), "run.name=slow", "train.steps=5"]
     done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "maxlm: stopped by SIGTERM" in done.stderr
