@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 from maxlm.config import Config, UserError, load, rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import SHIPPED, dump
+from maxlm.config.paths import is_remote
 from maxlm.hardware.topologies import Topology, either, is_tpu
 
 TABLE = Path(__file__).with_name("machines.tsv")
@@ -113,12 +114,12 @@ def _check_stays(config: Config, bucket: str) -> None:
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[\w.-]+)*", bucket):
         raise UserError(f"--bucket {bucket or '(none)'}: must be gs://NAME: code, checkpoints and what the run writes go there.")
     saved = config.checkpoint.dir
-    if saved is not None and "://" not in saved:
+    if saved is not None and not is_remote(saved):
         fix = f"leave it out (then {bucket}/{config.run.name}/checkpoints), or name a bucket"
         raise ConfigError("checkpoint.dir", saved, "is on the disk of one machine, which ends with it and which no other host sees", fix)
     hosts = rules.topology_of(config).hosts
     for store in [config.data.store, *(entry.store for entry in config.data.mixture)]:
-        if store is not None and "://" not in store and (hosts > 1 or config.data.prepare is None):
+        if store is not None and not is_remote(store) and (hosts > 1 or config.data.prepare is None):
             fix = "prepare it into a bucket once, with `maxlm data prepare CONFIG data.store=gs://...`"
             raise ConfigError("data.store", store, f"is a folder of this machine, and {hosts} of the cloud would read it", fix)
 

@@ -163,8 +163,6 @@ def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or 
     from maxlm.data.inspect import describe, render
 
     if json_:
-        import json
-
         typer.echo(json.dumps(describe(place)))
     else:
         from rich.console import Console
@@ -212,7 +210,7 @@ def generate(
     """Continue a prompt with the model of a run."""
     if not math.isfinite(temperature):
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
-    from maxlm.inference import Sampler
+    from maxlm.inference.generate import Sampler
     from maxlm.inference.text import generate_from_run
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog

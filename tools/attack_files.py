@@ -43,7 +43,7 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe
 from maxlm.data.manifest import SPLITS, StoreInfo
 from maxlm.data.token_store import TokenStore
-from maxlm.data.tokenizer import hash_of_json, open_tokenizer
+from maxlm.data.tokenizer import open_tokenizer
 from maxlm.data.writer import SplitWriter
 
 GOOD, BAD = ("noticed", "harmless"), ("silent", "traceback")
@@ -79,9 +79,8 @@ def make_store(path: Path, seed: int) -> None:
     storage.write_bytes(str(path), manifest.TOKENIZER, text.encode())
     settings: dict[str, Any] = {"data.prepare.tokenizer.end_of_document": END}
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "end_of_document_id": 0, "dtype": "uint16", "splits": splits}
-    manifest.save(
-        str(path), StoreInfo(tokenizer_hash=hash_of_json(text), fingerprint=manifest.fingerprint(settings), settings=settings, **sizes)
-    )
+    hashes: dict[str, Any] = {"tokenizer_hash": manifest.fingerprint(json.loads(text)), "fingerprint": manifest.fingerprint(settings)}
+    manifest.save(str(path), StoreInfo(**hashes, settings=settings, **sizes))
 
 
 def _tokenizer(seed: int) -> str:

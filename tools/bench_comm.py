@@ -33,8 +33,7 @@ from jax.sharding import Mesh, PartitionSpec
 from maxlm.config.errors import UserError
 from maxlm.runtime import cluster, host_allgather
 from maxlm.runtime.cluster_env import split_arguments
-from maxlm.runtime.comm.measure import TimedLoop, timed_loop
-from maxlm.runtime.comm.operations import OPERATIONS, Operation, make_input
+from maxlm.runtime.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
 from maxlm.runtime.comm.sizes import format_size, parse
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 

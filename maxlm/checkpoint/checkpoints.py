@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
@@ -99,7 +100,8 @@ class Checkpoints:
 
         Raises CheckpointError, and then leaves nothing behind.
         """
-        made = _missing(self.directory)
+        folders = (self.directory, *self.directory.parents)  # deepest first; a bucket has none
+        made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: OSError | None = None
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
@@ -109,7 +111,7 @@ class Checkpoints:
         except OSError as failure:
             error = failure
         if multihost.max_over_processes(int(error is not None)):
-            for folder in made if error is not None else ():  # deepest first; what another process has filled stays
+            for folder in made if error is not None else ():  # what another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
@@ -186,22 +188,17 @@ class Checkpoints:
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        self._settle()
-        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
-        restored, arrays, position, skipped = self._newest_undamaged(wanted, step, self._identity)
-        self._resumed_at = restored
-        return Restored(restored, _like(abstract_state, wanted, arrays), position, skipped)
+        restored = self._restore(abstract_state, step, self._identity)
+        self._resumed_at = restored.step
+        return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
+        return self._restore(abstract_state, step, None)
+
+    def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None) -> Restored:
         self._settle()
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
-        restored, arrays, position, skipped = self._newest_undamaged(wanted, step, None)
-        return Restored(restored, _like(abstract_state, wanted, arrays), position, skipped)
-
-    def _newest_undamaged(
-        self, wanted: dict[str, jax.ShapeDtypeStruct], step: int | None, identity: dict[str, str] | None
-    ) -> tuple[int, dict[str, jax.Array], dict[str, Any], tuple[str, ...]]:
         listed, strays = self._listed()
         present = multihost.from_process_0(listed)
         candidates = present[::-1] if step is None else [number for number in present if number == step]
@@ -217,7 +214,8 @@ class Checkpoints:
                 _log.warning("%s/%s skipped: %s", self.directory, candidate, error)
                 continue
             older = [number for number in candidates if number < candidate][:_CHECKED_OLDER]
-            return candidate, arrays, position, (*skipped, *self._renamed(older))
+            state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+            return Restored(candidate, state, position, (*skipped, *self._renamed(older)))
         fix = "Nothing was changed. Bring back a copy of one, or begin anew under another run.name."
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. {fix}")
 
@@ -333,13 +331,10 @@ class Checkpoints:
                 target = aside / (f"{step}-{same + 1}" if same else str(step))
                 (self.directory / str(step)).rename(target)
                 _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
-        multihost.barrier("maxlm: newer checkpoints set aside")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("maxlm: newer checkpoints set aside")
         if self._writer is not None:
             self._writer.reload()
-
-
-def _like(tree: Any, names: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in names])
 
 
 def _unlisted(directory: ocp.path.Path, step: int) -> str:
@@ -363,8 +358,3 @@ def _lists(directory: ocp.path.Path, step: int) -> bool:
     except DamagedError:
         return False
     return True
-
-
-def _missing(folder: ocp.path.Path) -> list[ocp.path.Path]:
-    """`folder` and its parents that do not exist, deepest first; [] for a bucket, which has no folders."""
-    return [] if is_remote(str(folder)) else [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -55,19 +55,12 @@ def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) 
     """Error for a checkpoint of `step` that was not written; for a full disk with the bytes needed and free."""
     what = f"checkpoint {step} was not saved in {directory}"
     if any(sign in str(error) for sign in _FULL):
-        free = free_bytes(directory)
-        left = "" if free is None else f" and {in_bytes(free)} are free"
+        folder = Path(directory)
+        existing = next((parent for parent in (folder, *folder.parents) if not is_remote(directory) and parent.exists()), None)
+        left = "" if existing is None else f" and {in_bytes(shutil.disk_usage(existing).free)} are free"
         return UnreachableError(
             f"{what}: no space left (this process writes up to {in_bytes(needed_bytes)}{left}); free some space, lower checkpoint.keep "
             "or point run.dir at a larger disk. Older checkpoints are untouched."
         )
     kind = UnreachableError if is_transient(error) else CheckpointError
     return kind(f"{what}: {first_line(error)}. Older checkpoints are untouched.")
-
-
-def free_bytes(directory: str) -> int | None:
-    """Free bytes of the disk under `directory`; None for a bucket."""
-    if is_remote(directory):
-        return None
-    folder = Path(directory)
-    return shutil.disk_usage(next(existing for existing in (folder, *folder.parents) if existing.exists())).free

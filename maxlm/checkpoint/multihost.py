@@ -19,9 +19,3 @@ def from_process_0(numbers: list[int]) -> list[int]:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
     padded = np.resize(np.asarray(numbers or [0], np.int32), max(count, 1))
     return [int(number) for number in multihost_utils.broadcast_one_to_all(padded)][:count]
-
-
-def barrier(name: str) -> None:
-    """Wait for every process."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)

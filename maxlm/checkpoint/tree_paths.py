@@ -14,11 +14,11 @@ PARAMS = "params"  # the entry of the state that holds the parameters
 MODEL_STATE = "model_state"  # the entry that holds what no gradient moves
 
 
-def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def named_leaves(tree: Any) -> dict[str, Any]:
     """Name -> leaf, in the order of `jax.tree.leaves`. Two leaves of one name are a bug and raise ValueError."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = ".".join(part for part in (prefix, jax.tree_util.keystr(path, simple=True, separator=".")) if part)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
             raise ValueError(f"two leaves of the state are called {name}")
         named[name] = leaf

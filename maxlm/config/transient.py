@@ -59,9 +59,13 @@ def retried(read: Callable[[], Result], what: str) -> Result:
 
 def first_line(error: BaseException) -> str:
     """The kind of an error and the start of its message, short enough for one line."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].strip() if lines else ""
-    return f"{type(error).__name__}: {text[:240]}".rstrip(": .")
+    text = message_line(error) if str(error).strip() else ""
+    return f"{type(error).__name__}: {text.strip()[:240]}".rstrip(": .")
+
+
+def message_line(error: BaseException) -> str:
+    """The first line of an error's message; its kind if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

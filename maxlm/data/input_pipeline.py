@@ -45,7 +45,9 @@ class Pipeline:
     ) -> None:
         """Use `Pipeline.create`."""
         self.global_batch = global_batch
-        self._make_batch = make_batch or self._next_tokens
+        self._make_batch = make_batch or (
+            lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
+        )
         self._config, self._stores = config, stores
         windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in stores]
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
@@ -68,16 +70,9 @@ class Pipeline:
     ) -> "Pipeline":
         """Open the stores of `config` and check that they match each other and the model.
 
-        Args:
-            global_batch: sequences a batch.
-            seed: of the order of train batches.
-            vocab_size: of the model; every id must be below it.
-            split: "train" or "eval". Stores of a mixture without held-out documents are left out of "eval".
-            make_batch: of the objective; None: next-token prediction.
-
-        Raises:
-            UserError: a store is missing, damaged, empty, or of another tokenizer than the others; or the model's vocabulary
-                is too small.
+        `seed`: of the order of train batches; `make_batch`: of the objective, None for next-token prediction. Stores of a mixture without
+        held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, or of another tokenizer than the
+        others; or the model's vocabulary is too small.
         """
         weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
         assert weights, "config/rules.py requires a store or a mixture"
@@ -184,9 +179,6 @@ class Pipeline:
                 if largest >= limit:
                     raise UserError(f"{store.path} holds the id {largest}, and its manifest says all are below {limit}; prepare it again.")
         return self._make_batch(window_BT, length_B, samples, self._stores[0].info.end_of_document_id)
-
-    def _next_tokens(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
-        return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self._config.mask_documents)
 
     def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.skip_bad_chunks one that touches a damaged chunk has

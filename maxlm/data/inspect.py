@@ -21,8 +21,7 @@ LENGTHS = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}  # 
 def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
     """Counts, document lengths and the decoded beginnings of `samples` documents a split, as JSON types.
 
-    Raises:
-        UserError: the store is missing, unfinished, foreign or damaged.
+    Raises UserError: the store is missing, unfinished, foreign or damaged.
     """
     stores = {split: TokenStore.open(store_path, split) for split in SPLITS}
     info, path = stores["train"].info, stores["train"].path

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError
 from maxlm.data import storage
-from maxlm.data.storage import ArrayLayout, DamagedStoreError
+from maxlm.data.storage import DamagedStoreError
 
 FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
 WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
@@ -67,9 +67,9 @@ class StoreInfo(BaseModel):
         return f"{', '.join(sizes)}; vocabulary {self.vocab_size:,}"
 
 
-def fingerprint(settings: dict[str, Any]) -> str:
-    """sha256, in hex, of settings as canonical JSON."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def fingerprint(value: Any) -> str:
+    """sha256, in hex, of a JSON value, independent of spacing and key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -77,16 +77,10 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
-def layouts(split: Split) -> dict[str, ArrayLayout]:
-    """The arrays of a split, by folder."""
-    return {f"{split}/tokens": storage.TOKENS, f"{split}/documents": storage.DOCUMENTS}
-
-
 def load(path: str) -> StoreInfo | None:
     """Read store.json of the folder `path`; None if it does not exist.
 
-    Raises:
-        UserError: it is not a token store's, or differs from what was written.
+    Raises UserError: it is not a token store's, or differs from what was written.
     """
     text = storage.read_bytes(path, MANIFEST)
     if text is None:
@@ -117,9 +111,11 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
     """Write store.json with the checksums of the small files beside it, which completes the store. Returns its content."""
     files: dict[str, str] = {}
     for split in SPLITS:
-        for folder, layout in layouts(split).items():
-            length = info.splits[split].tokens if folder.endswith("tokens") else info.splits[split].documents + 1
-            itemsize = np.dtype(info.dtype).itemsize if folder.endswith("tokens") else 8
+        size = info.splits[split]
+        for folder, layout, length, itemsize in (
+            (f"{split}/tokens", storage.TOKENS, size.tokens, np.dtype(info.dtype).itemsize),
+            (f"{split}/documents", storage.DOCUMENTS, size.documents + 1, 8),
+        ):
             samples = [
                 storage.shard_samples(f"{path}/{folder}", shard, layout.size_of(shard, length, itemsize))
                 for shard in range(layout.shards(length))

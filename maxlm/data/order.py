@@ -42,13 +42,7 @@ class SampleOrder:
     """Sample number -> window id. Ids count the windows of all stores, one store after another."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
-        """
-        Args:
-            windows: how many each store has.
-            weights: shares of the samples, in any unit.
-            seed: of the shuffle; every store and every epoch derives its own from it.
-            shuffle: when false windows come in order, epoch after epoch.
-        """
+        """`windows`: of each store; `weights`: shares of the samples, in any unit. Each store and epoch derives its own seed."""
         if shuffle and max(windows) > SHUFFLE_LIMIT:
             rule = f"is more than the {SHUFFLE_LIMIT:,} windows a shuffle can count"
             raise UserError(f"a store of {max(windows):,} windows {rule}: use a longer data.seq_len, or split it into a mixture.")

@@ -18,13 +18,12 @@ from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, storage
-from maxlm.data import progress as saved
 from maxlm.data.encoding import encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.readers import documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
-from maxlm.data.writer import Router
+from maxlm.data.writer import Router, SavedProgress, load_progress, restore_writers, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
@@ -49,12 +48,8 @@ class _Job:
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     """Make the token store `config.store` from `config.prepare`, unless it is there already.
 
-    Args:
-        config: `store` and `prepare` are used.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        UserError: a source is missing, foreign or damaged; the store cannot be written; or it was made with other settings.
+    `progress`: show a progress bar on stderr. Raises UserError: a source is missing, foreign or damaged; the store cannot be written; or it
+    was made with other settings.
     """
     if config.prepare is None:
         raise ConfigError("data.prepare", None, "names the text that the store is made from", "set data.prepare.sources")
@@ -116,8 +111,7 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
 def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """Manifest of the finished store in the folder, or None.
 
-    Raises:
-        UserError: it was made with other settings, or the folder holds something else.
+    Raises UserError: it was made with other settings, or the folder holds something else.
     """
     info = manifest.load(store)
     if info is None:
@@ -138,14 +132,14 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
 def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     store, console = job.store, job.console
     fingerprint = manifest.fingerprint(settings)
-    done = saved.load(store)
+    done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
-        saved.save(store, fingerprint)  # drops what was prepared with other settings
+        save_progress(store, fingerprint)  # drops what was prepared with other settings
         storage.delete_prefix(store, manifest.TOKENIZER)
-        done = saved.Progress(fingerprint)
+        done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(saved.restore(store, done, dtype), job.config.eval_fraction)
+    router = Router(restore_writers(store, done, dtype), job.config.eval_fraction)
     if done.documents:
         console.print(f"{store}: continuing after {done.documents:,} documents")
     splits = _write(job, tokenizer, router, done)
@@ -164,12 +158,13 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     return info
 
 
-def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress) -> dict[manifest.Split, manifest.SplitInfo]:
+def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save = done.documents, time.monotonic()
     documents = islice(documents_in(job.files, job.config.text_field), seen, None)
-    with _bar(job.console) as bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
+    bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
+    with bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
             for tokens, held_out in zip(result.documents, result.held_out, strict=True):
@@ -177,7 +172,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: saved.Progress
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
-                saved.save(job.store, done.fingerprint, seen, router.writers)
+                save_progress(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
     return router.finish()
 
@@ -209,10 +204,6 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
             share, left = share - len(piece), left - len(piece)
             if share == 0:
                 break
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
 
 
 @contextlib.contextmanager

@@ -30,8 +30,7 @@ class Document(NamedTuple):
 def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Document]:
     """Every document of `files` with text in it, in order. A file of text is one document.
 
-    Raises:
-        UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
+    Raises UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
     """
     done, count = 0, 0
     for number, file in enumerate(files):
@@ -48,8 +47,7 @@ def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Docum
 def read_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
     """The documents of one file in order, empty ones left out. The ending of its name states the format; any other is text.
 
-    Raises:
-        UserError: the file is not what its name says, is damaged, or lacks `text_field`.
+    Raises UserError: the file is not what its name says, is damaged, or lacks `text_field`.
     """
     suffix, *before = [*reversed(file.suffixes), ""]
     kind = before[0] if suffix in COMPRESSION and before else suffix

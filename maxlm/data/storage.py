@@ -8,7 +8,7 @@ Chunks that hold only zeros are stored too: an absent chunk is then always damag
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,6 @@ def read_bytes(folder: str, key: str) -> bytes | None:
         return bytes(result.value) if result.state == "value" else None
 
 
-def read_ranges(folder: str, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Read bytes [start, stop) of the object `key` for each of `ranges`. Raises DamagedStoreError if they do not exist."""
-    with failures_named(f"{folder}/{key}", "read it", DamagedStoreError):
-        store = open_folder(folder)
-        reads = [store.read(key, byte_range=slice(start, stop)) for start, stop in ranges]
-        return [bytes(read.result().value) for read in reads]
-
-
 def write_bytes(folder: str, key: str, value: bytes) -> None:
     """Write the object `key`, atomically: readers see all of it or none."""
     with failures_named(f"{folder}/{key}", "write it"):
@@ -118,32 +110,27 @@ _SAMPLE_BYTES = 32
 
 def shard_samples(folder: str, shard: int, size: int) -> np.ndarray:
     """CRC-32 of SAMPLES short pieces spread over a shard of `size` bytes, uint32 [SAMPLES]. They distinguish it from other shards, whose
-    chunks have valid CRCs too.
+    chunks have valid CRCs too. Raises DamagedStoreError if the shard does not exist.
     """
     starts = np.linspace(0, max(size - _SAMPLE_BYTES, 0), SAMPLES).astype(np.int64)
-    pieces = read_ranges(folder, f"c/{shard}", [(int(start), min(int(start) + _SAMPLE_BYTES, size)) for start in starts])
-    return np.array([zlib.crc32(piece) for piece in pieces], np.uint32)
-
-
-def array_spec(folder: str, **options: Any) -> dict[str, Any]:
-    """The TensorStore spec of the array in `folder`."""
-    return {"driver": "zarr3", "kvstore": kvstore_spec(folder), **options}
+    with failures_named(f"{folder}/c/{shard}", "read it", DamagedStoreError):
+        store = open_folder(folder)
+        reads = [store.read(f"c/{shard}", byte_range=slice(start, min(start + _SAMPLE_BYTES, size))) for start in starts.tolist()]
+        return np.array([zlib.crc32(bytes(read.result().value)) for read in reads], np.uint32)
 
 
 def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.TensorStore:
     """Create an empty flat array in `folder`, replacing what is there. Grow it with `resize`."""
-    checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    if dtype.itemsize == 1:
-        checked[0] = {"name": "bytes"}
     index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    sharding = {"chunk_shape": [layout.chunk], "codecs": checked, "index_codecs": index}
+    chunks = [{"name": "bytes"}, {"name": "crc32c"}] if dtype.itemsize == 1 else index
+    sharding = {"chunk_shape": [layout.chunk], "codecs": chunks, "index_codecs": index}
     metadata = {
         "shape": [0],
         "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [layout.shard]}},
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
-    spec = array_spec(folder, metadata=metadata, store_data_equal_to_fill_value=True)
+    spec = {"driver": "zarr3", "kvstore": kvstore_spec(folder), "metadata": metadata, "store_data_equal_to_fill_value": True}
     with failures_named(folder, "create it"):
         return ts.open(spec, create=True, delete_existing=True, context=SHARED_CONTEXT).result()
 
@@ -152,5 +139,5 @@ def open_array(folder: str, *, context: ts.Context | None = None, write: bool = 
     """Open the flat array in `folder`. Reading a missing or damaged chunk raises."""
     options = {"store_data_equal_to_fill_value": True} if write else {"recheck_cached_data": False}
     with failures_named(folder, "open it"):
-        spec = array_spec(folder, fill_missing_data_reads=False, **options)
+        spec = {"driver": "zarr3", "kvstore": kvstore_spec(folder), "fill_missing_data_reads": False, **options}
         return ts.open(spec, open=True, read=True, write=write, context=context or SHARED_CONTEXT).result()

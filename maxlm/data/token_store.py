@@ -39,11 +39,8 @@ class TokenStore:
     def open(cls, path: str, split: Split = "train", *, context: ts.Context | None = None) -> "TokenStore":
         """The split `split` of the store in the folder `path`, local or gs://.
 
-        `context`: from `read_context`, for stores that share a cache; None: one of its own.
-
-        Raises:
-            UserError: there is no store, it is unfinished or of another kind, or parts of it are missing, cut short or edited.
-            UnavailableError: it cannot be reached now.
+        `context`: from `read_context`, for stores that share a cache; None: one of its own. Raises UserError: there is no store, it is
+        unfinished or of another kind, or parts of it are missing, cut short or edited. Raises UnavailableError: it cannot be reached now.
         """
         path = path.rstrip("/")
         info = manifest.load(path)
@@ -74,10 +71,8 @@ class TokenStore:
         return self._documents.read([(start, stop)])[0]
 
     def read_windows(self, starts: Sequence[int] | np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows of `width` tokens, read together. Raises as `read`.
-
-        Returns:
-            Tokens [B, width] in the store's dtype, zero beyond the end of the stream, and how many of each row are real [B].
+        """Windows read together: tokens [B, width] in the store's dtype, zero beyond the end of the stream, and how many of each row are
+        real [B]. Raises as `read`.
         """
         starts = np.asarray(starts, np.int64)
         lengths = np.clip(self.n_tokens - starts, 0, width)

@@ -1,7 +1,6 @@
 """Byte-level BPE: train, load, encode, decode. Every document is closed by one end-of-document token."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,7 @@ class Tokenizer:
     def __init__(self, content: bytes | str, end_of_document: str, source: str) -> None:
         """`content`: a tokenizer.json; `source` names it in errors.
 
-        Raises:
-            UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
+        Raises UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
         """
         try:
             self.text = content if isinstance(content, str) else content.decode()
@@ -48,7 +46,7 @@ class Tokenizer:
     @functools.cached_property
     def hash(self) -> str:
         """sha256, in hex, of the tokenizer.json as canonical JSON."""
-        return hash_of_json(self.text)
+        return manifest.fingerprint(json.loads(self.text))
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, uint32, without an end-of-document token."""
@@ -57,8 +55,7 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, closed by the end-of-document token.
 
-        Raises:
-            UserError: the end-of-document token came out of a text, so documents could not be separated.
+        Raises UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
         pieces = [list(_pieces(text)) for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
@@ -86,19 +83,13 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def hash_of_json(text: str | bytes) -> str:
-    """sha256, in hex, of JSON, independent of spacing and key order."""
-    return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def tokenizer_hash(path: str) -> str:
     """sha256, in hex, of the tokenizer.json at `path`, local or a URL, as canonical JSON.
 
-    Raises:
-        UserError: the file is missing or no JSON.
+    Raises UserError: the file is missing or no JSON.
     """
     try:
-        return hash_of_json(_read(path))
+        return manifest.fingerprint(json.loads(_read(path)))
     except ValueError as error:
         raise UserError(f"{path} is not a tokenizer.json: {error}") from error
 

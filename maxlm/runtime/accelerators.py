@@ -44,11 +44,7 @@ def any_device_file(root: Path = Path("/")) -> bool:
 def remedy(accelerator: Accelerator, plugin: str | None, install: str, platforms: str) -> str:
     """Return the fix for an accelerator that jax does not see.
 
-    Args:
-        accelerator: the accelerator.
-        plugin: name and version of the installed jax plugin for it, if any.
-        install: the pip command that installs maxlm with the extra for it.
-        platforms: JAX_PLATFORMS, or "".
+    `plugin`: the installed jax plugin for it and its version; `install`: the pip command for it; `platforms`: JAX_PLATFORMS, or "".
     """
     names = {"tpu": {"tpu"}, "cuda": {"cuda", "gpu"}}[accelerator.kind]
     if platforms and not names.intersection(platforms.split(",")):

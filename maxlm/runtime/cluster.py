@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.transient import message_line
 from maxlm.runtime import cluster_env, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec
@@ -42,13 +43,8 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     If one process raises, or is lost, all end without leaving the block: with exit code 1, that of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
-    Args:
-        named: settings of the command line, see `cluster_env.find`.
-        say: prints a line: how this process joins, before it waits for the others.
-        seconds: to wait for them.
-
-    Raises:
-        UserError: the cluster is incomplete or unreachable.
+    `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
+    to `seconds`. Raises UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
@@ -65,7 +61,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         yield Cluster(str(spec), group.hosts)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
-        reason = str(error) if expected else f"{group.own_label()} crashed: {_first_line(error)}"
+        reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"
         code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
         if expected:
             sys.stderr.write(f"maxlm: {reason}\n")
@@ -91,10 +87,6 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[str], None]) -> None:

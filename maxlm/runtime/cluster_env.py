@@ -58,14 +58,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
 def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_gpus: int) -> ProcessSpec | None:
     """Return the specification of this process, or None if it is alone.
 
-    Args:
-        named: any of `coordinator`, `process_count` and `process_id` from the command line; the launcher's environment has the rest.
-        environ: the environment.
-        ask: the metadata server.
-        n_gpus: GPUs of this machine.
-
-    Raises:
-        UserError: a setting is missing or invalid.
+    `named`: any of VARIABLES from the command line; the launcher's environment has the rest. `ask`: the metadata server; `n_gpus`: of this
+    machine. Raises UserError: a setting is missing or invalid.
     """
     given = dict(named) or {name: environ[variable] for name, variable in VARIABLES.items() if environ.get(variable)}
     spelling = {name: variable if given and not named else name for name, variable in VARIABLES.items()}

@@ -14,6 +14,7 @@ import jax
 import maxlm
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import UnavailableError
+from maxlm.config.paths import is_remote
 from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.host_allgather import allgather_lines
 
@@ -68,7 +69,7 @@ def check_shared(folder: str, field: str) -> None:
 
     Buckets are shared by nature. Raises UserError in all processes, naming a host that does not see it; nothing is left behind.
     """
-    if jax.process_count() == 1 or "://" in folder:
+    if jax.process_count() == 1 or is_remote(folder):
         return
     name = ""
     if jax.process_index() == 0:

@@ -14,6 +14,7 @@ import numpy as np
 
 from maxlm.config import UserError
 from maxlm.config.schema import Config
+from maxlm.config.transient import message_line
 from maxlm.parallel import build_mesh
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.training import fits
@@ -29,7 +30,9 @@ SMALL = {  # the test: default precision, and every other default of a run
 def describe_devices() -> dict[str, Any]:
     """Return the platform and, for each device of this process, its kind and bytes of memory (null if unknown)."""
     select_platform()
-    devices = [{"kind": device.device_kind, "memory_bytes": _memory(device)} for device in jax.local_devices()]
+    devices = [
+        {"kind": device.device_kind, "memory_bytes": (device.memory_stats() or {}).get("bytes_limit")} for device in jax.local_devices()
+    ]
     platform, folder = jax.default_backend(), enable_compilation_cache()
     return {"platform": platform, "devices": devices, "compilation_cache": folder, "training": try_to_train()}
 
@@ -46,12 +49,8 @@ def try_to_train() -> str | None:
             batch = jax.tree.map(lambda a: jax.device_put(np.ones(a.shape, a.dtype), a.sharding), program.abstract_batch)
             loss = float(program.step(program.init(), batch)[1].loss)
     except (UserError, jax.errors.JaxRuntimeError) as error:
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return message_line(error)
     return None if np.isfinite(loss) else f"the loss is {loss}"
-
-
-def _memory(device: jax.Device) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _end_with_parent() -> None:

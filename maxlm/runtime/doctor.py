@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from maxlm.config.paths import is_remote
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.host import host_memory
 from maxlm.runtime.accelerators import Accelerator, find_accelerators, remedy
@@ -214,7 +215,7 @@ def cache_findings(folder: str | None) -> Iterator[Finding]:
     if folder is None:
         return
     existing = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
-    if "://" in folder or os.access(existing, os.W_OK):
+    if is_remote(folder) or os.access(existing, os.W_OK):
         yield Finding("compiled programs", "ok", folder)
     else:
         fix = "set JAX_COMPILATION_CACHE_DIR to a folder that can"

@@ -100,11 +100,9 @@ class MessageSocket:
         return ipv4_if_mapped(str(self.connection.getsockname()[0]))
 
     def fileno(self) -> int:
-        """File descriptor of the connection, for selectors."""
         return self.connection.fileno()
 
     def close(self) -> None:
-        """Close the connection."""
         self.connection.close()
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -67,7 +67,6 @@ class ProcessGroup:
             self._drain_peers()
 
     def own_label(self) -> str:
-        """Label of this process."""
         return self._label(self._spec.process)
 
     def _listen(self, until: float = math.inf) -> None:

@@ -10,12 +10,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
-
-if TYPE_CHECKING:  # the command line imports this module
-    from maxlm.telemetry.observer import Event, StepRecord
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 
@@ -48,6 +44,11 @@ def record_joined(hosts: Sequence[str]) -> None:
     _update(hosts=tuple(hosts))
 
 
+def record_step(step: int) -> None:
+    """Record the last step that was logged."""
+    _update(step=step)
+
+
 def record_error(error: str | BaseException, lost: str = "") -> None:
     """Record why the run ends, unless a reason is on record: the first one is the cause. `lost`: label of the process that was lost."""
     if isinstance(error, BaseException):
@@ -68,16 +69,3 @@ def _update(**changes: object) -> None:
         draft = Path(f"{path}.draft")
         draft.write_text(json.dumps(asdict(_current)), encoding="utf-8")
         draft.replace(path)
-
-
-class ProgressObserver:
-    """Records each logged step."""
-
-    def on_step(self, record: "StepRecord") -> None:
-        _update(step=record.step)
-
-    def on_event(self, event: "Event") -> None:
-        """Steps are all that is recorded."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""

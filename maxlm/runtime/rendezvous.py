@@ -179,7 +179,6 @@ class _Coordinator:
 
 
 def _coordinate(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> ProcessGroup:
-    """Wait for all other processes, as process 0."""
     _raise_file_limit(_files(spec.count))
     until = time.monotonic() + seconds
     with _open_listener(spec, until, secret) as listener:

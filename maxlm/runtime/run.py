@@ -18,6 +18,7 @@ from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import dump, flatten
+from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer
@@ -36,7 +37,7 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
-from maxlm.telemetry.observer import Event, Observer, Observers
+from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
@@ -70,6 +71,16 @@ class SamplePrinter(Protocol):
     def __call__(
         self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> None: ...
+
+
+class _ProgressObserver:
+    """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
+
+    def on_step(self, record: StepRecord) -> None:
+        progress_file.record_step(record.step)
+
+    def on_event(self, event: Event) -> None: ...
+    def close(self) -> None: ...
 
 
 def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, named: Mapping[str, str] | None = None) -> int:
@@ -235,7 +246,7 @@ def _observing(config: Config, directory: RunDirectory, console: Console, primar
     """Observers, closed however the block ends; prints the problems of those that failed."""
     active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
     if progress_file.VARIABLE in os.environ:
-        active.append(progress_file.ProgressObserver())
+        active.append(_ProgressObserver())
     if config.run.tensorboard:
         active.append(TensorBoardObserver(directory))
     if config.wandb is not None and primary:
@@ -255,7 +266,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     Raises UserError in all processes alike: another run holds one, or one is not writable.
     """
     folders = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
-    if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
+    if config.checkpoint.dir is not None and not is_remote(config.checkpoint.dir):
         folders.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # under two names it would wait for itself
     with contextlib.ExitStack() as locks:
         problem = None
@@ -279,7 +290,8 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
-            print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
+            with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
+                print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")

@@ -15,11 +15,12 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest, progress
+from maxlm.data import encoding, manifest
 from maxlm.data import prepare as module
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
+from maxlm.data.writer import load_progress
 
 TEXTS = some_texts(60)
 
@@ -172,7 +173,7 @@ def test_killed_it_goes_on_with_the_same_store(tmp_path):
     assert start("whole").wait() == 0
     for documents in (100, 800):
         process = start("store")
-        while process.poll() is None and ((done := progress.load(str(tmp_path / "store"))) is None or done.documents < documents):
+        while process.poll() is None and ((done := load_progress(str(tmp_path / "store"))) is None or done.documents < documents):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()

@@ -111,10 +111,10 @@ def test_a_signal_in_the_closing_samples_skips_the_rest_and_leaves_the_report(wo
     prompts = 5000
     process = start_small(workspace, f"samples={{prompts: [{','.join('a' * prompts)}], tokens: 64}}")
     report = workspace / "runs" / "small" / "report.html"
-    begun = (line for line in process.stdout if "asked to continue" in line)
+    begun = (line for line in process.stdout if "continuation of" in line)
     assert next(begun, "") and next(begun, ""), "the second begins when the first, which was compiled, is finished"
     os.kill(process.pid, signal.SIGTERM)
     (said,) = ended([process], code=0)
     assert "Traceback" not in said
-    assert said.count("asked to continue") < prompts - 2
+    assert said.count("continuation of") < prompts - 2
     assert report.read_text().rstrip().endswith("</html>")

@@ -6,20 +6,22 @@ import sys
 import pytest
 from small_run import checkpoint_steps, environment, events, finish, make_workspace, metrics, start
 
-# Trains `small.yml`; the samples at the end meet SIGTERM, and then fail.
+# Trains `small.yml`; the samples at the end meet SIGTERM, and fail once `waits` is false.
 ENDING_BADLY = """
 import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
+from maxlm.runtime import deadline
 from maxlm.runtime.run import run_training
 from maxlm.telemetry.phases import Phases
 
-def show(config, directory, params, console, *, stopped):
+def show(*_, stopped):
     os.kill(os.getpid(), signal.SIGTERM)
-    while not stopped():
+    while {waits}:
         time.sleep(0.01)
     raise RuntimeError("no room for a sample")
 
+{monitored}
 sys.exit(run_training(load("small.yml", sys.argv[1:]).config, Phases(Console()), show))
 """
 
@@ -32,7 +34,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(workspace):
     """Output of a run of 10 steps whose samples failed."""
-    program = [sys.executable, "-c", ENDING_BADLY, "train.steps=10"]
+    program = [sys.executable, "-c", ENDING_BADLY.format(waits="not stopped()", monitored=""), "train.steps=10"]
     done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,6 +45,18 @@ def test_neither_a_signal_nor_a_failure_in_the_samples_costs_the_report_or_the_e
     assert "Traceback" not in finished
     assert (workspace / "runs" / "small" / "report.html").exists()
     assert checkpoint_steps(workspace) == [5, 10]
+
+
+def test_a_signal_in_a_sample_that_takes_long_ends_at_once(workspace):
+    """All is saved, so nothing waits for the grace time, and the process does not count as hung."""
+    program = [sys.executable, "-c", ENDING_BADLY.format(waits="True", monitored="deadline.start()"), "run.name=slow", "train.steps=5"]
+    done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "maxlm: stopped by SIGTERM" in done.stderr
+    assert "stacks" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (workspace / "runs" / "slow" / "report.html").exists()
+    assert checkpoint_steps(workspace, "slow") == [5]
 
 
 def test_a_run_that_goes_on_otherwise_says_in_what_and_keeps_the_config(workspace, finished):

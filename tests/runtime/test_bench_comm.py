@@ -17,9 +17,8 @@ from maxlm.hardware.chips import chip_of
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import device_groups
 from maxlm.runtime.comm import sizes
-from maxlm.runtime.comm.measure import Row, fitting_sizes, free_host_memory, measure
-from maxlm.runtime.comm.operations import OPERATIONS, actual, looped, make_input
-from maxlm.runtime.comm.render import plot
+from maxlm.runtime.comm.bench_command import plot
+from maxlm.runtime.comm.measure import OPERATIONS, Row, actual, fitting_sizes, free_host_memory, looped, make_input, measure
 
 OPCODES = {"permute": "collective-permute"}
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
@@ -228,7 +227,7 @@ def test_bad_input_is_one_line(arguments, said):
 
 def test_one_device_has_nobody_to_talk_to():
     done = bench(devices=1)
-    assert done.returncode == 2 and "there is one device, which has nobody to talk to" in done.stderr
+    assert done.returncode == 2 and "there is one device, and nothing to measure" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from hosts import Hosts, can_make_hosts
 from small_run import command, environment, free_port
 
-from maxlm.runtime.comm.cluster_doctor import SLOW, slow_hosts, speed_findings
-from maxlm.runtime.comm.hosts import Figures, pair_rounds, ring_order
+from maxlm.runtime.comm.cluster_doctor import SLOW, Figures, pair_rounds, ring_order, slow_hosts, speed_findings
 
 DOCTOR = ("doctor", "--cluster", "--json")
 

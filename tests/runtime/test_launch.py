@@ -16,7 +16,6 @@ from maxlm.runtime.launch import Supervisor
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from maxlm.runtime import progress_file
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
@@ -24,7 +23,7 @@ tries.write_text("x" * (number + 1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
     progress_file.record_joined(hosts)
-    progress_file.ProgressObserver().on_step(SimpleNamespace(step=step))
+    progress_file.record_step(step)
 """
 
 

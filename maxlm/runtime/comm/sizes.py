@@ -1,8 +1,9 @@
-"""Parsing and formatting of buffer sizes: `64KB` is 64 x 1024 bytes, as in nccl-tests. Imports no jax: errors are instant."""
+"""Sizes of buffers, `64KB` is 64 x 1024 bytes as in nccl-tests, and durations as text. Imports no jax: errors are instant."""
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import count, takewhile
 
 from maxlm.config.errors import UserError
 
@@ -24,10 +25,7 @@ def size_range(smallest: str, largest: str) -> list[int]:
     first, last = parse(smallest, "--smallest"), parse(largest, "--largest")
     if first > last:
         raise UserError(f"--smallest = {smallest}: is more than --largest = {largest}; give a smaller one.")
-    sizes = [first]
-    while sizes[-1] * STEP <= last:
-        sizes.append(sizes[-1] * STEP)
-    return sizes
+    return list(takewhile(lambda size: size <= last, (first * STEP**power for power in count())))
 
 
 def choose_operations(names: Sequence[str]) -> list[str]:
@@ -47,3 +45,15 @@ def format_size(size: int) -> str:
     while unit + 1 < len(UNITS) and size >= 1024 ** (unit + 1):
         unit += 1
     return f"{size / 1024**unit:.3g} {UNITS[unit]}" if size < 1000 * 1024**unit else f"{size / 1024**unit:.0f} {UNITS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with three significant digits."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{three_digits(seconds * factor)} {unit}"
+    return f"{three_digits(seconds)} s"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
