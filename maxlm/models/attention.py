@@ -16,8 +16,8 @@ from maxlm.models.forward import DEFAULT, Forward
 from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, score_gain, weight
 from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
-from maxlm.parallel import constrain, mesh_axes
-from maxlm.parallel.context import context_attention, context_size
+from maxlm.parallel import constrain, context_size, mesh_axes
+from maxlm.parallel.context import context_attention
 
 # B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, V that of values, N = H V
 
@@ -99,6 +99,12 @@ class AttentionBase(nnx.Module):
             **options,
         )
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Static options of every call of attention, and sinks."""
+        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
+        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
+
     def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Attend to the cached positions and these; all are one document."""
         start = (0, cache.length, 0, 0)
@@ -116,12 +122,6 @@ class AttentionBase(nnx.Module):
             **self._options,
         )
         return mixed_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Static options of every call of attention, and sinks."""
-        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
-        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
