@@ -21,8 +21,8 @@ from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # hidden states between tensor-parallel regions
-ENTERING: Axes = ("batch", "seq", "embed_act")  # where they enter one: the sequence is whole, width too; heads or hidden units are split
+BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
+ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
 
 

@@ -67,7 +67,7 @@ def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
     def hidden(x_BSD):
         model = bind(config, params)
         context = BlockContext(model.angles(places), one, prefix_BS=places < 3 if form == "prefix" else None)
-        return model.through(x_BSD, context, Forward(form=form)).x_BSD
+        return model.stack(x_BSD, context, Forward(form=form)).x_BSD
 
     x_BSD = jax.random.normal(jax.random.key(0), (1, 6, 32))
     depends = jnp.abs(jax.jacrev(lambda x: jnp.sum(jnp.sin(hidden(x)), -1))(x_BSD)).sum(-1)[0, :, 0] > 0

@@ -17,7 +17,7 @@ MODELS = {
     "a pattern": {"n_layers": 6, "layer_pattern": PATTERN},
     "an incomplete period of one layer": {"n_layers": 7, "layer_pattern": PATTERN},
     "an incomplete period": {"n_layers": 11, "layer_pattern": (*PATTERN, "global")},
-    "dense layers first": {"n_layers": 9, "layer_pattern": PATTERN, "moe": {**MOE, "n_dense": 2}, "mtp_depth": 2},
+    "dense layers first": {"n_layers": 9, "layer_pattern": PATTERN, "moe": {**MOE, "n_dense": 2}, "mtp": {"depth": 2}},
 }
 
 

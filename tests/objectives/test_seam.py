@@ -32,6 +32,7 @@ class WeightedBatch(NamedTuple):
     weights_BS: Any
     segment_ids_BS: Any
     positions_BS: Any
+    random_BS: Any
     row_weight_B: Any
 
 
@@ -51,7 +52,7 @@ class Weighted(NextToken):
         total, sums = super().head(model, x_BSD, inputs, forward)
         weight_B = inputs.batch.row_weight_B
         values = {**sums.added, "rows": jnp.float32(len(weight_B)), "heaviest": jnp.max(weight_B)}
-        return total, self.sums(inputs.batch, values, sums.routings)
+        return total, self.sums(inputs.batch, values, sums.routing)
 
 
 def weighted_batch(n):
@@ -62,7 +63,7 @@ LAYOUTS = {
     "one device": ({}, {}),
     "reduced once": ({"data": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "stages": ({"stage": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
-    "workers": ({}, {"optimizer": {"outer": {"workers": 2, "every": 2}}}),
+    "workers": ({}, {"diloco": {"workers": 2, "every": 2}}),
 }
 
 
