@@ -13,7 +13,7 @@ BY_HAND = {
     "zero 1": ({"fsdp": 4, "zero": 1}, {}),
     "zero 2": ({"fsdp": 2, "tensor": 2, "zero": 2}, {"train": {"microbatches": 2}}),
     "stages": ({"data": 2, "stage": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
-    "workers": ({"data": 2, "fsdp": 2, "zero": 1}, {"optimizer": {"outer": {"workers": 2, "every": 2}}}),
+    "workers": ({"data": 2, "fsdp": 2, "zero": 1}, {"diloco": {"workers": 2, "every": 2}}),
 }
 REDUCTION = re.compile(r'"stablehlo\.(?:all_reduce|reduce_scatter)".*?\}\) : \(tensor<((?:\d+x)*)(\w+)>\)', re.DOTALL)
 MATRIX = 1000  # numbers in the smallest matrix of the tiny model at least, and in its largest norm at most
@@ -42,7 +42,7 @@ def test_the_partitioner_is_given_gradients_in_that_dtype(microbatches):
     """It reduces the result of a matmul: what leaves the last one is cast to float32 only then."""
     program = program_of({"fsdp": 4}, "bfloat16", train={"microbatches": microbatches})
     with jax.set_mesh(program.mesh):
-        jaxpr = jax.make_jaxpr(lambda p, b: program.gradients(p, b)[1])(program.abstract_state.params, program.abstract_batch).jaxpr
+        jaxpr = jax.make_jaxpr(lambda p, b: program.gradients(p, {}, b)[1])(program.abstract_state.params, program.abstract_batch).jaxpr
     if microbatches > 1:
         jaxpr = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan").params["jaxpr"].jaxpr
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
