@@ -48,14 +48,6 @@ LOGICAL_AXES: Mapping[str, LogicalAxis] = {
 RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICAL_AXES.items()}
 
 
-class Dim(NamedTuple):
-    """A size that the mesh splits."""
-
-    field: str  # the setting that gives it
-    size: int
-    axis: LogicalAxis
-
-
 def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
     """Mesh axes that split each dim of a tensor with these logical axes. Raises KeyError for an unknown one."""
     for name in axes:
@@ -66,6 +58,14 @@ def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         () if name is None else tuple(axis for axis in RULES[name] if axis not in taken) if name == "embed" else RULES[name]
         for name in axes
     )
+
+
+class Dim(NamedTuple):
+    """A size that the mesh splits."""
+
+    field: str  # the setting that gives it
+    size: int
+    axis: LogicalAxis
 
 
 def dims(config: Config) -> Iterator[Dim]:

@@ -16,14 +16,14 @@ from maxlm.models.forward import DEFAULT, Forward
 from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, score_gain, weight
 from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
-from maxlm.parallel import constrain, mesh_axes
-from maxlm.parallel.context import context_attention, context_size
+from maxlm.parallel import constrain, context_size, mesh_axes
+from maxlm.parallel.context import context_attention
 
 # B batch, S sequence, T cached positions, D width, H query heads, G key/value heads, K head dim, V that of values, N = H V
 
 HEADS: Axes = ("batch", "seq", "heads", None)
 GROUPS: Axes = ("batch", "seq", "kv_heads", None)
-_MIXED: Axes = ("batch", "seq", "heads")  # heads side by side
+_MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
 class Cache(NamedTuple):
@@ -51,7 +51,7 @@ class AttentionBase(nnx.Module):
         self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
         self.sinks_H = constant(0.0, (heads,), ("heads",)) if config.sinks else None
 
-    def mix(
+    def attend(
         self,
         q_BSHK: Float[Array, "B S H K"],
         k_BSGK: Float[Array, "B S G K"],
@@ -66,17 +66,17 @@ class AttentionBase(nnx.Module):
         if context_size() == 1 or forward.context != "ulysses":  # ulysses names the arrays after its exchange
             q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
         if cache is None:
-            mixed_BSHV = self._attend(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, forward, prefix_BS)
+            attended_BSHV = self._attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, forward, prefix_BS)
         elif forward.form == "causal":
-            mixed_BSHV, cache = self._attend_cached(q_BSHK, k_BSGK, v_BSGV, cache)
+            attended_BSHV, cache = self._cached_attention(q_BSHK, k_BSGK, v_BSGV, cache)
         else:
             raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {forward.form} ones")
-        mixed_BSN = mixed_BSHV.reshape(*q_BSHK.shape[:2], -1)
-        out_ND = self.out_HKD[...].reshape(mixed_BSN.shape[-1], -1)
-        out_BSD = linear("BSN,ND->BSD", constrain(mixed_BSN, *_MIXED), out_ND, self.out_bias_D, reads=_MIXED, writes=BETWEEN)
+        attended_BSN = attended_BSHV.reshape(*q_BSHK.shape[:2], -1)
+        out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
+        out_BSD = linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
 
-    def _attend(
+    def _attention(
         self,
         q_BSHK: jax.Array,
         k_BSGK: jax.Array,
@@ -99,13 +99,19 @@ class AttentionBase(nnx.Module):
             **options,
         )
 
-    def _attend_cached(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Static options of every call of attention, and sinks."""
+        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
+        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
+
+    def _cached_attention(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Attend to the cached positions and these; all are one document."""
         start = (0, cache.length, 0, 0)
         k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
         v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
         batch, new, *_ = q_BSHK.shape
-        mixed_BSHV = kernels.attention(
+        attended_BSHV = kernels.attention(
             q_BSHK,
             k_BTGK,
             v_BTGV,
@@ -115,13 +121,7 @@ class AttentionBase(nnx.Module):
             key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
             **self._options,
         )
-        return mixed_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Static options of every call of attention, and sinks."""
-        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
-        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
+        return attended_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
@@ -173,7 +173,7 @@ class Attention(AttentionBase):
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if angles is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
-        return self.mix(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, forward, prefix_BS)
+        return self.attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, forward, prefix_BS)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""

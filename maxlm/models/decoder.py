@@ -11,10 +11,9 @@ from maxlm.config.schema import ModelConfig
 from maxlm.models.block import BlockContext
 from maxlm.models.forward import Forward
 from maxlm.models.layers import Angles, Norm, rope_angles, weight
-from maxlm.models.linear import BETWEEN
+from maxlm.models.linear import BETWEEN, embedding_lookup
 from maxlm.models.stack import Caches, DecoderOutput, LayerStack
 from maxlm.parallel import constrain
-from maxlm.parallel.lookup import lookup
 
 # B batch, S sequence, P learned positions, D width, V vocabulary
 
@@ -48,21 +47,6 @@ class Decoder(nnx.Module):
         output = self.stack(self.embed(tokens_BS, positions_BS), context, forward or Forward(), caches)
         return output._replace(x_BSD=self.final_norm(output.x_BSD))
 
-    def predict_further(
-        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext, forward: Forward
-    ) -> tuple[list[Array], DecoderOutput]:
-        """Multi-token prediction, see `LayerStack.predict_further`. `tokens[i]` are i + 1 places further than those of x_BSD."""
-        return self.stack.predict_further(x_BSD, [self._embed_tokens(tokens_BS) for tokens_BS in tokens], context, forward)
-
-    @property
-    def unembedding_VD(self) -> Float[Array, "V D"]:
-        """Matrix from hidden states to logits."""
-        return (self.embedding_VD if self.output_VD is None else self.output_VD)[...]
-
-    def empty_caches(self, batch: int, length: int) -> Caches:
-        """Caches for `length` positions of generation."""
-        return self.stack.empty_caches(batch, length, self.embedding_VD.dtype)
-
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Input of the first block."""
         x_BSD = self._embed_tokens(tokens_BS)
@@ -71,7 +55,7 @@ class Decoder(nnx.Module):
         return constrain(x_BSD, *BETWEEN)
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        x_BSD = lookup(self.embedding_VD[...], tokens_BS)
+        x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
         return x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
 
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
@@ -83,6 +67,21 @@ class Decoder(nnx.Module):
         angles: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)
         of_global = angles(config.rope)
         return {False: of_global, True: angles(config.rope_local) if config.rope_local else of_global}
+
+    @property
+    def unembedding_VD(self) -> Float[Array, "V D"]:
+        """Matrix from hidden states to logits."""
+        return (self.embedding_VD if self.output_VD is None else self.output_VD)[...]
+
+    def predict_further(
+        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext, forward: Forward
+    ) -> tuple[list[Array], DecoderOutput]:
+        """Multi-token prediction, see `LayerStack.predict_further`. `tokens[i]` are i + 1 places further than those of x_BSD."""
+        return self.stack.predict_further(x_BSD, [self._embed_tokens(tokens_BS) for tokens_BS in tokens], context, forward)
+
+    def empty_caches(self, batch: int, length: int) -> Caches:
+        """Caches for `length` positions of generation."""
+        return self.stack.empty_caches(batch, length, self.embedding_VD.dtype)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""

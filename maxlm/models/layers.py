@@ -24,20 +24,6 @@ def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Par
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
 
 
-class StateVariable(nnx.Variable):
-    """Numbers of the model that training updates without a gradient: they are part of `TrainState.model_state`, not of its parameters."""
-
-
-def state_constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> StateVariable:
-    """Declares float32 model state, at first filled with `value`."""
-    return StateVariable(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
-
-
-def matrix_size(*parameters: nnx.Param | None) -> int:
-    """Number of parameters of these matrices in one layer, however many layers are stacked."""
-    return sum(math.prod(p.shape[-len(p.axes) :]) for p in parameters if p is not None)
-
-
 class Norm(nnx.Module):
     """RMSNorm (Zhang 2019, arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, in float32."""
 
@@ -71,43 +57,10 @@ def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S
     return gain * jnp.cos(angle_BSF), gain * jnp.sin(angle_BSF)
 
 
-def score_gain(config: RopeConfig) -> float:
-    """Factor of attention scores that `config.scaling` adds to the rotation of queries and keys."""
-    scaling = config.scaling
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
-        return _yarn_gain(scaling.factor, scaling.mscale_all_dim) ** 2  # of queries and keys, rotated dims or not
-    return 1.0
-
-
-def _yarn_gain(factor: float, mscale: float = 1.0) -> float:
-    """The attention temperature of YaRN (arXiv 2309.00071, eq. 22), once for queries and once for keys."""
-    return 0.1 * mscale * math.log(factor) + 1.0
-
-
 def _frequency(config: RopeConfig, head_dim: int, index: int) -> float:
     """Rotation of pair `index`, radians a token."""
-    plain = config.theta ** (-2 * index / head_dim)
-    scaling = config.scaling
-    if scaling is None:
-        return plain
-    if isinstance(scaling, Llama3Scaling):
-        rotations = scaling.original_seq_len * plain / (2 * math.pi)  # full rotations over the original context
-        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    elif isinstance(scaling, YarnScaling):
-        low, high = (_yarn_index(config.theta, head_dim, scaling.original_seq_len, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        keep = 1 - (index - low) / max(high - low, 1e-3)
-    else:
-        keep = 0.0
-    keep = min(max(keep, 0.0), 1.0)
-    return keep * plain + (1 - keep) * plain / scaling.factor
-
-
-def _yarn_index(theta: float, head_dim: int, seq_len: int, rotations: float) -> float:
-    """The pair that makes `rotations` full rotations over `seq_len` tokens."""
-    return head_dim * math.log(seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+    frequency = config.theta ** (-2 * index / head_dim)
+    return frequency if config.scaling is None else _scaled(frequency, config, head_dim, index)
 
 
 def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
@@ -140,3 +93,60 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
         return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up
+
+
+# Scaled rotary positions.
+
+
+def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:
+    """`frequency` of pair `index` for contexts longer than those of pretraining."""
+    scaling = config.scaling
+    assert scaling is not None
+    if isinstance(scaling, Llama3Scaling):
+        rotations = scaling.original_seq_len * frequency / (2 * math.pi)  # full rotations over the original context
+        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    elif isinstance(scaling, YarnScaling):
+        low, high = (_yarn_index(config.theta, head_dim, scaling.original_seq_len, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        keep = 1 - (index - low) / max(high - low, 1e-3)
+    else:
+        keep = 0.0
+    keep = min(max(keep, 0.0), 1.0)
+    return keep * frequency + (1 - keep) * frequency / scaling.factor
+
+
+def _yarn_index(theta: float, head_dim: int, seq_len: int, rotations: float) -> float:
+    """The pair that makes `rotations` full rotations over `seq_len` tokens."""
+    return head_dim * math.log(seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def score_gain(config: RopeConfig) -> float:
+    """Factor of attention scores that `config.scaling` adds to the rotation of queries and keys."""
+    scaling = config.scaling
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
+        return _yarn_gain(scaling.factor, scaling.mscale_all_dim) ** 2  # of queries and keys, rotated dims or not
+    return 1.0
+
+
+def _yarn_gain(factor: float, mscale: float = 1.0) -> float:
+    """The attention temperature of YaRN (arXiv 2309.00071, eq. 22), once for queries and once for keys."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+# Model state, and sizes.
+
+
+class StateVariable(nnx.Variable):
+    """Numbers of the model that training updates without a gradient: they are part of `TrainState.model_state`, not of its parameters."""
+
+
+def state_constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> StateVariable:
+    """Declare float32 model state, initially filled with `value`."""
+    return StateVariable(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
+
+
+def matrix_size(*parameters: nnx.Param | None) -> int:
+    """Number of parameters of these matrices in one layer, however many layers are stacked."""
+    return sum(math.prod(p.shape[-len(p.axes) :]) for p in parameters if p is not None)

@@ -1,4 +1,6 @@
-"""Every matmul of the model: the one place that decides its precision, its layout over tensor-parallel devices and its compiler fences."""
+"""Every matmul of the model, and the embedding lookup: the one place that decides precision, layout over tensor-parallel devices and
+compiler fences.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,18 +12,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
 from maxlm.config.schema import PrecisionConfig
+from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # hidden states between tensor-parallel regions
-ENTERING: Axes = ("batch", "seq", "embed_act")  # where they enter one: the sequence is whole, width too; heads or hidden units are split
+BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
+ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
 _DEFAULT = PrecisionConfig()
 _SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=_DEFAULT)
@@ -61,6 +65,11 @@ def linear(
     return y if bias is None else y + bias[...].astype(y.dtype)
 
 
+def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Enter a tensor-parallel region. Where several matmuls read x, their gradients are summed before they are scattered, once."""
+    return constrain(_fence_gradient(x_BSD, BETWEEN) if _scatters_gradient() else x_BSD, *ENTERING)
+
+
 def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Param, down_FD: nnx.Param, activation: str) -> Array | None:
     """W_down(act(x W_gate) * (x W_up)) by the fused kernel; None where it does not run or is no faster than XLA."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -69,13 +78,6 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
         return None
     weights = gate_DF[...], up_DF[...], down_FD[...]
     return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
-
-
-def grouped_linear(
-    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
-) -> Array:
-    """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
-    return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
 def unembedding_loss(
@@ -95,9 +97,41 @@ def unembedding_loss(
     return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, chunks=chunks, z_loss=z_loss, softcap=softcap, layout=layout)
 
 
-def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Enter a tensor-parallel region. Where several matmuls read x, their gradients are summed before they are scattered, once."""
-    return constrain(_fence_gradient(x_BSD, BETWEEN) if _scatters_gradient() else x_BSD, *ENTERING)
+def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
+    split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
+
+    A `shard_map`, since XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some
+    axes. Here the width is gathered over the axes that split it, and its gradient scattered.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    vocab, width = split_axes(("vocab", "embed"), mesh)
+    batch, seq = split_axes(("batch", "seq"), mesh)
+    between = tuple(axis for axis in mesh_axes("seq_vocab", mesh) if axis not in seq)  # axes that split the sequence of the result
+    axes = {*vocab, *width, *batch, *seq}
+    if not axes:
+        return table_VD[tokens_BS]
+
+    def local(table_VD: Array, tokens_BS: Array) -> Array:
+        if width:
+            table_VD = gather(table_VD, width, 1)
+        if not vocab:
+            return table_VD[tokens_BS]
+        place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]
+        here_BS = (place_BS >= 0) & (place_BS < table_VD.shape[0])
+        x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
+        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True)
+
+    specs = P(vocab or None, width or None), P(batch or None, seq or None)
+    out = P(batch or None, (*seq, *between) or None)
+    return jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False)(table_VD, tokens_BS)
+
+
+def grouped_linear(
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+) -> Array:
+    """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
 def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:

@@ -54,7 +54,7 @@ class LatentAttention(AttentionBase):
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
-        return self.mix(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, forward, prefix_BS)
+        return self.attend(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, forward, prefix_BS)
 
     def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:

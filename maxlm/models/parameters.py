@@ -20,6 +20,72 @@ from maxlm.parallel import partition_spec
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
+def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) -> Parameters:
+    """The parameters as the forward pass reads them: matrices in `dtype`, scales and biases unchanged."""
+    matrix = jax.tree.map(is_matrix, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return jax.tree.map(lambda leaf, cast: leaf.astype(dtype) if cast else leaf, parameters, matrix)
+
+
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """True for the logical axes of a matrix; False for a norm's scale, a bias, and a router, which is read in float32."""
+    return ("embed" in axes or "position" in axes) and "choices" not in axes
+
+
+def bind(config: ModelConfig, parameters: Parameters, model_state: Parameters | None = None) -> Decoder:
+    """The model that computes with `parameters` and `model_state`, which a model without state does not need."""
+    leaves: list[Any] = []
+    for name, variable in declarations(config):
+        leaves.append(_get((model_state or {}) if isinstance(variable, StateVariable) else parameters, name))
+    return jax.tree.unflatten(jax.tree.structure(abstract_decoder(config)), leaves)
+
+
+def declarations(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], nnx.Variable]]:
+    """(name, declaration) of every parameter and of the model state, in the order of the model's leaves."""
+    paths = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    for path, variable in paths:
+        yield _name(path), variable
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_decoder(config: ModelConfig) -> Decoder:
+    """The model with shapes for arrays."""
+    return jax.eval_shape(lambda: Decoder(config))
+
+
+def parameter_axes(config: ModelConfig) -> Parameters:
+    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `stack.STACKED`."""
+    return _tree(config, functools.partial(_axes, config))
+
+
+def _axes(config: ModelConfig, name: tuple[str, ...], variable: nnx.Variable) -> tuple[str, ...]:
+    group = group_of(config, name)
+    return (() if group is None else group.axes) + variable.axes
+
+
+def _tree(config: ModelConfig, leaf: Callable[[tuple[str, ...], nnx.Variable], Any], *, state: bool = False) -> Parameters:
+    """`leaf(name, declaration)` for every parameter, or for the model state."""
+    tree: Parameters = {}
+    for name, variable in declarations(config):
+        if isinstance(variable, StateVariable) == state:
+            branch = functools.reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)
+            branch[name[-1]] = leaf(name, variable)
+    return tree
+
+
+def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A pytree path as the parts of a parameter's name: groups of layers stand beside the embedding, and values add no part."""
+    parts = tuple(str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path)
+    parts = parts[:-1] if parts[-1] == "value" else parts
+    return parts[1:] if parts[0] == "stack" else parts
+
+
+def _get(tree: Parameters, name: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda branch, part: branch[part], name, tree)
+
+
+# Initial values, shapes and shardings.
+
+
 def init_parameters(config: ModelConfig, seed: int) -> Parameters:
     """Fresh float32 parameters, each a function of the seed and its own name.
 
@@ -55,19 +121,6 @@ def abstract_model_state(config: ModelConfig) -> Parameters:
     return _tree(config, lambda name, variable: variable.get_value(), state=True)
 
 
-def bind(config: ModelConfig, parameters: Parameters, model_state: Parameters | None = None) -> Decoder:
-    """The model that computes with `parameters` and `model_state`, which a model without state does not need."""
-    leaves: list[Any] = []
-    for name, variable in declarations(config):
-        leaves.append(_get((model_state or {}) if isinstance(variable, StateVariable) else parameters, name))
-    return jax.tree.unflatten(jax.tree.structure(abstract_decoder(config)), leaves)
-
-
-def parameter_axes(config: ModelConfig) -> Parameters:
-    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `stack.STACKED`."""
-    return _tree(config, functools.partial(_axes, config))
-
-
 def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameters:
     """PartitionSpec of every parameter over `mesh`. Raises ConfigError for a dim that does not divide."""
     return _tree(config, functools.partial(_spec, config, mesh))
@@ -78,55 +131,5 @@ def model_state_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Paramet
     return _tree(config, functools.partial(_spec, config, mesh), state=True)
 
 
-def _axes(config: ModelConfig, name: tuple[str, ...], variable: nnx.Variable) -> tuple[str, ...]:
-    group = group_of(config, name)
-    return (() if group is None else group.axes) + variable.axes
-
-
 def _spec(config: ModelConfig, mesh: Mesh | AbstractMesh, name: tuple[str, ...], variable: nnx.Variable) -> PartitionSpec:
     return partition_spec(_axes(config, name, variable), variable.shape, mesh, "/".join(name))
-
-
-@functools.lru_cache(maxsize=16)
-def abstract_decoder(config: ModelConfig) -> Decoder:
-    """The model with shapes for arrays."""
-    return jax.eval_shape(lambda: Decoder(config))
-
-
-def declarations(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], nnx.Variable]]:
-    """(name, declaration) of every parameter and of the model state, in the order of the model's leaves."""
-    paths = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
-    for path, variable in paths:
-        yield _name(path), variable
-
-
-def _tree(config: ModelConfig, leaf: Callable[[tuple[str, ...], nnx.Variable], Any], *, state: bool = False) -> Parameters:
-    """`leaf(name, declaration)` for every parameter, or for the model state."""
-    tree: Parameters = {}
-    for name, variable in declarations(config):
-        if isinstance(variable, StateVariable) == state:
-            branch = functools.reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)
-            branch[name[-1]] = leaf(name, variable)
-    return tree
-
-
-def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) -> Parameters:
-    """The parameters as the forward pass reads them: matrices in `dtype`, scales and biases unchanged."""
-    matrix = jax.tree.map(is_matrix, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return jax.tree.map(lambda leaf, cast: leaf.astype(dtype) if cast else leaf, parameters, matrix)
-
-
-def is_matrix(axes: tuple[str, ...]) -> bool:
-    """True for the logical axes of a matrix; False for a norm's scale, a bias, and a router, which is read in float32."""
-    return ("embed" in axes or "position" in axes) and "choices" not in axes
-
-
-def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A pytree path as the parts of a parameter's name: groups of layers stand beside the embedding, and values add no part."""
-    parts = tuple(str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path)
-    parts = parts[:-1] if parts[-1] == "value" else parts
-    return parts[1:] if parts[0] == "stack" else parts
-
-
-def _get(tree: Parameters, name: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda branch, part: branch[part], name, tree)

@@ -1,4 +1,4 @@
-"""What a module declares for cost models: its matmuls, and the sizes of the tensors that a remat policy may keep.
+"""Declarations of a module for cost models: its matmuls, and the sizes of the tensors that a remat policy may keep.
 
 Each module implements `matmuls()`, in the order in which they run, and `saved_tensors()`: numbers a token by `RematName`.
 """

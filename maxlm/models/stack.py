@@ -92,6 +92,162 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     )
 
 
+class DecoderOutput(NamedTuple):
+    """Decoder output: hidden states, caches, auxiliary losses and router statistics."""
+
+    x_BSD: Float[Array, "B S D"]
+    caches: Caches | None
+    aux_loss: Float[Array, ""]  # of routers, summed over tokens
+    routing: Routing | None  # of layers with experts in depth order; None where there are none
+
+
+_LayerInputs = tuple[Block, Cache | None, Array | None]  # a block, its cache, and False if the block is padding
+
+
+class LayerStack(nnx.Module):
+    """All blocks of a decoder, and its multi-token prediction modules."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.head = self._blocks("head")
+        self.layers = self._blocks("layers")
+        self.tail = self._blocks("tail")
+        self.ahead = nnx.List([FutureTokenModule(config, block) for block in self._blocks("ahead")])
+
+    def _blocks(self, name: str) -> nnx.List[Block]:
+        return nnx.List([_stacked(self.config, group) for group in self._groups(name)])
+
+    def _groups(self, *names: str) -> list[LayerGroup]:
+        return [group for group in layer_groups(self.config) if group.path[0] in names]
+
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, forward: Forward, caches: Caches | None = None
+    ) -> DecoderOutput:
+        """Run all blocks but those of multi-token prediction."""
+        x_BSD, head = self.run_head(x_BSD, context, forward, caches)
+        output = self.run_pattern(x_BSD, context, forward, caches=caches)
+        return output if output.caches is None else output._replace(caches={**head, **output.caches})
+
+    def run_head(
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, forward: Forward, caches: Caches | None = None
+    ) -> tuple[Array, Caches]:
+        """The dense layers before the pattern, and their caches. A pipeline computes them with the embedding."""
+        x_BSD, new, _ = self._run("head", self._inputs("head", caches), x_BSD, context, forward)
+        return x_BSD, {"head": new}
+
+    def run_pattern(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        context: BlockContext,
+        forward: Forward,
+        *,
+        caches: Caches | None = None,
+        active_L: Bool[Array, " L"] | None = None,
+    ) -> DecoderOutput:
+        """The layers of the pattern. `active_L`: False for those that are padding and pass hidden states through."""
+        active = {} if active_L is None else self._by_entry(active_L)
+
+        def period(x_BSD: Array, layers: tuple[_LayerInputs, ...]) -> tuple[Array, tuple]:
+            x_BSD, new, routers = self._run("layers", layers, x_BSD, context, forward)
+            return x_BSD, (new, routers)
+
+        x_BSD, (new, routers) = jax.lax.scan(period, x_BSD, self._inputs("layers", caches, active.get("layers")))
+        x_BSD, new_tail, tail_routers = self._run("tail", self._inputs("tail", caches, active.get("tail")), x_BSD, context, forward)
+        aux_loss, routing = self._join_routers(PATTERN, [*routers, *tail_routers])
+        return DecoderOutput(x_BSD, {"layers": new, "tail": new_tail} if caches else None, aux_loss, routing)
+
+    def _inputs(self, name: str, caches: Caches | None, active: Sequence[Array] | None = None) -> tuple[_LayerInputs, ...]:
+        """For each group of an entry its blocks, caches and padding flags, stacked alike, so that a scan takes one layer after another."""
+        blocks: nnx.List[Block] = getattr(self, name)
+        empty = (None,) * len(blocks)
+        return tuple(zip(blocks, caches[name] if caches else empty, active or empty, strict=True))
+
+    def _run(
+        self, name: str, layers: tuple[_LayerInputs, ...], x_BSD: Array, context: BlockContext, forward: Forward
+    ) -> tuple[Array, tuple, tuple]:
+        """One period of the groups of an entry: (hidden states, caches, what routers report)."""
+        layer = functools.partial(_layer, forward, context)
+        caches, routers = [], []
+        for group, inputs in zip(self._groups(name), layers, strict=True):
+            x_BSD, (cache, router) = jax.lax.scan(layer, x_BSD, inputs) if group.run > 1 else layer(x_BSD, inputs)
+            caches.append(cache)
+            routers.append(router)
+        return x_BSD, tuple(caches), tuple(routers)
+
+    # Pipelines, experts, multi-token prediction, caches, FLOPs.
+
+    def _by_entry(self, values_L: Array) -> dict[str, list[Array]]:
+        """Values of the layers of the pattern, for each entry one array a group, stacked as its blocks are."""
+        parts = iter(by_group(self._groups(*PATTERN), values_L))
+        return {name: [next(parts) for _ in self._groups(name)] for name in PATTERN}
+
+    def _join_routers(self, names: Sequence[str], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
+        """(sum of the auxiliary losses, statistics in depth order) of the groups of these entries."""
+        present = [router for router in routers if router is not None]
+        aux_loss = sum((jnp.sum(aux_loss) for aux_loss, _ in present), jnp.float32(0))
+        return aux_loss, in_depth_order(self._groups(*names), [routing for _, routing in present]) if present else None
+
+    def predict_further(
+        self, x_BSD: Float[Array, "B S D"], embedded: Sequence[Float[Array, "B S D"]], context: BlockContext, forward: Forward
+    ) -> tuple[list[Array], DecoderOutput]:
+        """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: the decoder's hidden
+        states before its final norm; `embedded[i]`: embeddings of the tokens i + 1 places further.
+        """
+        hidden: list[Array] = []
+        routers: list[RouterOutput] = []
+        for module, token_BSD in zip(self.ahead, embedded, strict=True):
+            joined_BSD = module.join(x_BSD, token_BSD)
+            x_BSD, (_, router) = _layer(forward, context, joined_BSD, (module.block, None, None))
+            hidden.append(module.final_norm(x_BSD))
+            routers.append(router)
+        aux_loss, routing = self._join_routers(("ahead",), routers)
+        return hidden, DecoderOutput(x_BSD, None, aux_loss, routing)
+
+    def empty_caches(self, batch: int, length: int, dtype: jnp.dtype) -> Caches:
+        """Caches for `length` positions of generation."""
+        config = self.config
+        value_dim = config.latent.value_dim if config.latent else config.head_dim
+        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
+
+        def empty(group: LayerGroup) -> Cache:
+            k_BTGK, v_BTGV = (jnp.zeros((*group.stacked, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.stacked, jnp.int32))
+
+        return {name: tuple(map(empty, self._groups(name))) for name in ("head", *PATTERN)}
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward, embedding and unembedding not counted."""
+        blocks = (*self.head, *self.layers, *self.tail)
+        total = sum(module.flops_per_token(seq_len, masked=masked) for module in self.ahead)
+        for group, block in zip(self._groups("head", *PATTERN), blocks, strict=True):
+            total += math.prod(group.stacked) * block.flops_per_token(seq_len, masked=masked)
+        return total
+
+
+def _layer(forward: Forward, context: BlockContext, x_BSD: Array, inputs: _LayerInputs) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
+    """One block under the remat policy: (hidden states, (cache, what the router reports))."""
+    block, cache, active = inputs
+
+    def apply(block: Block, x_BSD: Array, context: BlockContext, cache: Cache | None) -> tuple[Array, Cache | None, RouterOutput]:
+        return block(x_BSD, context, cache, forward)
+
+    input_BSD = x_BSD if active is None else jnp.where(active, x_BSD, 0)  # no gradient flows into padding
+    y_BSD, cache, router = rematerialise(apply, forward.memory)(block, input_BSD, context, cache)
+    if active is None:
+        return y_BSD, (cache, router)
+    return jnp.where(active, y_BSD, x_BSD), (cache, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
+
+
+def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
+    """The blocks of a group as one, their parameters stacked."""
+    sizes = group.stacked
+    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(sizes)))
+    return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
+
+
+# Parameter trees by group: names, depth order, periods for a pipeline.
+
+
 def group_of(config: ModelConfig, name: Sequence[str]) -> LayerGroup | None:
     """The group that holds the parameter of this name; None if it belongs to no layer."""
     return next((group for group in layer_groups(config) if tuple(name[: len(group.path)]) == group.path), None)
@@ -169,153 +325,3 @@ def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
     groups = layer_groups(config)
     whole, tail = ({group.path[1]: group.run for group in groups if group.path[0] == name} for name in PATTERN)
     return whole, tail
-
-
-class DecoderOutput(NamedTuple):
-    """Decoder output: hidden states, caches, auxiliary losses and router statistics."""
-
-    x_BSD: Float[Array, "B S D"]
-    caches: Caches | None
-    aux_loss: Float[Array, ""]  # of routers, summed over tokens
-    routing: Routing | None  # of layers with experts in depth order; None where there are none
-
-
-_Slot = tuple[Block, Cache | None, Array | None]  # a block, its cache, and False if it is padding
-
-
-class LayerStack(nnx.Module):
-    """All blocks of a decoder, and its multi-token prediction modules."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.head = self._blocks("head")
-        self.layers = self._blocks("layers")
-        self.tail = self._blocks("tail")
-        self.ahead = nnx.List([FutureTokenModule(config, block) for block in self._blocks("ahead")])
-
-    def _blocks(self, name: str) -> nnx.List[Block]:
-        return nnx.List([_stacked(self.config, group) for group in self._groups(name)])
-
-    def _groups(self, *names: str) -> list[LayerGroup]:
-        return [group for group in layer_groups(self.config) if group.path[0] in names]
-
-    def __call__(
-        self, x_BSD: Float[Array, "B S D"], context: BlockContext, forward: Forward, caches: Caches | None = None
-    ) -> DecoderOutput:
-        """Run all blocks but those of multi-token prediction."""
-        x_BSD, head = self.run_head(x_BSD, context, forward, caches)
-        output = self.run_pattern(x_BSD, context, forward, caches=caches)
-        return output if output.caches is None else output._replace(caches={**head, **output.caches})
-
-    def run_head(
-        self, x_BSD: Float[Array, "B S D"], context: BlockContext, forward: Forward, caches: Caches | None = None
-    ) -> tuple[Array, Caches]:
-        """The dense layers before the pattern, and their caches. A pipeline computes them with the embedding."""
-        x_BSD, new, _ = self._run(self._groups("head"), self._slots("head", caches), x_BSD, context, forward)
-        return x_BSD, {"head": new}
-
-    def run_pattern(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        context: BlockContext,
-        forward: Forward,
-        *,
-        caches: Caches | None = None,
-        active_L: Bool[Array, " L"] | None = None,
-    ) -> DecoderOutput:
-        """The layers of the pattern. `active_L`: False for those that are padding and pass hidden states through."""
-        groups = {name: self._groups(name) for name in PATTERN}
-        masks = dict.fromkeys(PATTERN, None)
-        if active_L is not None:
-            parts = iter(by_group([*groups["layers"], *groups["tail"]], active_L))
-            masks = {name: [next(parts) for _ in groups[name]] for name in PATTERN}
-
-        def period(x_BSD: Array, slots: tuple[_Slot, ...]) -> tuple[Array, tuple]:
-            x_BSD, caches, routers = self._run(groups["layers"], slots, x_BSD, context, forward)
-            return x_BSD, (caches, routers)
-
-        x_BSD, (layer_caches, routers) = jax.lax.scan(period, x_BSD, self._slots("layers", caches, masks["layers"]))
-        x_BSD, tail_caches, tail_routers = self._run(groups["tail"], self._slots("tail", caches, masks["tail"]), x_BSD, context, forward)
-        with_experts = [router for router in (*routers, *tail_routers) if router is not None]
-        return DecoderOutput(
-            x_BSD,
-            {"layers": layer_caches, "tail": tail_caches} if caches else None,
-            sum((jnp.sum(aux_loss) for aux_loss, _ in with_experts), jnp.float32(0)),
-            in_depth_order([*groups["layers"], *groups["tail"]], [routing for _, routing in with_experts]) if with_experts else None,
-        )
-
-    def predict_further(
-        self, x_BSD: Float[Array, "B S D"], embedded: Sequence[Float[Array, "B S D"]], context: BlockContext, forward: Forward
-    ) -> tuple[list[Array], DecoderOutput]:
-        """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: the decoder's hidden
-        states before its final norm; `embedded[i]`: embeddings of the tokens i + 1 places further.
-        """
-        hidden: list[Array] = []
-        routers: list[RouterOutput] = []
-        for module, token_BSD in zip(self.ahead, embedded, strict=True):
-            joined_BSD = module.join(x_BSD, token_BSD)
-            x_BSD, (_, router) = _layer(forward, context, joined_BSD, (module.block, None, None))
-            hidden.append(module.final_norm(x_BSD))
-            routers.append(router)
-        with_experts = [router for router in routers if router is not None]
-        aux_loss = sum((aux_loss for aux_loss, _ in with_experts), jnp.float32(0))
-        routing = in_depth_order(self._groups("ahead"), [routing for _, routing in with_experts]) if with_experts else None
-        return hidden, DecoderOutput(x_BSD, None, aux_loss, routing)
-
-    def _run(
-        self, groups: Sequence[LayerGroup], slots: tuple[_Slot, ...], x_BSD: Array, context: BlockContext, forward: Forward
-    ) -> tuple[Array, tuple, tuple]:
-        """(x after one period of these groups, their caches, what their routers report)."""
-        layer = functools.partial(_layer, forward, context)
-        caches, routers = [], []
-        for group, slot in zip(groups, slots, strict=True):
-            x_BSD, (cache, router) = jax.lax.scan(layer, x_BSD, slot) if group.run > 1 else layer(x_BSD, slot)
-            caches.append(cache)
-            routers.append(router)
-        return x_BSD, tuple(caches), tuple(routers)
-
-    def _slots(self, name: str, caches: Caches | None, active: Sequence[Array] | None = None) -> tuple[_Slot, ...]:
-        blocks: nnx.List[Block] = getattr(self, name)
-        empty = (None,) * len(blocks)
-        return tuple(zip(blocks, caches[name] if caches else empty, active or empty, strict=True))
-
-    def empty_caches(self, batch: int, length: int, dtype: jnp.dtype) -> Caches:
-        """Caches for `length` positions of generation."""
-        config = self.config
-        value_dim = config.latent.value_dim if config.latent else config.head_dim
-        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
-
-        def empty(group: LayerGroup) -> Cache:
-            k_BTGK, v_BTGV = (jnp.zeros((*group.stacked, *shape), dtype) for shape in shapes)
-            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.stacked, jnp.int32))
-
-        return {name: tuple(map(empty, self._groups(name))) for name in ("head", *PATTERN)}
-
-    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward, embedding and unembedding not counted."""
-        blocks = (*self.head, *self.layers, *self.tail)
-        total = sum(module.flops_per_token(seq_len, masked=masked) for module in self.ahead)
-        for group, block in zip(self._groups("head", *PATTERN), blocks, strict=True):
-            total += math.prod(group.stacked) * block.flops_per_token(seq_len, masked=masked)
-        return total
-
-
-def _layer(forward: Forward, context: BlockContext, x_BSD: Array, slot: _Slot) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
-    """One block under the remat policy."""
-    block, cache, active = slot
-
-    def apply(block: Block, x_BSD: Array, context: BlockContext, cache: Cache | None) -> tuple[Array, Cache | None, RouterOutput]:
-        return block(x_BSD, context, cache, forward)
-
-    input_BSD = x_BSD if active is None else jnp.where(active, x_BSD, 0)  # no gradient flows into padding
-    y_BSD, cache, router = rematerialise(apply, forward.memory)(block, input_BSD, context, cache)
-    if active is None:
-        return y_BSD, (cache, router)
-    return jnp.where(active, y_BSD, x_BSD), (cache, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
-
-
-def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
-    """The blocks of a group as one, their parameters stacked."""
-    sizes = group.stacked
-    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(sizes)))
-    return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)

@@ -138,7 +138,7 @@ def gather_from_stages(assignment: StageAssignment, layers: Parameters) -> Param
 
 
 def _layouts(assignment: StageAssignment, specs: Specs) -> tuple[Parameters, Parameters, Parameters]:
-    """Of the layers of the pattern: specs at rest, specs on stages, and the dim of each leaf that `stage` splits at rest (0: none)."""
+    """Layers of the pattern: specs at rest, specs on stages, and the dim of each leaf that `stage` splits at rest (0: none)."""
     mesh = jax.sharding.get_abstract_mesh()
     at_rest, _ = split_layers(specs(assignment.config, mesh), pattern=True)
     of_part, _ = split_layers(specs(assignment.part_config, mesh), pattern=True)

@@ -1,9 +1,8 @@
-"""What a model is trained to do. A new objective is a module here, its row in the table, and its name in `objective.kind`."""
+"""Training objectives. A new objective is a module here, its row in the table, and its name in `objective.kind`."""
 
 from maxlm.config.schema import Config
 from maxlm.objectives.next_token import NextToken
-from maxlm.objectives.objective import ArraySpec, Inputs, Objective
-from maxlm.objectives.sums import Sums
+from maxlm.objectives.objective import ArraySpec, Inputs, Objective, Sums
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": NextToken,

@@ -11,8 +11,7 @@ from maxlm.kernels import CrossEntropySums
 from maxlm.models import Decoder
 from maxlm.models.forward import Forward
 from maxlm.models.linear import unembedding_loss
-from maxlm.objectives.objective import ArraySpec, Inputs, Objective
-from maxlm.objectives.sums import Sums
+from maxlm.objectives.objective import ArraySpec, Inputs, Objective, Sums
 from maxlm.telemetry.metric import Metric
 
 

@@ -1,7 +1,7 @@
-"""Interface of an objective: what a batch holds, the loss on hidden states, the metrics that are reported."""
+"""Interface of an objective: contents of a batch, the loss on hidden states, the metrics that are reported."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,8 +15,7 @@ from maxlm.models.forward import Forward
 from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import join_routing
-from maxlm.objectives.sums import Sums
-from maxlm.parallel import constrain
+from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric
 
@@ -35,11 +34,50 @@ class Inputs(NamedTuple):
     """Inputs of a forward pass, tokens in the order that attention wants."""
 
     batch: Any
-    targets: Any  # what the head reads beside the batch
+    targets: Any  # arrays that the head reads beside the batch
+
+
+class Sums(NamedTuple):
+    """Figures of a batch, or of a part of it while it is reduced over microbatches, devices and workers: float32, by the names of their
+    declarations. `added` holds sums, of means as well; `largest` maxima.
+    """
+
+    denominator: Float[Array, ""]  # of means: tokens that count, or as the objective says
+    added: dict[str, Array]
+    largest: dict[str, Array]
+    routing: Routing | None = None  # of layers with experts
+
+    def values(self, metrics: Iterable[Metric]) -> dict[str, Array]:
+        """The figures of the whole batch: means are divided by `denominator`."""
+        found = {**self.added, **self.largest}
+        denominator = jnp.maximum(self.denominator, 1)
+        return {m.name: found[m.name] / denominator if m.reduce == "mean" else found[m.name] for m in metrics if m.name in found}
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Figures of both parts."""
+        sums = jax.tree.map(jnp.add, self._additive(), other._additive())
+        return sums._replace(largest=jax.tree.map(jnp.maximum, self.largest, other.largest))
+
+    def over_devices(self, axes: tuple[str, ...]) -> "Sums":
+        """Figures of all devices along the mesh `axes`, inside a `jax.shard_map`."""
+        return jax.lax.psum(self._additive(), axes)._replace(largest=jax.lax.pmax(self.largest, axes))
+
+    def over_leading_dim(self) -> "Sums":
+        """Figures of all parts that are stacked along a leading dim."""
+        sums = jax.tree.map(lambda a: jnp.sum(a, 0), self._additive())
+        return sums._replace(largest=jax.tree.map(lambda a: jnp.max(a, 0), self.largest))
+
+    def empty(self) -> "Sums":
+        """Figures of no token, with these shapes and dtypes."""
+        sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._additive())
+        return sums._replace(largest=jax.tree.map(lambda a: jnp.full(a.shape, -jnp.inf, a.dtype), self.largest))
+
+    def _additive(self) -> "Sums":
+        return self._replace(largest={})
 
 
 class Objective(ABC):
-    """What is minimised. A batch is a NamedTuple of arrays whose fields include `tokens_BS`, first, `positions_BS`,
+    """A training objective. A batch is a NamedTuple of arrays whose fields include `tokens_BS`, first, `positions_BS`,
     `segment_ids_BS` and `random_BS`, which is None unless `with_randomness` sets it.
 
     The methods that follow `loss` have defaults; the others are what a new objective defines.
@@ -88,8 +126,12 @@ class Objective(ABC):
         return total + output.aux_loss, sums._replace(routing=join_routing(output.routing, sums.routing))
 
     def inputs(self, batch: Any, *, training: bool = True) -> Inputs:
-        """Inputs of a forward pass. Positions travel along with tokens, and a sum over tokens needs no order."""
+        """Inputs of a forward pass. Where the mesh splits the sequence they are in the order that attention wants: positions travel along
+        with tokens, and a sum over tokens needs no order.
+        """
         inputs = Inputs(batch, self.targets(batch, training=training))
+        if context_size() == 1:
+            return inputs
         strategy = self.config.mesh.context_attention
         return jax.tree.map(lambda x: in_sequence(x, strategy, back=True) if x.ndim > 1 else x, inputs)
 
@@ -110,7 +152,7 @@ class Objective(ABC):
         return BlockContext(model.angles(inputs.batch.positions_BS), inputs.batch.segment_ids_BS, inputs.batch.random_BS)
 
     def forward(self, summed: tuple[str, ...] = ()) -> Forward:
-        """How the forward pass of a batch is run."""
+        """Options of the forward pass of a batch."""
         return Forward(memory=self.config.memory, context=self.config.mesh.context_attention, summed=summed)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:

@@ -2,6 +2,6 @@
 
 from maxlm.config.axes import BATCH_AXES, RULES
 from maxlm.parallel.mesh import build_mesh
-from maxlm.parallel.sharding import constrain, mesh_axes, partition_spec, split_axes
+from maxlm.parallel.sharding import constrain, context_size, mesh_axes, partition_spec, split_axes
 
-__all__ = ["BATCH_AXES", "RULES", "build_mesh", "constrain", "mesh_axes", "partition_spec", "split_axes"]
+__all__ = ["BATCH_AXES", "RULES", "build_mesh", "constrain", "context_size", "mesh_axes", "partition_spec", "split_axes"]

@@ -32,7 +32,7 @@ from maxlm.kernels.attention import (
     with_sinks,
 )
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
-from maxlm.parallel.sharding import mesh_axes
+from maxlm.parallel.sharding import context_size, mesh_axes
 
 # B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim, V that of values
 
@@ -54,11 +54,6 @@ class _AttentionSpec:
     @property
     def options(self) -> dict[str, Any]:
         return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "implementation": self.implementation}
-
-
-def context_size() -> int:
-    """Devices over which the current mesh splits a sequence."""
-    return jax.sharding.get_abstract_mesh().shape.get(_AXIS, 1)
 
 
 def zigzag(x_BS: Shaped[Array, "B S ..."], size: int) -> Shaped[Array, "B S ..."]:

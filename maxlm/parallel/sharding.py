@@ -9,17 +9,12 @@ from maxlm.config import ConfigError
 from maxlm.config.axes import mesh_axes_of
 
 
-def split_axes(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """Axes of `mesh` larger than 1 that split each dim of a tensor with these logical axes; inside a `jax.shard_map` not those that are
-    manual there, where an array is a device's share already. Raises KeyError for an unknown logical axis.
-    """
-    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
-    return tuple(tuple(axis for axis in dim if mesh.shape.get(axis, 1) > 1 and axis not in manual) for dim in mesh_axes_of(names))
-
-
-def mesh_axes(logical: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """`split_axes` of one dim alone."""
-    return split_axes((logical,), mesh)[0]
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pin the sharding of activation `x` to its logical axes. Without a current mesh, `x` as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh, "activation"))
 
 
 def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, tensor: str) -> PartitionSpec:
@@ -49,9 +44,19 @@ def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Mesh
     return PartitionSpec(*entries)
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Pin the sharding of activation `x` to its logical axes. Without a current mesh, `x` as it is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh, "activation"))
+def split_axes(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
+    """Axes of `mesh` larger than 1 that split each dim of a tensor with these logical axes; inside a `jax.shard_map` not those that are
+    manual there, where an array is a device's share already. Raises KeyError for an unknown logical axis.
+    """
+    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    return tuple(tuple(axis for axis in dim if mesh.shape.get(axis, 1) > 1 and axis not in manual) for dim in mesh_axes_of(names))
+
+
+def mesh_axes(logical: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """`split_axes` of one dim alone."""
+    return split_axes((logical,), mesh)[0]
+
+
+def context_size() -> int:
+    """Devices over which the current mesh splits a sequence."""
+    return jax.sharding.get_abstract_mesh().shape.get("context", 1)

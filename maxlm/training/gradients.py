@@ -1,5 +1,6 @@
-"""Gradients of a batch. `program.py` chooses, once, how they are formed (`in_one_pass`, `accumulated`, or by a pipeline) and how they are
-reduced over devices: by XLA's partitioner, which is the plain case and needs no line here, or once an update by `reduced_once`.
+"""Gradients of a batch. `program.py` chooses, once, how they are computed (`in_one_pass`, `accumulated`, or by a pipeline) and how they are
+reduced over devices: by XLA's partitioner (`reduced_by_partitioner`), which is the plain case and comes first, or once an update
+(`reduced_once`).
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
 for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
@@ -24,49 +25,54 @@ from maxlm.objectives import Objective, Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
 
 Axes = tuple[str | None, ...]
-# (parameters, model state, batch) -> (sum that is differentiated, figures)
-Loss = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
-# (parameters, model state, batch, denominator) -> as `Gradients`
-Former = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
+# (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
+LossFn = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
+# (parameters, model state, batch, denominator) -> (figures, gradient of the loss over the denominator), not reduced over manual mesh axes
+GradFn = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
 # (parameters, model state, batch) -> (figures, gradient of the mean loss)
 Gradients = Callable[[Parameters, Parameters, Any], tuple[Sums, Parameters]]
 # (gradient of one device, mesh axes) -> their sum over the axes, in the same dtype
 Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
-def of_mean(objective: Objective, form: Former) -> Gradients:
-    """The gradient of the mean over the whole batch, reduced by the partitioner: it follows from how parameters and batch are split."""
+def reduced_by_partitioner(objective: Objective, grad_fn: GradFn) -> Gradients:
+    """The gradient of the mean over the global batch. XLA's partitioner inserts the reductions that the shardings of parameters and batch
+    imply.
+    """
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
-        return form(params, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
+        return grad_fn(params, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
 
     return gradients
 
 
 def in_one_pass(
-    loss: Loss, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+    loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:
-    """(figures, gradient of the loss over `denominator`) by one forward and one backward pass."""
+    """(figures, gradient of the loss over `denominator`), by one forward and one backward pass."""
 
     def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
-        total, sums = loss(params, model_state, batch)
+        total, sums = loss_fn(params, model_state, batch)
         return total / denominator, sums
 
     grads, sums = jax.grad(mean_loss, has_aux=True)(params)
     return sums, grads
 
 
+# Several microbatches.
+
+
 def accumulated(
-    microbatches: int, loss: Loss, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+    microbatches: int, loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:
-    """The same, microbatch after microbatch; gradients are added up in float32."""
+    """`in_one_pass` of one microbatch after another; gradients are summed in float32."""
     parts = split(batch, microbatches)
 
     def body(carry: tuple[Sums, Parameters], part: Any) -> tuple[tuple[Sums, Parameters], None]:
-        sums, grads = in_one_pass(loss, params, model_state, part, denominator)
+        sums, grads = in_one_pass(loss_fn, params, model_state, part, denominator)
         return (carry[0].plus(sums), jax.tree.map(jnp.add, carry[1], grads)), None
 
-    sums, _ = jax.eval_shape(partial(in_one_pass, loss), params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
+    sums, _ = jax.eval_shape(partial(in_one_pass, loss_fn), params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
     zero = sums.empty(), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
     return jax.lax.scan(body, zero, parts)[0]
 
@@ -76,6 +82,9 @@ def split(batch: Any, microbatches: int) -> Any:
     moves between devices.
     """
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
+
+
+# Reduction once an update.
 
 
 def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -88,14 +97,14 @@ def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))
 
 
-def reduced_once(config: Config, objective: Objective, form: Former, local: tuple[str, ...], add: Addition = jax.lax.psum) -> Gradients:
-    """Each device along the axes `local` forms the gradient of its own rows; they are reduced once, at the end. `add`: what sums a gradient
-    over axes along which it is whole.
+def reduced_once(config: Config, objective: Objective, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum) -> Gradients:
+    """The gradient of the mean over the global batch: each device along the mesh axes `local` computes that of its own rows, and they are
+    reduced once, at the end. `add`: what sums a gradient over axes along which it is whole.
     """
     axes = parameter_axes(config.model)
 
     def on_device(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
-        sums, grads = form(params, model_state, batch, denominator)
+        sums, grads = grad_fn(params, model_state, batch, denominator)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return sums.over_devices(local), _map(partial(_reduce, local=local, add=add), axes, grads)
 
@@ -122,6 +131,9 @@ def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...], add: Ad
         gradient = scatter_sum(gradient, "fsdp", dim)
         local = tuple(axis for axis in local if axis != "fsdp")
     return add(gradient, local) if local else gradient
+
+
+# ZeRO stage 2.
 
 
 def gather_layers(config: Config, params: Parameters) -> Parameters:

@@ -19,7 +19,16 @@ from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.metric import Metric
 from maxlm.training import pipelined
 from maxlm.training.diloco import LocalUpdates
-from maxlm.training.gradients import Former, Gradients, accumulated, gather_layers, in_one_pass, of_mean, reduced_once, reduction_axes
+from maxlm.training.gradients import (
+    GradFn,
+    Gradients,
+    accumulated,
+    gather_layers,
+    in_one_pass,
+    reduced_by_partitioner,
+    reduced_once,
+    reduction_axes,
+)
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.state import TrainState, init_state, state_shardings
 from maxlm.training.step import GlobalUpdate, Updater, build_train_step
@@ -41,26 +50,26 @@ class Program:
 
     @cached_property
     def gradients(self) -> Gradients:
-        """How gradients are formed and reduced, chosen here once:
+        """The gradients of a batch: how they are computed and reduced is chosen here, once.
 
-        formed     by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
+        computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
         reduced    once an update (`reduction_axes`); as layers are done, with whole weights (ZeRO stage 2); by the partitioner
         """
         config, objective, sizes = self.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
         loss = partial(objective.loss, summed=axes)
-        form: Former = partial(in_one_pass, loss)
+        grad_fn: GradFn = partial(in_one_pass, loss)
         if sizes.get("stage", 1) > 1:
-            form = partial(pipelined.gradients, objective, axes)
+            grad_fn = partial(pipelined.gradients, objective, axes)
         elif config.train.microbatches > 1:
-            form = partial(accumulated, config.train.microbatches, loss)
+            grad_fn = partial(accumulated, config.train.microbatches, loss)
         elif config.mesh.zero == 2:
-            form = partial(in_one_pass, lambda params, *inputs: loss(gather_layers(config, params), *inputs))
-        return reduced_once(config, objective, form, axes) if axes else of_mean(objective, form)
+            grad_fn = partial(in_one_pass, lambda params, *inputs: loss(gather_layers(config, params), *inputs))
+        return reduced_once(config, objective, grad_fn, axes) if axes else reduced_by_partitioner(objective, grad_fn)
 
     @cached_property
     def updater(self) -> Updater:
-        """How an update is made: from one gradient of the whole batch, or by workers with local updates (`diloco`)."""
+        """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`)."""
         update = GlobalUpdate(self.config, self.optimizer, self.gradients)
         diloco = self.config.diloco
         return update if diloco is None else LocalUpdates(self.config, diloco, update)

@@ -16,8 +16,7 @@ from maxlm.objectives import Objective, Sums
 from maxlm.training import guards
 from maxlm.training.gradients import Gradients
 from maxlm.training.lr_schedule import learning_rate
-from maxlm.training.model_state import update_model_state
-from maxlm.training.state import TrainState
+from maxlm.training.state import TrainState, update_model_state
 
 
 class Metrics(NamedTuple):
@@ -43,7 +42,7 @@ class Metrics(NamedTuple):
 
 
 class Updater(Protocol):
-    """How an update is made. `program.py` chooses one."""
+    """The update of an optimizer: `GlobalUpdate`, or `diloco.LocalUpdates`. `program.py` chooses one."""
 
     def init(self, state: TrainState) -> TrainState:
         """The first state, from that of one worker."""
@@ -52,27 +51,7 @@ class Updater(Protocol):
         """A NamedSharding for every leaf of the state, from those of one worker's."""
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        """(the state after one more update, figures of the batch, the norm of its gradient before clipping)."""
-
-
-class GlobalUpdate:
-    """One gradient of the whole batch an update."""
-
-    def __init__(self, config: Config, optimizer: optax.GradientTransformation, gradients: Gradients) -> None:
-        self._config, self._optimizer, self._gradients = config, optimizer, gradients
-
-    def init(self, state: TrainState) -> TrainState:
-        return state
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return shardings
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        sums, grads = self._gradients(state.params, state.model_state, batch)
-        grads, grad_norm = clip_by_global_norm(grads, self._config.optimizer.clip_norm)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        model_state = update_model_state(self._config.model, state.model_state, sums)
-        return state.advance(optax.apply_updates(state.params, updates), opt_state, model_state), sums, grad_norm
+        """(updated state, figures of the batch, norm of its gradient before clipping)."""
 
 
 def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -92,8 +71,28 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
     return train_step
 
 
+class GlobalUpdate:
+    """An update from one gradient of the whole batch: the plain case."""
+
+    def __init__(self, config: Config, optimizer: optax.GradientTransformation, gradients: Gradients) -> None:
+        self._config, self._optimizer, self._gradients = config, optimizer, gradients
+
+    def init(self, state: TrainState) -> TrainState:
+        return state
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        return shardings
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        sums, grads = self._gradients(state.params, state.model_state, batch)
+        grads, grad_norm = clip_by_global_norm(grads, self._config.optimizer.clip_norm)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        model_state = update_model_state(self._config.model, state.model_state, sums)
+        return state.advance(optax.apply_updates(state.params, updates), opt_state, model_state), sums, grad_norm
+
+
 def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:
-    """(gradients scaled down to `max_norm` if they exceed it, their norm before)."""
+    """(gradients scaled down to `max_norm` if they exceed it, their norm before that)."""
     norm = optax.tree.norm(grads)
     if max_norm is None:
         return grads, norm

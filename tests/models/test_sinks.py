@@ -17,7 +17,7 @@ def attention_of(sinks_H, x_BSD):
     params = init_parameters(config, 0)
     params["layers"]["0"]["attention"]["sinks_H"] = sinks_H[None]
     model = bind(config, params)
-    block = jax.tree.map(lambda x: x[0], model.layers[0])
+    block = jax.tree.map(lambda x: x[0], model.stack.layers[0])
     positions = jnp.broadcast_to(jnp.arange(x_BSD.shape[1]), x_BSD.shape[:2])
     return block.attention, model.angles(positions)[False], jnp.ones(x_BSD.shape[:2], jnp.int32)
 

@@ -7,7 +7,6 @@ import optax
 import pytest
 from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
-from maxlm.data.batch import Batch
 from maxlm.models import parameter_axes
 from maxlm.training.lr_schedule import learning_rate
 from maxlm.training.optimizer import build_optimizer
@@ -135,7 +134,7 @@ def test_schedules_have_their_shapes():
 
 def test_digest_tells_batches_apart():
     batch = tiny_batch()
-    one = int(digest(Batch(*map(jnp.asarray, batch))))
+    one = int(digest(jax.tree.map(jnp.asarray, batch)))
     swapped = batch.tokens_BS.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
     assert int(digest(batch._replace(tokens_BS=jnp.asarray(swapped)))) != one
