@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
+Index = Any
+
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core

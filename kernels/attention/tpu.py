@@ -20,16 +20,13 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.blocks import DEFAULT, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
+from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 _NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what masks keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.group_metadata import MetadataRefs, Visit, group_visits, row_visits
-from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
+from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE, Index, Ref
 
 # M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
@@ -33,9 +33,6 @@ SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weight
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 12 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 11 MiB on v6e
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
+from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref
 
 # M rows, D model width, F feed-forward width
 
@@ -34,9 +33,6 @@ SPILLED = 1024  # bytes of VMEM for each of these, for registers that do not fit
 HBM_BYTES = 900  # of a cycle, about: v5e 550, v5p, v6e and tpu7x 800 to 940 a core
 MOST_OVER, LEAST_PART = 1.1, 256  # times what the matrix unit takes, and rows of a part, to be chosen
 _SPARE = 4 << 20  # bytes of VMEM for what else the compiler keeps there
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 
 @dataclass(frozen=True)
