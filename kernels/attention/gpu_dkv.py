@@ -3,7 +3,7 @@
 Scores are held keys by queries: what belongs to the keys of a warpgroup then stays in its registers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,32 +22,18 @@ DKV = "attention_hopper_dkv"  # what the kernel is called in the compiled progra
 SLOTS = 2  # tiles of queries that shared memory holds
 
 
-def dkv(
-    q_BSHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    dout_BSHK: jax.Array,
-    lse_BHS: jax.Array,
-    delta_BHS: jax.Array,
-    segments_BS: jax.Array,
-    shape: Shape,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of k and v. Heads that share keys come one after the other, and dk and dv stay in registers all the time.
-
-    `lse_BHS` in base 2; `delta_BHS`: sum of output times its gradient, less that of the logsumexp.
+def dkv(operands: Mapping[str, jax.Array], shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, of the operands of `dq`. Heads that share keys come one after the other, and dk and dv stay in registers all
+    the time.
     """
-    batch, dtype, width = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim
+    q_BSHK, k_BSGK, v_BSGK, lse_BHS = (operands[name] for name in ("q", "k", "v", "lse"))
+    batch, dtype, width, rows = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim, shape.parts * ROWS
     keys, queries = hopper.swizzled((shape.parts, ROWS, width), dtype), hopper.swizzled((SLOTS, shape.queries, width), dtype)
-    rows = shape.parts * ROWS
     operands = {
-        "bounds": query_bounds(segments_BS, rows, shape.window),
-        "q": q_BSHK,
-        "k": k_BSGK,
-        "v": v_BSGK,
-        "dout": dout_BSHK,
+        "bounds": query_bounds(operands["segments"], rows, shape.window),
+        **operands,
         "lse": -lse_BHS if shape.softcap is not None else lse_BHS * (-1.0 / shape.slope),
-        "delta": -delta_BHS,
-        "segments": segments_BS,
+        "delta": -operands["delta"],
         "places": jnp.arange(shape.queries, dtype=jnp.int32),
     }
     scratch = {
@@ -75,7 +61,7 @@ def dkv(
         operands,
         {"dk": jax.ShapeDtypeStruct(k_BSGK.shape, dtype), "dv": jax.ShapeDtypeStruct(v_BSGK.shape, dtype)},
         scratch,
-        cost_of(4, batch, shape, [q_BSHK, dout_BSHK, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
+        cost_of(4, batch, shape, [q_BSHK, q_BSHK, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
     )
     return dk_BSGK, dv_BSGK
 

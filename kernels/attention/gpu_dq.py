@@ -5,6 +5,7 @@ add up dq in HBM, either in the order in which they come to it, which no two run
 in the registers of one warpgroup, which takes tiles of keys in the same order every time.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -21,18 +22,9 @@ from maxlm.kernels.hopper import BY_ROW, Index
 DQ = "attention_hopper_dq"  # what the kernel is called in the compiled program
 
 
-def dq(
-    q_BSHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    dout_BSHK: jax.Array,
-    lse_BHS: jax.Array,
-    delta_BHS: jax.Array,
-    segments_BS: jax.Array,
-    shape: Shape,
-) -> jax.Array:
-    """Gradient of q. `lse_BHS` in base 2; `delta_BHS`: sum of output times its gradient, less that of the logsumexp."""
-    dtype = q_BSHK.dtype
+def dq(operands: Mapping[str, jax.Array], shape: Shape) -> jax.Array:
+    """Gradient of q, by q, k, v, dout, segments, lse in base 2 and delta: sum of output times its gradient, less that of the logsumexp."""
+    q_BSHK, dtype = operands["q"], operands["q"].dtype
     scratch = {
         "q_tile": hopper.swizzled((2, ROWS, shape.head_dim), dtype),  # later dq
         "dout_tile": hopper.swizzled((2, ROWS, shape.head_dim), dtype),
@@ -42,7 +34,6 @@ def dq(
         **key_scratch(shape, 1 if shape.head_dim > 128 else 2, dtype),  # of 256 columns no second one fits into shared memory
         "q_full": plgpu.Barrier(num_arrivals=6, num_barriers=2),
     }
-    operands = {"q": q_BSHK, "k": k_BSGK, "v": v_BSGK, "dout": dout_BSHK, "lse": lse_BHS, "delta": delta_BHS, "segments": segments_BS}
     results = {"dq": jax.ShapeDtypeStruct(q_BSHK.shape, dtype)}
     return launch_on_queries(_QueryTile, DQ, shape, operands, results, scratch, matmuls=3)[0]
 

@@ -398,17 +398,8 @@ class _Softmax:
         )
 
 
-def _forward_kernel(
-    shape: _Shape,
-    ranges_ref: Ref,
-    q_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    segments_ref: Ref,
-    out_ref: Ref,
-    lse_ref: Ref,
-    *sums: Ref,
-) -> None:
+def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
+    ranges_ref, q_ref, k_ref, v_ref, segments_ref, out_ref, lse_ref, *sums = refs
     b, i = pl.program_id(0), pl.program_id(2)
     softmax = _Softmax(shape, i, q_ref, k_ref, v_ref, segments_ref, *sums)
 
@@ -493,30 +484,11 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(
-        block_ranges(segments_B2S, shape.block),
-        q_BHSK,
-        out_BSN,
-        dout_BSN,
-        k_BGSK,
-        v_BGSV,
-        segments_B2S,
-        *rows,
-    )
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
 
 
-def _backward_kernel(
-    shape: _Shape,
-    rows: int,
-    ranges_ref: Ref,
-    q_ref: Ref,
-    out_ref: Ref,
-    dout_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    segments_ref: Ref,
-    *refs: Ref,
-) -> None:
+def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
+    ranges_ref, q_ref, out_ref, dout_ref, k_ref, v_ref, segments_ref, *refs = refs  # type: ignore[assignment]
     (lse_ref, *dlse_refs), (dq_ref, dk_ref, dv_ref, *sums) = refs[:rows], refs[rows:]
     b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     delta_ref, dq_sum, dk_sum, dv_sum = sums

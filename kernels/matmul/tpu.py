@@ -143,17 +143,9 @@ def gated_forward(
     return _call(kernel, FORWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
-def _forward_kernel(
-    block: Block,
-    act: Callable[[jax.Array], jax.Array],
-    between: jnp.dtype,
-    x_ref: Ref,
-    gate_weights_ref: Ref,
-    up_weights_ref: Ref,
-    hidden_ref: Ref,
-    gate_ref: Ref,
-    up_ref: Ref,
-) -> None:
+def _forward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
+    x_ref, gate_weights_ref, up_weights_ref, hidden_ref, gate_ref, up_ref = refs
+
     def run(rows: pl.Slice) -> None:
         weights = (gate_weights_ref, up_weights_ref)
         gate_MF, up_MF = (jnp.dot(x_ref[rows, :], w_ref[...], preferred_element_type=jnp.float32).astype(x_ref.dtype) for w_ref in weights)
@@ -183,18 +175,9 @@ def gated_backward(
     return _call(kernel, BACKWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
-def _backward_kernel(
-    block: Block,
-    act: Callable[[jax.Array], jax.Array],
-    between: jnp.dtype,
-    dy_ref: Ref,
-    down_ref: Ref,
-    gate_ref: Ref,
-    up_ref: Ref,
-    hidden_ref: Ref,
-    dgate_ref: Ref,
-    dup_ref: Ref,
-) -> None:
+def _backward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
+    dy_ref, down_ref, gate_ref, up_ref, hidden_ref, dgate_ref, dup_ref = refs
+
     def run(rows: pl.Slice) -> None:
         over_D = (((1,), (1,)), ((), ()))
         dhidden = jax.lax.dot_general(dy_ref[rows, :], down_ref[...], over_D, preferred_element_type=jnp.float32)

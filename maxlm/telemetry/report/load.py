@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
-from maxlm.telemetry.observer import Event, is_step
+from maxlm.telemetry.observer import Event, is_number, is_step
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
@@ -144,7 +144,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
     columns: dict[str, tuple[array, array]] = {}
     for record in _objects(path, notes):
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            if name != "step" and is_number(value):
                 steps, values = columns.setdefault(name, (array("d"), array("d")))
                 steps.append(record["step"])
                 values.append(value)

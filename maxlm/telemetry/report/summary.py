@@ -10,6 +10,7 @@ import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.goodput import PARTS
+from maxlm.telemetry.observer import is_number
 from maxlm.telemetry.report.load import Run, Series, eval_loss
 
 FINISHED = ("done", "nothing_left")
@@ -200,4 +201,4 @@ def _as_sentence(text: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return float(value) if is_number(value) and math.isfinite(value) else None
