@@ -21,6 +21,11 @@ CORES = {"TPU v5": 2}  # of a device, where more than one: a parallel dim of the
 _log = logging.getLogger(__name__)
 
 
+def vmem_bytes(kind: str) -> int:
+    """VMEM that a kernel may take on a kind of TPU; the most of all kinds where it is interpreted, on none."""
+    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))
+
+
 def device() -> tuple[str, str]:
     """Platform and kind of the devices of the current mesh: programs are also compiled ahead of time, without the hardware."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device

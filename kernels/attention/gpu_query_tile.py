@@ -150,6 +150,7 @@ def launch_on_queries(
 ) -> tuple[jax.Array, ...]:
     """Results of `tile` on every block of queries. `matmuls`: of a tile of scores."""
     batch, segments_BS = len(operands["q"]), operands["segments"]
+    arrays: list[jax.Array | jax.ShapeDtypeStruct] = [*operands.values(), *results.values()]
     bounds, places = block_bounds(segments_BS, shape.keys, shape.window), jnp.arange(shape.keys, dtype=jnp.int32)
     return hopper.launch(
         lambda refs: tile.of_block(refs, shape).run_block(),
@@ -158,5 +159,5 @@ def launch_on_queries(
         {"bounds": bounds, **operands, "places": places},
         results,
         scratch,
-        cost_of(matmuls, batch, shape, [x for x in (*operands.values(), *results.values()) if x.ndim == 4]),
+        cost_of(matmuls, batch, shape, [x for x in arrays if x.ndim == 4]),
     )

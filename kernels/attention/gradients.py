@@ -32,10 +32,11 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
         out, lse = forward(q, k, v, segments, shape)
         return out, lse if logsumexp else None
 
-    def save(*operands: Any) -> tuple[tuple[jax.Array, jax.Array | None], Saved]:
-        *tensors, shape, logsumexp = operands
-        out, lse = (checkpoint_name(x, SAVED) for x in forward(*tensors, shape))
-        return (out, lse if logsumexp else None), (*tensors, out, lse)
+    def save(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any, logsumexp: bool
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Saved]:
+        out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, shape))
+        return (out, lse if logsumexp else None), (q, k, v, segments, out, lse)
 
     def pull(shape: Any, logsumexp: bool, saved: Saved, cotangents: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array | None, ...]:
         dout, dlse = cotangents

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref
+from maxlm.kernels.platform import LANES, WIDE, Index, Ref, vmem_bytes
 
 # M rows, D model width, F feed-forward width
 
@@ -93,12 +93,8 @@ def blocks_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, w
         cycles = weights * max(wide, side) * d_model / (4 * side**2)  # multiplications of 4 units of 128 by 128, or 2 of 256 twice
         if not (rows % high or d_ff % wide or high % part) and (part * cycles <= MOST_CYCLES or part == SIZES[-1]):
             found.append(Block(high, wide, part, weights, d_model, cycles))
-    fitting = (block for block in found if block.vmem(itemsize) <= _vmem(kind))
+    fitting = (block for block in found if block.vmem(itemsize) <= vmem_bytes(kind))
     return sorted(fitting, key=lambda block: (block.time(itemsize), -block.rows * block.columns))
-
-
-def _vmem(kind: str) -> int:
-    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
 
 
 def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
@@ -107,7 +103,7 @@ def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> 
         if size % LANES:
             return f"{name} of a device, {size}, is no multiple of {LANES}"
     if None in (block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights) for weights in (2, 1)):
-        return f"rows of {d_model} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that are available on {kind}"
+        return f"rows of {d_model} do not fit into the {vmem_bytes(kind) >> 20} MiB of VMEM that are available on {kind}"
     return ""
 
 
@@ -237,6 +233,6 @@ def _call(
             transcendentals=rows * d_ff,
             bytes_accessed=dtype.itemsize * (sum(x.size for x, _ in operands) + again + 3 * rows * d_ff),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem(kind)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes(kind)),
         interpret=interpret,
     )(*(x for x, _ in operands))

@@ -43,10 +43,6 @@ class StepRecord:
         known["time"] = round(self.time, 3)
         return {**known, **self.extra, **known}  # an extra never replaces one of the fields
 
-    def to_json(self) -> str:
-        """One line of strict JSON: what is not finite is null."""
-        return dumps(self.to_dict())
-
 
 @dataclass(frozen=True)
 class Event:
