@@ -514,7 +514,8 @@ def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
         def _(i: Index) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
             clear(dq_sum, queries)
-            delta_1Q = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
+            mixed_QV = out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32)
+            delta_1Q = jnp.sum(mixed_QV.T, axis=0, keepdims=True)
             delta_ref[:, queries] = functools.reduce(lambda delta, dlse_ref: delta - dlse_ref[0, 0, :, queries], dlse_refs, delta_1Q)
 
     @pl.when(r == 0)
@@ -562,11 +563,6 @@ def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
 def _sum_order(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
     """A pair (for tokens, for head dim), in the order in which gradients are summed."""
     return (pair[1], pair[0]) if shape.flipped else pair
-
-
-def _row_sums(x_QK: jax.Array) -> jax.Array:
-    """The sum of every row, as a row."""
-    return jnp.sum(x_QK.T, axis=0, keepdims=True)
 
 
 def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:

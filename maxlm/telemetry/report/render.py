@@ -256,12 +256,11 @@ def _differences(runs: Sequence[Run]) -> str:
     differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
     if not differing:
         return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
-    rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
+    rows = [
+        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–" for flat in flats)]
+        for key in differing
+    ]
     return f"<section><h2>Differing settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
-
-
-def _setting(flat: dict[str, Any], key: str) -> str:
-    return f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–"
 
 
 def _yaml_text(value: Any) -> str:

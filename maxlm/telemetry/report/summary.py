@@ -69,7 +69,7 @@ def figures_of(run: Run) -> Figures:
         goodput=_goodput(run),
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
-        hardware=_hardware(start),
+        hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
     )
 
 
@@ -158,11 +158,6 @@ def _start_data(run: Run) -> dict[str, Any]:
         if event.kind == "start":
             data.update(event.data)
     return data
-
-
-def _hardware(start: dict[str, Any]) -> str:
-    devices, kind = start.get("devices"), start.get("device_kind")
-    return f"{devices} x {kind}" if devices and kind else ""
 
 
 def _wall_time(run: Run) -> float | None:
