@@ -6,14 +6,17 @@ result too; two compute, 64 rows each, and sums stay in their registers.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxlm.kernels.platform import Index, Ref
 
 DEVICES = ("H100", "H200")  # kinds of device that have Hopper's wgmma
 MEMORY, COMPUTE = 24, 240  # registers a thread of a warpgroup, of 512 a lane of an SM; multiples of 8
@@ -30,8 +33,6 @@ BLOCKS = 132  # thread blocks, one for each multiprocessor
 FEWER = {"NVIDIA H100 PCIe": 114}  # of them, by kind of device: those too many would run after the others
 
 T = TypeVar("T")
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 Product = tuple[Ref, Ref, int | None]  # what a wgmma multiplies, and which of the two is to be transposed
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 takes no index
 
@@ -44,6 +45,49 @@ def blocks_of(kind: str) -> int:
 def slot_of(step: Index) -> Index:
     """The stage that a step takes."""
     return jax.lax.rem(step, jnp.int32(STAGES))
+
+
+def launch(
+    run: Callable[[Any], None],
+    name: str,
+    grid: Mapping[str, int],
+    operands: Mapping[str, jax.Array],
+    results: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    cost: pl.CostEstimate,
+) -> tuple[jax.Array, ...]:
+    """Results of a kernel of three warpgroups a thread block; `run` gets references to operands, results and shared memory, by name."""
+    names = (*operands, *results, *scratch)
+
+    def body(*refs: Ref) -> None:
+        def scoped(*memory: Ref) -> None:
+            run(SimpleNamespace(**dict(zip(names, (*refs, *memory), strict=True))))
+
+        pl.run_scoped(scoped, *scratch.values(), collective_axes="warpgroup")
+
+    kernel = pl.kernel(
+        body,
+        out_type=tuple(results.values()),
+        mesh=plgpu.Mesh(grid=(*grid.values(),), grid_names=(*grid,), num_threads=3, thread_name="warpgroup", kernel_name=name),
+        compiler_params=COMPILER_PARAMS,
+        cost_estimate=cost,
+        name=name,
+    )
+    return kernel(*operands.values())
+
+
+def by_warpgroup(warpgroup: Index, memory: Callable[[], None], compute: Callable[[], None]) -> None:
+    """Run `memory` on the last of three warpgroups and `compute` on the others, with the registers that each needs."""
+
+    @pl.when(warpgroup == 2)
+    def _() -> None:
+        plgpu.set_max_registers(MEMORY, action="decrease")
+        memory()
+
+    @pl.when(warpgroup < 2)
+    def _() -> None:
+        plgpu.set_max_registers(COMPUTE, action="increase")
+        compute()
 
 
 @dataclass(frozen=True)
@@ -60,20 +104,18 @@ class Block:
     def run(self) -> None:
         warpgroup = jax.lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == 2)
-        def _() -> None:
-            plgpu.set_max_registers(MEMORY, action="decrease")
+        def memory() -> None:
             steps = self.walk(self.fetch)
 
             @pl.loop(jnp.maximum(steps - STAGES, 0), steps)
             def _(step: Index) -> None:  # no barrier is left before all have passed it
                 plgpu.barrier_wait(self.refs.free.at[slot_of(step)])
 
-        @pl.when(warpgroup < 2)
-        def _() -> None:
-            plgpu.set_max_registers(COMPUTE, action="increase")
+        def compute() -> None:
             self.walk(lambda i, j, first: self.compute(warpgroup, i, j, first))
             plgpu.wait_smem_to_gmem(0)
+
+        by_warpgroup(warpgroup, memory, compute)
 
     def walk(self, visit: Callable[[Index, Index, Index], None]) -> Index:
         """visit(tile of rows, tile of columns, its first step) for each tile of this thread block; returns how many steps they take."""

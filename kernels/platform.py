@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
+Index = Any
+
 LANES = 128
 WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as narrow as a head would fill half of it
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
@@ -16,6 +19,11 @@ GPUS = ("gpu", "cuda")  # names of platforms with NVIDIA's GPUs
 CORES = {"TPU v5": 2}  # of a device, where more than one: a parallel dim of the grid is split between them
 
 _log = logging.getLogger(__name__)
+
+
+def vmem_bytes(kind: str) -> int:
+    """VMEM that a kernel may take on a kind of TPU; the most of all kinds where it is interpreted, on none."""
+    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))
 
 
 def device() -> tuple[str, str]:

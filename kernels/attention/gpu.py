@@ -66,8 +66,8 @@ def _gradients(saved: Saved, dout_BSHK: jax.Array, dlse_BHS: jax.Array | None, s
     delta_BHS = jnp.einsum("BSHK,BSHK->BHS", out_BSHK, dout_BSHK, preferred_element_type=jnp.float32)
     if dlse_BHS is not None:
         delta_BHS -= dlse_BHS
-    operands = (q_BSHK, k_BSGK, v_BSGK, dout_BSHK, lse_BHS, delta_BHS, segments_BS)
-    return dq(*operands, shape), *dkv(*operands, shape)
+    operands = {"q": q_BSHK, "k": k_BSGK, "v": v_BSGK, "dout": dout_BSHK, "lse": lse_BHS, "delta": delta_BHS, "segments": segments_BS}
+    return dq(operands, shape), *dkv(operands, shape)
 
 
 _attention = differentiable(forward, _gradients)

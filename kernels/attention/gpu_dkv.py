@@ -3,35 +3,18 @@
 Scores are held keys by queries: what belongs to the keys of a warpgroup then stays in its registers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, Side, bend, cost_of, hidden_keys, mesh_of, query_bounds, slopes
-from maxlm.kernels.hopper import (
-    BY_COLUMN,
-    BY_ROW,
-    COMPILER_PARAMS,
-    COMPUTE,
-    MEMORY,
-    Index,
-    Ref,
-    accumulator,
-    across,
-    add_product,
-    count_rows,
-    laid_out,
-    load,
-    opaque,
-    overlapped_transposed_product,
-    swizzled,
-    transposed_product,
-)
+from maxlm.kernels import hopper
+from maxlm.kernels.attention.gpu_tiles import BLOCK, ROWS, Shape, Side, bend, cost_of, hidden_keys, query_bounds, slopes
+from maxlm.kernels.hopper import BY_COLUMN, BY_ROW, Index, Ref
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, T keys and Q queries of a tile
 
@@ -39,90 +22,51 @@ DKV = "attention_hopper_dkv"  # what the kernel is called in the compiled progra
 SLOTS = 2  # tiles of queries that shared memory holds
 
 
-def dkv(
-    q_BSHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    dout_BSHK: jax.Array,
-    lse_BHS: jax.Array,
-    delta_BHS: jax.Array,
-    segments_BS: jax.Array,
-    shape: Shape,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of k and v. Heads that share keys come one after the other, and dk and dv stay in registers all the time.
-
-    `lse_BHS` in base 2; `delta_BHS`: sum of output times its gradient, less that of the logsumexp.
+def dkv(operands: Mapping[str, jax.Array], shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, of the operands of `dq`. Heads that share keys come one after the other, and dk and dv stay in registers all
+    the time.
     """
-    batch, dtype, width = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim
-    keys, queries = swizzled((shape.parts, ROWS, width), dtype), swizzled((SLOTS, shape.queries, width), dtype)
-    scratch = (
-        *(keys, keys, queries, queries),
-        swizzled((ROWS, ROWS), jnp.float32) if shape.parts == 1 else plgpu.SMEM((ROWS,), jnp.float32),
-        *(plgpu.SMEM((SLOTS, shape.queries), kind) for kind in (jnp.float32, jnp.float32, jnp.int32)),
-        plgpu.SMEM((shape.parts, ROWS), jnp.int32),
-        plgpu.SMEM((shape.parts, shape.queries), jnp.int32),
-        plgpu.Barrier(num_arrivals=4, num_barriers=shape.parts),
-        plgpu.Barrier(num_arrivals=5, num_barriers=SLOTS),
-        plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
-        plgpu.Barrier(),
-        plgpu.Barrier(),
+    q_BSHK, k_BSGK, v_BSGK, lse_BHS = (operands[name] for name in ("q", "k", "v", "lse"))
+    batch, dtype, width, rows = q_BSHK.shape[0], q_BSHK.dtype, shape.head_dim, shape.parts * ROWS
+    keys, queries = hopper.swizzled((shape.parts, ROWS, width), dtype), hopper.swizzled((SLOTS, shape.queries, width), dtype)
+    operands = {
+        "bounds": query_bounds(operands["segments"], rows, shape.window),
+        **operands,
+        "lse": -lse_BHS if shape.softcap is not None else lse_BHS * (-1.0 / shape.slope),
+        "delta": -operands["delta"],
+        "places": jnp.arange(shape.queries, dtype=jnp.int32),
+    }
+    scratch = {
+        "k_tile": keys,  # for each warpgroup, later overwritten by its results
+        "v_tile": keys,
+        "q_tile": queries,
+        "dout_tile": queries,
+        # Weights, less what the cap takes off, from the warpgroup of dv to that of dk, where they are two.
+        "slopes": hopper.swizzled((ROWS, ROWS), jnp.float32) if shape.parts == 1 else plgpu.SMEM((ROWS,), jnp.float32),
+        "lse_row": plgpu.SMEM((SLOTS, shape.queries), jnp.float32),
+        "delta_row": plgpu.SMEM((SLOTS, shape.queries), jnp.float32),
+        "query_segments": plgpu.SMEM((SLOTS, shape.queries), jnp.int32),
+        "key_segments": plgpu.SMEM((shape.parts, ROWS), jnp.int32),
+        "query_places": plgpu.SMEM((shape.parts, shape.queries), jnp.int32),
+        "k_full": plgpu.Barrier(num_arrivals=4, num_barriers=shape.parts),
+        "q_full": plgpu.Barrier(num_arrivals=5, num_barriers=SLOTS),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+        "slopes_full": plgpu.Barrier(),
+        "slopes_free": plgpu.Barrier(),
+    }
+    dk_BSGK, dv_BSGK = hopper.launch(
+        lambda refs: _dkv_block(refs, shape),
+        DKV,
+        {"head": shape.groups, "block": shape.seq_len // rows, "batch": batch},
+        operands,
+        {"dk": jax.ShapeDtypeStruct(k_BSGK.shape, dtype), "dv": jax.ShapeDtypeStruct(v_BSGK.shape, dtype)},
+        scratch,
+        cost_of(4, batch, shape, [q_BSHK, q_BSHK, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
     )
-
-    def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: _dkv_block(_DkvRefs(*refs, *scoped), shape), *scratch, collective_axes="warpgroup")
-
-    return pl.kernel(
-        body,
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in (k_BSGK, v_BSGK)),
-        mesh=mesh_of((shape.groups, shape.seq_len // (shape.parts * ROWS), batch), DKV),
-        compiler_params=COMPILER_PARAMS,
-        cost_estimate=cost_of(4, batch, shape, [q_BSHK, dout_BSHK, k_BSGK, k_BSGK, v_BSGK, v_BSGK]),
-        name=DKV,
-    )(
-        query_bounds(segments_BS, shape.parts * ROWS, shape.window),
-        q_BSHK,
-        k_BSGK,
-        v_BSGK,
-        dout_BSHK,
-        -lse_BHS if shape.softcap is not None else lse_BHS * (-1.0 / shape.slope),
-        -delta_BHS,
-        segments_BS,
-        jnp.arange(shape.queries, dtype=jnp.int32),
-    )
+    return dk_BSGK, dv_BSGK
 
 
-class _DkvRefs(NamedTuple):
-    """References of the kernel: operands, results, and memory shared by its warpgroups; barriers are passed once a tile is full or free."""
-
-    bounds: Ref
-    q: Ref
-    k: Ref
-    v: Ref
-    dout: Ref
-    lse: Ref
-    delta: Ref
-    segments: Ref
-    places: Ref
-    dk: Ref
-    dv: Ref
-    k_tile: Ref  # a tile for each warpgroup, later overwritten by its results
-    v_tile: Ref
-    q_tile: Ref
-    dout_tile: Ref
-    slopes: Ref  # weights, less what the cap takes off, from the warpgroup of dv to that of dk, where they are two
-    lse_row: Ref
-    delta_row: Ref
-    query_segments: Ref
-    key_segments: Ref
-    query_places: Ref
-    k_full: Ref
-    q_full: Ref
-    free: Ref
-    slopes_full: Ref
-    slopes_free: Ref
-
-
-def _dkv_block(refs: _DkvRefs, shape: Shape) -> None:
+def _dkv_block(refs: Any, shape: Shape) -> None:
     """One block of keys of one head: the first ones first, since they take longest. Queries from the diagonal on."""
     warpgroup = jax.lax.axis_index("warpgroup")
     j, b = jax.lax.axis_index("block"), jax.lax.axis_index("batch")
@@ -130,15 +74,7 @@ def _dkv_block(refs: _DkvRefs, shape: Shape) -> None:
     first = j * (shape.parts * ROWS // shape.queries)
     columns = (_Columns if shape.parts == 2 else _WideColumns)(refs, shape, warpgroup, b, j, first, end, whole)
 
-    @pl.when(warpgroup == 2)
-    def _() -> None:
-        plgpu.set_max_registers(MEMORY, action="decrease")
-        columns.fetch()
-
-    @pl.when(warpgroup < 2)
-    def _() -> None:
-        plgpu.set_max_registers(COMPUTE, action="increase")
-        columns.run()
+    hopper.by_warpgroup(warpgroup, columns.fetch, columns.run)
 
 
 @dataclass(frozen=True)
@@ -148,7 +84,7 @@ class _Columns:
     Queries before tile `whole` that do not share a block with these keys see all of them.
     """
 
-    refs: _DkvRefs
+    refs: Any
     shape: Shape
     warpgroup: Index
     b: Index
@@ -229,7 +165,7 @@ class _Columns:
         return pl.ds((self.j * self.shape.parts + part) * ROWS, ROWS)
 
     def _zero(self) -> jax.Array:
-        return laid_out(jnp.zeros((ROWS, self.shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, self.shape)
+        return hopper.laid_out(jnp.zeros((ROWS, self.shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, self.shape)
 
     def _store(self, total: jax.Array, tile_ref: Ref, ref: Ref, part: Index) -> None:
         tile_ref[part] = total.astype(ref.dtype)
@@ -246,10 +182,10 @@ class _Columns:
 
     def _weights(self, i: Index, slot: Index) -> tuple[jax.Array, jax.Array]:
         """(weights of these keys for a tile of queries, gradients of their scores) [T, Q]."""
-        refs, shape, part = self.refs, self.shape, opaque(self.warpgroup)
+        refs, shape, part = self.refs, self.shape, hopper.opaque(self.warpgroup)
         scores = self._scores(i, slot, part)
-        delta = load(refs.delta_row.at[slot], BY_COLUMN, shape)
-        dweights, (weights, formed) = overlapped_transposed_product(
+        delta = hopper.load(refs.delta_row.at[slot], BY_COLUMN, shape)
+        dweights, (weights, formed) = hopper.overlapped_transposed_product(
             refs.v_tile.at[part], refs.dout_tile.at[slot], lambda: self._weigh(scores, slot), shape, delta
         )
         return weights, (formed * dweights).astype(refs.q.dtype)
@@ -260,14 +196,14 @@ class _Columns:
         Where possible the product accumulates onto the row's offset, which then needs no registers of its own.
         """
         refs, shape = self.refs, self.shape
-        start = load(refs.lse_row.at[slot], BY_COLUMN, shape) if shape.softcap is None else None
-        return self._masked(i, slot, bend(transposed_product(refs.k_tile.at[part], refs.q_tile.at[slot], shape, start), shape))
+        start = hopper.load(refs.lse_row.at[slot], BY_COLUMN, shape) if shape.softcap is None else None
+        return self._masked(i, slot, bend(hopper.transposed_product(refs.k_tile.at[part], refs.q_tile.at[slot], shape, start), shape))
 
     def _weigh(self, scores: jax.Array, slot: Index) -> tuple[jax.Array, jax.Array]:
         """(weights, those less what the cap takes off)."""
         shape, based = self.shape, scores * self.shape.slope
         if shape.softcap is not None:
-            based += across(load(self.refs.lse_row.at[slot], BY_COLUMN, shape), self.dims, 1)
+            based += hopper.across(hopper.load(self.refs.lse_row.at[slot], BY_COLUMN, shape), self.dims, 1)
         weights = jnp.exp2(based)
         return weights.astype(self.refs.q.dtype), slopes(weights, scores, shape)
 
@@ -276,10 +212,10 @@ class _Columns:
         offset = i * shape.queries - (self.j * shape.parts + mine) * ROWS
 
         def masked(scores: jax.Array) -> jax.Array:
-            queries = load(refs.query_segments.at[slot], BY_COLUMN, shape)
-            query_at = load(refs.query_places.at[mine], BY_COLUMN, shape) + offset
-            keys = load(refs.key_segments.at[mine], BY_ROW, shape)
-            unseen = hidden_keys(Side(queries, query_at), Side(keys, count_rows(ROWS, shape)), 1, self.dims, shape, ordered=False)
+            queries = hopper.load(refs.query_segments.at[slot], BY_COLUMN, shape)
+            query_at = hopper.load(refs.query_places.at[mine], BY_COLUMN, shape) + offset
+            keys = hopper.load(refs.key_segments.at[mine], BY_ROW, shape)
+            unseen = hidden_keys(Side(queries, query_at), Side(keys, hopper.count_rows(ROWS, shape)), 1, self.dims, shape, ordered=False)
             return jnp.where(unseen, shape.unseen, scores)
 
         own_block = self.j * (shape.parts * ROWS) // BLOCK
@@ -290,7 +226,7 @@ class _Columns:
         """(dk, dv) with those of a tile of queries."""
         q_ref, dout_ref = self.refs.q_tile.at[slot], self.refs.dout_tile.at[slot]
         if self.shape.interpret:
-            return add_product(dk, dscores, q_ref, self.shape), add_product(dv, weights, dout_ref, self.shape)
+            return hopper.add_product(dk, dscores, q_ref, self.shape), hopper.add_product(dv, weights, dout_ref, self.shape)
 
         def run(dk_ref: Ref, dv_ref: Ref) -> tuple[jax.Array, jax.Array]:
             dk_ref[...], dv_ref[...] = dk, dv
@@ -298,7 +234,7 @@ class _Columns:
             plgpu.wgmma(dk_ref, dscores, q_ref)
             return dk_ref[...], dv_ref[...]
 
-        return pl.run_scoped(run, *[accumulator(dk.shape)] * 2)
+        return pl.run_scoped(run, *[hopper.accumulator(dk.shape)] * 2)
 
 
 @dataclass(frozen=True)
@@ -328,25 +264,25 @@ class _WideColumns(_Columns):
             plgpu.wait_smem_to_gmem(0)
 
     def _add_dv(self, head: Index, i: Index, step: Index, dv: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, opaque(self._slot(step))
+        refs, shape, slot = self.refs, self.shape, hopper.opaque(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
-        weights, formed = self._weigh(self._scores(i, slot, opaque(0)), slot)
+        weights, formed = self._weigh(self._scores(i, slot, hopper.opaque(0)), slot)
         pl.when(step > 0)(lambda: plgpu.barrier_wait(refs.slopes_free))
         refs.slopes[...] = formed
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.slopes_full)
-        dv = add_product(dv, weights, refs.dout_tile.at[slot], shape)
+        dv = hopper.add_product(dv, weights, refs.dout_tile.at[slot], shape)
         plgpu.barrier_arrive(refs.free.at[slot])
         return dv
 
     def _add_dk(self, head: Index, i: Index, step: Index, dk: jax.Array) -> jax.Array:
-        refs, shape, slot = self.refs, self.shape, opaque(self._slot(step))
+        refs, shape, slot = self.refs, self.shape, hopper.opaque(self._slot(step))
         plgpu.barrier_wait(refs.q_full.at[slot])
-        delta = load(refs.delta_row.at[slot], BY_COLUMN, shape)
-        dweights = transposed_product(refs.v_tile.at[opaque(0)], refs.dout_tile.at[slot], shape, delta)
+        delta = hopper.load(refs.delta_row.at[slot], BY_COLUMN, shape)
+        dweights = hopper.transposed_product(refs.v_tile.at[hopper.opaque(0)], refs.dout_tile.at[slot], shape, delta)
         plgpu.barrier_wait(refs.slopes_full)
-        dscores = load(refs.slopes, plgpu.Layout.WGMMA, shape) * dweights
+        dscores = hopper.load(refs.slopes, plgpu.Layout.WGMMA, shape) * dweights
         plgpu.barrier_arrive(refs.slopes_free)
-        dk = add_product(dk, dscores.astype(refs.q.dtype), refs.q_tile.at[slot], shape)
+        dk = hopper.add_product(dk, dscores.astype(refs.q.dtype), refs.q_tile.at[slot], shape)
         plgpu.barrier_arrive(refs.free.at[slot])
         return dk

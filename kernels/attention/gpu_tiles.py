@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from maxlm.kernels.attention.gradients import LOG2E
@@ -144,11 +143,7 @@ def _overlap(segments_BS: Int[Array, "B S"], keys: int, window: int | None) -> t
     return some, every
 
 
-def mesh_of(grid: tuple[int, ...], name: str) -> plgpu.Mesh:
-    return plgpu.Mesh(grid=grid, grid_names=("head", "block", "batch"), num_threads=3, thread_name="warpgroup", kernel_name=name)
-
-
-def cost_of(matmuls: int, batch: int, shape: Shape, arrays: list[jax.Array]) -> pl.CostEstimate:
+def cost_of(matmuls: int, batch: int, shape: Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
     """Cost for sequences of one document each: FLOPs of the scores that are formed, bytes between HBM and the chip."""
     scores = batch * shape.heads * computed_pairs(shape.seq_len, shape.head_dim, shape.window)
     return pl.CostEstimate(

@@ -25,42 +25,27 @@ Backward = Callable[[Saved, jax.Array, jax.Array | None, Any], Gradients]
 def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
     """(q, k, v, segments, shape, logsumexp) to the output and, if requested, logsumexp in nats, -inf where a query attends to nothing."""
 
-    def save(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> tuple[jax.Array, jax.Array, Saved]:
-        out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, shape))
-        return out, lse, (q, k, v, segments, out, lse)
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-    def alone(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> jax.Array:
-        return forward(q, k, v, segments, shape)[0]
-
-    def alone_forward(*operands: Any) -> tuple[jax.Array, Saved]:
-        out, _, saved = save(*operands)
-        return out, saved
-
-    def alone_backward(shape: Any, saved: Saved, dout: jax.Array) -> tuple[jax.Array | None, ...]:
-        return *backward(saved, dout, None, shape), None
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any) -> tuple[jax.Array, jax.Array]:
-        return forward(q, k, v, segments, shape)
-
-    def both_forward(*operands: Any) -> tuple[tuple[jax.Array, jax.Array], Saved]:
-        out, lse, saved = save(*operands)
-        return (out, lse), saved
-
-    def both_backward(shape: Any, saved: Saved, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
-        dout, dlse = cotangents
-        return *backward(saved, dout, dlse * LOG2E, shape), None
-
-    alone.defvjp(alone_forward, alone_backward)
-    both.defvjp(both_forward, both_backward)
-
-    def run(
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+    def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any, logsumexp: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        if not logsumexp:
-            return alone(q, k, v, segments, shape), None
-        out, lse_BHS = both(q, k, v, segments, shape)
-        return out, jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
+        out, lse = forward(q, k, v, segments, shape)
+        return out, lse if logsumexp else None
+
+    def save(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, shape: Any, logsumexp: bool
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Saved]:
+        out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, shape))
+        return (out, lse if logsumexp else None), (q, k, v, segments, out, lse)
+
+    def pull(shape: Any, logsumexp: bool, saved: Saved, cotangents: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array | None, ...]:
+        dout, dlse = cotangents
+        return *backward(saved, dout, None if dlse is None else dlse * LOG2E, shape), None
+
+    attend.defvjp(save, pull)
+
+    def run(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
+        out, lse_BHS = attend(*operands)
+        return out, None if lse_BHS is None else jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
     return run

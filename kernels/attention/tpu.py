@@ -20,16 +20,13 @@ from jaxtyping import Array, Float, Int
 from maxlm.kernels.attention.blocks import DEFAULT, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, device
+from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
 # A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 _NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what masks keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
@@ -401,17 +398,8 @@ class _Softmax:
         )
 
 
-def _forward_kernel(
-    shape: _Shape,
-    ranges_ref: Ref,
-    q_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    segments_ref: Ref,
-    out_ref: Ref,
-    lse_ref: Ref,
-    *sums: Ref,
-) -> None:
+def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
+    ranges_ref, q_ref, k_ref, v_ref, segments_ref, out_ref, lse_ref, *sums = refs
     b, i = pl.program_id(0), pl.program_id(2)
     softmax = _Softmax(shape, i, q_ref, k_ref, v_ref, segments_ref, *sums)
 
@@ -496,30 +484,11 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(
-        block_ranges(segments_B2S, shape.block),
-        q_BHSK,
-        out_BSN,
-        dout_BSN,
-        k_BGSK,
-        v_BGSV,
-        segments_B2S,
-        *rows,
-    )
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
 
 
-def _backward_kernel(
-    shape: _Shape,
-    rows: int,
-    ranges_ref: Ref,
-    q_ref: Ref,
-    out_ref: Ref,
-    dout_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    segments_ref: Ref,
-    *refs: Ref,
-) -> None:
+def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
+    ranges_ref, q_ref, out_ref, dout_ref, k_ref, v_ref, segments_ref, *refs = refs  # type: ignore[assignment]
     (lse_ref, *dlse_refs), (dq_ref, dk_ref, dv_ref, *sums) = refs[:rows], refs[rows:]
     b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     delta_ref, dq_sum, dk_sum, dv_sum = sums
@@ -545,7 +514,8 @@ def _backward_kernel(
         def _(i: Index) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
             clear(dq_sum, queries)
-            delta_1Q = _row_sums(out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32))
+            mixed_QV = out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32)
+            delta_1Q = jnp.sum(mixed_QV.T, axis=0, keepdims=True)
             delta_ref[:, queries] = functools.reduce(lambda delta, dlse_ref: delta - dlse_ref[0, 0, :, queries], dlse_refs, delta_1Q)
 
     @pl.when(r == 0)
@@ -593,11 +563,6 @@ def _backward_kernel(
 def _sum_order(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
     """A pair (for tokens, for head dim), in the order in which gradients are summed."""
     return (pair[1], pair[0]) if shape.flipped else pair
-
-
-def _row_sums(x_QK: jax.Array) -> jax.Array:
-    """The sum of every row, as a row."""
-    return jnp.sum(x_QK.T, axis=0, keepdims=True)
 
 
 def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:

@@ -5,7 +5,7 @@ A tile of rows is visited once by every group that has rows in it. A visit compu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels import hopper
 from maxlm.kernels.grouped_matmul.group_metadata import row_visits
-from maxlm.kernels.hopper import (
-    COMPILER_PARAMS,
-    DEPTH,
-    PIECE,
-    ROWS,
-    SHARE,
-    STAGES,
-    Block,
-    Index,
-    Product,
-    Ref,
-    blocks_of,
-    store_unswizzled,
-    swizzled,
-)
+from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Index, Product, Ref
 
 # M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
@@ -56,32 +43,26 @@ def product(
     columns = next(size for size in COLUMNS if wide % size == 0)
     visits, across = row_visits(group_sizes_E, rows, ROWS), wide // columns
     most = len(visits.ranks_V) * across
-    shape = _Shape(contracted // DEPTH, columns, across, min(blocks_of(device_kind), most), transposed, interpret)
-    scratch = (
-        swizzled((STAGES, ROWS, DEPTH), dtype),
-        swizzled((STAGES, columns, DEPTH) if transposed else (STAGES, DEPTH, columns), dtype),
-        swizzled((2, SHARE, PIECE), dtype),
-        plgpu.SMEM((2, SHARE, PIECE), dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    shape = _Shape(contracted // DEPTH, columns, across, min(hopper.blocks_of(device_kind), most), transposed, interpret)
+    scalars = zip(("total", "weights", "ranks", "tiles", "groups", "starts"), (visits.total[None], *visits.scalars), strict=True)
+    operands = {**dict(scalars), "x": x_MC, "w": w_KG}
+    scratch = {
+        "x_tile": hopper.swizzled((STAGES, ROWS, DEPTH), dtype),
+        "w_tile": hopper.swizzled((STAGES, columns, DEPTH) if transposed else (STAGES, DEPTH, columns), dtype),
+        "leaving": hopper.swizzled((2, SHARE, PIECE), dtype),  # a piece of each warpgroup
+        # The same where a group has only some of its rows: not swizzled, so that any of them can leave.
+        "edge": plgpu.SMEM((2, SHARE, PIECE), dtype),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    }
+    cost = pl.CostEstimate(
+        flops=2 * rows * contracted * wide,
+        transcendentals=0,
+        bytes_accessed=dtype.itemsize * (x_MC.size + w_KG.size + rows * wide),
     )
-
-    def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: _Block(_Refs(*refs, *scoped), shape).run(), *scratch, collective_axes="warpgroup")
-
+    results = {"out": jax.ShapeDtypeStruct((rows, wide), dtype)}
     name = BY_ROWS if transposed else FORWARD
-    return pl.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows, wide), dtype),
-        mesh=plgpu.Mesh(grid=(shape.blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup", kernel_name=name),
-        compiler_params=COMPILER_PARAMS,
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * contracted * wide,
-            transcendentals=0,
-            bytes_accessed=dtype.itemsize * (x_MC.size + w_KG.size + rows * wide),
-        ),
-        name=name,
-    )(visits.total[None], *visits.scalars, x_MC, w_KG)
+    return hopper.launch(lambda refs: _Block(refs, shape).run(), name, {"block": shape.blocks}, operands, results, scratch, cost)[0]
 
 
 @dataclass(frozen=True)
@@ -94,26 +75,6 @@ class _Shape:
     blocks: int
     transposed: bool
     interpret: bool
-
-
-class _Refs(NamedTuple):
-    """References of the kernel: operands (scalars are those of `GroupMetadata`), results, and memory shared by its warpgroups."""
-
-    total: Ref
-    weights: Ref
-    ranks: Ref
-    tiles: Ref
-    groups: Ref
-    starts: Ref
-    x: Ref
-    w: Ref
-    out: Ref
-    x_tile: Ref  # by stage
-    w_tile: Ref  # by stage
-    leaving: Ref  # a piece of each warpgroup
-    edge: Ref  # the same where a group has only some of its rows: not swizzled, so that any of them can leave
-    full: Ref
-    free: Ref
 
 
 @dataclass(frozen=True)
@@ -185,7 +146,7 @@ class _Block(Block):
 
             @pl.when(jnp.logical_not(whole))
             def _(columns: Any = columns, piece: jax.Array = piece) -> None:
-                store_unswizzled(refs.edge.at[mine], piece, shape)
+                hopper.store_unswizzled(refs.edge.at[mine], piece, shape)
                 plgpu.commit_smem()
                 at, size = low, SHARE // 2
                 while size:  # a copy's size is known when it is compiled: those of the binary digits of the number of rows

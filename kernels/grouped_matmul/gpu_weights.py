@@ -5,7 +5,7 @@ Rows are loaded in aligned steps: rows of other groups in a step are replaced by
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels import hopper
 from maxlm.kernels.grouped_matmul.gpu_product import BAND
-from maxlm.kernels.hopper import (
-    COMPILER_PARAMS,
-    DEPTH,
-    PIECE,
-    ROWS,
-    SHARE,
-    STAGES,
-    Block,
-    Index,
-    Product,
-    Ref,
-    blocks_of,
-    load,
-    swizzled,
-)
+from maxlm.kernels.hopper import DEPTH, PIECE, ROWS, SHARE, STAGES, Block, Index, Product, Ref
 
 # M rows, E experts, K and N what weights map from and to, G = E N
 
@@ -51,32 +38,25 @@ def weights_gradient(
     (rows, deep), wide, dtype, experts = x_MK.shape, dout_MN.shape[1], x_MK.dtype, len(group_sizes_E)
     columns = next(size for size in COLUMNS if wide % size == 0)
     tiles = deep // ROWS, wide // columns
-    shape = _Shape(tiles, experts, columns, min(blocks_of(device_kind), experts * tiles[0] * tiles[1]), interpret)
+    shape = _Shape(tiles, experts, columns, min(hopper.blocks_of(device_kind), experts * tiles[0] * tiles[1]), interpret)
     ends_E = jnp.minimum(jnp.cumsum(group_sizes_E.astype(jnp.int32)), rows)
-    scratch = (
-        swizzled((STAGES, DEPTH, ROWS), dtype),
-        swizzled((STAGES, DEPTH, columns), dtype),
-        swizzled((2, 2, SHARE, PIECE), dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2),
+    starts = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E])  # of groups, the first row; one more than there are groups
+    scratch = {
+        "x_tile": hopper.swizzled((STAGES, DEPTH, ROWS), dtype),
+        "dout_tile": hopper.swizzled((STAGES, DEPTH, columns), dtype),
+        "leaving": hopper.swizzled((2, 2, SHARE, PIECE), dtype),  # two pieces of each warpgroup
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "masked": plgpu.Barrier(num_arrivals=2),  # passed once both warpgroups have replaced their share of a stage
+    }
+    cost = pl.CostEstimate(
+        flops=2 * rows * deep * wide,
+        transcendentals=0,
+        bytes_accessed=dtype.itemsize * (x_MK.size + dout_MN.size + experts * deep * wide),
     )
-
-    def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: _Block(_Refs(*refs, *scoped), shape).run(), *scratch, collective_axes="warpgroup")
-
-    return pl.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((deep, experts * wide), dtype),
-        mesh=plgpu.Mesh(grid=(shape.blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup", kernel_name=WEIGHTS),
-        compiler_params=COMPILER_PARAMS,
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * deep * wide,
-            transcendentals=0,
-            bytes_accessed=dtype.itemsize * (x_MK.size + dout_MN.size + experts * deep * wide),
-        ),
-        name=WEIGHTS,
-    )(jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E]), x_MK, dout_MN)
+    operands = {"starts": starts, "x": x_MK, "dout": dout_MN}
+    results = {"dw": jax.ShapeDtypeStruct((deep, experts * wide), dtype)}
+    return hopper.launch(lambda refs: _Block(refs, shape).run(), WEIGHTS, {"block": shape.blocks}, operands, results, scratch, cost)[0]
 
 
 @dataclass(frozen=True)
@@ -88,21 +68,6 @@ class _Shape:
     columns: int
     blocks: int
     interpret: bool
-
-
-class _Refs(NamedTuple):
-    """References of the kernel: operands, results, and memory shared by its warpgroups."""
-
-    starts: Ref  # of groups, the first row; one more than there are groups
-    x: Ref
-    dout: Ref
-    dw: Ref
-    x_tile: Ref  # by stage
-    dout_tile: Ref  # by stage
-    leaving: Ref  # two pieces of each warpgroup
-    full: Ref
-    free: Ref
-    masked: Ref  # passed once both warpgroups have replaced their share of a stage
 
 
 @dataclass(frozen=True)
@@ -183,7 +148,7 @@ class _Block(Block):
 
     def _keep(self, ref: Ref, low: Index, high: Index) -> None:
         """Rows from `low` to before `high` of a tile of a stage; others become 0, whatever is in them."""
-        value = load(ref, plgpu.Layout.WGMMA, self.shape)
+        value = hopper.load(ref, plgpu.Layout.WGMMA, self.shape)
         if self.shape.interpret:
             row = jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         else:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -18,10 +19,8 @@ def differentiable(product: Callable[..., jax.Array], weights_gradient: Callable
     def run(x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, transposed: bool, device_kind: str, interpret: bool) -> jax.Array:
         return product(x, w_KG, group_sizes_E, transposed=transposed, device_kind=device_kind, interpret=interpret)
 
-    def forward(
-        x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, transposed: bool, device_kind: str, interpret: bool
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return run(x, w_KG, group_sizes_E, transposed, device_kind, interpret), (x, w_KG, group_sizes_E)
+    def forward(*operands: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return run(*operands), operands[:3]
 
     def backward(
         transposed: bool, device_kind: str, interpret: bool, saved: tuple[jax.Array, ...], dout: jax.Array

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-# E groups, R ranks: the groups that are visited, in order, V visits
+from maxlm.kernels.platform import Index, Ref
 
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
+# E groups, R ranks: the groups that are visited, in order, V visits
 
 
 @dataclass(frozen=True)

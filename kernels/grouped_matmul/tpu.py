@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.group_metadata import MetadataRefs, Visit, group_visits, row_visits
-from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE
+from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE, Index, Ref, vmem_bytes
 
 # M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
@@ -33,9 +33,6 @@ SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weight
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
 _MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 12 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 11 MiB on v6e
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
     for wide in _widths(columns, CORES.get(kind, 1)):
         for height in heights:
             tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind, MOST_CYCLES))
-            if product_bytes(tiles, itemsize) <= _vmem(kind):
+            if product_bytes(tiles, itemsize) <= vmem_bytes(kind):
                 yield tiles
 
 
@@ -75,7 +72,7 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> 
     depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
     most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
     tried = (Tiles(height, d, w, _chunk(d, height * w, kind, most)) for d in sorted(depths) for w in widths)
-    fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize) <= _vmem(kind)]
+    fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize) <= vmem_bytes(kind)]
 
     def time(tiles: Tiles) -> float:
         """Relative time of the computation and of reading rows, at 512 FLOPs a byte."""
@@ -107,10 +104,6 @@ def weights_bytes(tiles: Tiles, itemsize: int) -> int:
     return 2 * itemsize * (rows * deep + rows * wide + deep * wide) + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
 
 
-def _vmem(kind: str) -> int:
-    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
-
-
 def _chunk(size: int, products: int, kind: str, most: int) -> int:
     """Share of `size` that one dot of at most `most` cycles computes, at `products` multiplications each."""
     side = 2 * LANES if kind in WIDE else LANES
@@ -130,7 +123,7 @@ def why_not(rows: int, deep: int, wide: int, itemsize: int, kind: str) -> str:
         return f"nothing is known of the VMEM of {kind or 'a device that no mesh names'}"
     products = [product_tiles(rows, *sides, itemsize, kind) for sides in ((deep, wide), (wide, deep))]
     if None in (next(tiles, None) for tiles in (*products, weights_tiles(rows, deep, wide, itemsize, kind))):
-        return f"rows of {max(deep, wide)} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that are available on {kind}"
+        return f"rows of {max(deep, wide)} do not fit into the {vmem_bytes(kind) >> 20} MiB of VMEM that are available on {kind}"
     return ""
 
 

@@ -6,7 +6,7 @@ of a chunk exist, and the backward pass only scales them: nothing is computed tw
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +106,7 @@ _loss.defvjp(_forward, _backward)
 def _run(
     static: _Static, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, gradients: bool
 ) -> tuple[Sums, jax.Array, jax.Array]:
-    layout = static.layout
-    local = functools.partial(
-        _local, layout=layout, gradients=gradients, options={"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
-    )
+    layout, local = static.layout, functools.partial(_local, static, gradients)
     if not layout.all:
         return local(x, w, targets, weights)
     batch, seq, vocab, embed = (axes or None for axes in (layout.batch, layout.seq, layout.vocab, layout.embed))
@@ -120,9 +117,11 @@ def _run(
 
 
 def _local(
-    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, layout: Layout, gradients: bool, options: dict
+    static: _Static, gradients: bool, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Sums, jax.Array, jax.Array]:
     """One device's share: gather what is split, work through the chunks, reduce what is partial."""
+    layout = static.layout
+    options: dict[str, Any] = {"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
     if layout.vocab:
         x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
     if layout.embed:

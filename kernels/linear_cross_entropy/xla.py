@@ -29,7 +29,7 @@ def chunked(
 
     With the vocabulary split over `vocab_axes`, dx is this shard's part and must be summed over them by the caller.
     """
-    first_id = _first_id(w_VD.shape[0], vocab_axes)
+    first_id = jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
     one = functools.partial(_one_chunk, w_VD, first_id, z_loss=z_loss, softcap=softcap, vocab_axes=vocab_axes, gradients=gradients)
     parts = tuple(_split(a, chunks) for a in (x_BSD, targets_BS, weights_BS))
     zero = jnp.zeros((), jnp.float32)
@@ -47,10 +47,6 @@ def chunked(
 
 def _split(a: jax.Array, chunks: int) -> jax.Array:
     return jnp.moveaxis(a.reshape(a.shape[0], chunks, a.shape[1] // chunks, *a.shape[2:]), 1, 0)
-
-
-def _first_id(local_vocab: int, vocab_axes: tuple[str, ...]) -> jax.Array | int:
-    return jax.lax.axis_index(vocab_axes) * local_vocab if vocab_axes else 0
 
 
 def _one_chunk(

@@ -5,9 +5,9 @@ matmuls is computed in float32, while the next tile's operands come in; backward
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from maxlm.kernels.hopper import (
-    COMPILER_PARAMS,
-    DEPTH,
-    DEVICES,
-    PIECE,
-    ROWS,
-    SHARE,
-    STAGES,
-    Block,
-    Index,
-    Product,
-    Ref,
-    blocks_of,
-    load,
-    opaque,
-    slot_of,
-    swizzled,
-)
+from maxlm.kernels import hopper
+from maxlm.kernels.hopper import DEPTH, DEVICES, PIECE, ROWS, SHARE, STAGES, Block, Index, Product, Ref
 
 # M rows, D model width, F feed-forward width
 
@@ -60,7 +44,7 @@ def why_not(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
 def why_slow(rows: int, d_model: int, d_ff: int, dtype: Any, kind: str) -> str:
     """Reason why XLA is preferred where the kernels can run this; empty when it is not."""
     del d_model, dtype
-    blocks, tiles = blocks_of(kind), rows // ROWS * (d_ff // (2 * COLUMNS))
+    blocks, tiles = hopper.blocks_of(kind), rows // ROWS * (d_ff // (2 * COLUMNS))
     if not MEASURED_FASTER:
         return f"nobody has measured that they are faster than XLA's own matmuls on {kind}"
     return "" if tiles >= blocks else f"{rows} rows and a width of {d_ff} leave {tiles} tiles for {blocks} multiprocessors"
@@ -80,15 +64,16 @@ def gated_forward(
     What `why_not` allows. `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
     """
     (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
-    shape = _Shape(rows, d_model, d_ff, COLUMNS, 0, blocks_of(device_kind), ACTIVATIONS[activation], interpret)
-    scratch = (
-        swizzled((STAGES, ROWS, DEPTH), x_MD.dtype),
-        swizzled((STAGES, 2, DEPTH, COLUMNS), x_MD.dtype),
-        swizzled((2, 2, SHARE, PIECE), x_MD.dtype),
-        plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-    )
-    return _call(lambda *refs: _Forward(_ForwardRefs(*refs), shape).run(), FORWARD, shape, 2, scratch, x_MD, gate_DF, up_DF)
+    shape = _Shape(rows, d_model, d_ff, COLUMNS, 0, hopper.blocks_of(device_kind), ACTIVATIONS[activation], interpret)
+    scratch = {
+        "x_tile": hopper.swizzled((STAGES, ROWS, DEPTH), x_MD.dtype),
+        "weights_tile": hopper.swizzled((STAGES, 2, DEPTH, COLUMNS), x_MD.dtype),  # by stage, of gate and of up
+        "leaving": hopper.swizzled((2, 2, SHARE, PIECE), x_MD.dtype),  # two pieces of each warpgroup
+        "full": plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    }
+    operands = {"x": x_MD, "gate_weights": gate_DF, "up_weights": up_DF}
+    return _call(_Forward, FORWARD, shape, operands, ("hidden", "gate", "up"), scratch, matmuls=2)
 
 
 def gated_backward(
@@ -104,16 +89,16 @@ def gated_backward(
     """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy. See `gated_forward`."""
     (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
     columns = next(size for size in (2 * COLUMNS, 3 * COLUMNS // 2, COLUMNS) if d_ff % size == 0)
-    shape = _Shape(rows, d_model, d_ff, columns, columns // PIECE, blocks_of(device_kind), ACTIVATIONS[activation], interpret)
-    scratch = (
-        swizzled((STAGES, ROWS, DEPTH), dy_MD.dtype),
-        swizzled((STAGES, 2 * ROWS, DEPTH), dy_MD.dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-    )
-    return _call(
-        lambda *refs: _Backward(_BackwardRefs(*refs), shape).run(), BACKWARD, shape, 1, scratch, dy_MD, down_FD, gate_MF, up_MF
-    )  # fmt: skip
+    shape = _Shape(rows, d_model, d_ff, columns, columns // PIECE, hopper.blocks_of(device_kind), ACTIVATIONS[activation], interpret)
+    scratch = {
+        "dy_tile": hopper.swizzled((STAGES, ROWS, DEPTH), dy_MD.dtype),  # after the contraction, hidden
+        # After the contraction, gate above up, and then their gradients.
+        "down_tile": hopper.swizzled((STAGES, 2 * ROWS, DEPTH), dy_MD.dtype),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    }
+    operands = {"dy": dy_MD, "down": down_FD, "gate": gate_MF, "up": up_MF}
+    return _call(_Backward, BACKWARD, shape, operands, ("hidden", "dgate", "dup"), scratch, matmuls=1)
 
 
 @dataclass(frozen=True)
@@ -176,29 +161,6 @@ class _Shape:
         return self.deep + self.after
 
 
-def _call(
-    run: Callable[..., None], name: str, shape: _Shape, weights: int, scratch: tuple[Any, ...], *operands: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three results [M, F]."""
-    result = jax.ShapeDtypeStruct((shape.rows, shape.d_ff), operands[0].dtype)
-
-    def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: run(*refs, *scoped), *scratch, collective_axes="warpgroup")
-
-    return pl.kernel(
-        body,
-        out_type=(result,) * 3,
-        mesh=plgpu.Mesh(grid=(shape.blocks,), grid_names=("block",), num_threads=3, thread_name="warpgroup", kernel_name=name),
-        compiler_params=COMPILER_PARAMS,
-        cost_estimate=pl.CostEstimate(
-            flops=2 * weights * shape.rows * shape.d_model * shape.d_ff,
-            transcendentals=2 * shape.rows * shape.d_ff,
-            bytes_accessed=result.dtype.itemsize * (sum(x.size for x in operands) + 3 * shape.rows * shape.d_ff),
-        ),
-        name=name,
-    )(*operands)
-
-
 @dataclass(frozen=True)
 class _Block(Block):
     def _count(self) -> Index:
@@ -214,22 +176,6 @@ class _Block(Block):
             visit(i, j, t * self.shape.steps)
 
         return self._count() * self.shape.steps
-
-
-class _ForwardRefs(NamedTuple):
-    """References of the forward kernel: operands, results, and memory shared by its warpgroups."""
-
-    x: Ref
-    gate_weights: Ref
-    up_weights: Ref
-    hidden: Ref
-    gate: Ref
-    up: Ref
-    x_tile: Ref  # by stage
-    weights_tile: Ref  # by stage, of gate and of up
-    leaving: Ref  # two pieces of each warpgroup
-    full: Ref
-    free: Ref
 
 
 @dataclass(frozen=True)
@@ -265,22 +211,6 @@ class _Forward(_Block):
                 plgpu.copy_smem_to_gmem(leaving_ref, ref.at[at])
 
 
-class _BackwardRefs(NamedTuple):
-    """References of the backward kernel: operands, results, and memory shared by its warpgroups."""
-
-    dy: Ref
-    down: Ref
-    gate: Ref
-    up: Ref
-    hidden: Ref
-    dgate: Ref
-    dup: Ref
-    dy_tile: Ref  # by stage; after the contraction, hidden
-    down_tile: Ref  # by stage; after the contraction, gate above up, and then their gradients
-    full: Ref
-    free: Ref
-
-
 @dataclass(frozen=True)
 class _Backward(_Block):
     """Pieces of gate and up enter through the stages that follow those of the contraction, and the results leave through the same."""
@@ -309,7 +239,8 @@ class _Backward(_Block):
 
         (dhidden,) = self.sums(first, products)
         for piece in range(shape.after):
-            slot = opaque(slot_of(first + shape.deep + piece))  # else addresses in all stages are kept in registers, where they come round
+            # Else addresses in all stages are kept in registers, where they come round.
+            slot = hopper.opaque(hopper.slot_of(first + shape.deep + piece))
             plgpu.barrier_wait(refs.full.at[slot])
             tiles = refs.dy_tile.at[slot, rows], *(refs.down_tile.at[slot, pl.ds(part * ROWS + mine * SHARE, SHARE)] for part in (0, 1))
             gate, up = (self._load(ref) for ref in tiles[1:])
@@ -324,9 +255,33 @@ class _Backward(_Block):
                 plgpu.copy_smem_to_gmem(tile_ref, ref.at[at], commit_group=number == 2)
             if piece:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the piece before has left
-                plgpu.barrier_arrive(refs.free.at[slot_of(first + shape.deep + piece - 1)])
+                plgpu.barrier_arrive(refs.free.at[hopper.slot_of(first + shape.deep + piece - 1)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(refs.free.at[slot_of(first + shape.steps - 1)])
+        plgpu.barrier_arrive(refs.free.at[hopper.slot_of(first + shape.steps - 1)])
 
     def _load(self, ref: Ref) -> jax.Array:
-        return load(ref, plgpu.Layout.WGMMA, self.shape)
+        return hopper.load(ref, plgpu.Layout.WGMMA, self.shape)
+
+
+def _call(
+    block: type[_Block],
+    name: str,
+    shape: _Shape,
+    operands: Mapping[str, jax.Array],
+    results: Sequence[str],
+    scratch: Mapping[str, Any],
+    *,
+    matmuls: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Three results [M, F]."""
+    dtype = next(iter(operands.values())).dtype
+    result = jax.ShapeDtypeStruct((shape.rows, shape.d_ff), dtype)
+    cost = pl.CostEstimate(
+        flops=2 * matmuls * shape.rows * shape.d_model * shape.d_ff,
+        transcendentals=2 * result.size,
+        bytes_accessed=dtype.itemsize * (sum(x.size for x in operands.values()) + 3 * result.size),
+    )
+    a_MF, b_MF, c_MF = hopper.launch(
+        lambda refs: block(refs, shape).run(), name, {"block": shape.blocks}, operands, dict.fromkeys(results, result), scratch, cost
+    )
+    return a_MF, b_MF, c_MF

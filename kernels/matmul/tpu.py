@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE
+from maxlm.kernels.platform import LANES, WIDE, Index, Ref, vmem_bytes
 
 # M rows, D model width, F feed-forward width
 
@@ -34,9 +33,6 @@ SPILLED = 1024  # bytes of VMEM for each of these, for registers that do not fit
 HBM_BYTES = 900  # of a cycle, about: v5e 550, v5p, v6e and tpu7x 800 to 940 a core
 MOST_OVER, LEAST_PART = 1.1, 256  # times what the matrix unit takes, and rows of a part, to be chosen
 _SPARE = 4 << 20  # bytes of VMEM for what else the compiler keeps there
-
-Ref = Any  # Pallas's reference to memory; `Index`: a number known when traced or when run
-Index = Any
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,8 @@ def blocks_of(rows: int, d_model: int, d_ff: int, itemsize: int, kind: str, *, w
         cycles = weights * max(wide, side) * d_model / (4 * side**2)  # multiplications of 4 units of 128 by 128, or 2 of 256 twice
         if not (rows % high or d_ff % wide or high % part) and (part * cycles <= MOST_CYCLES or part == SIZES[-1]):
             found.append(Block(high, wide, part, weights, d_model, cycles))
-    fitting = (block for block in found if block.vmem(itemsize) <= _vmem(kind))
+    fitting = (block for block in found if block.vmem(itemsize) <= vmem_bytes(kind))
     return sorted(fitting, key=lambda block: (block.time(itemsize), -block.rows * block.columns))
-
-
-def _vmem(kind: str) -> int:
-    return VMEM_BYTES.get(kind, max(VMEM_BYTES.values()))  # of no kind where it is interpreted
 
 
 def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> str:
@@ -111,7 +103,7 @@ def why_not(rows: int, d_model: int, d_ff: int, dtype: jnp.dtype, kind: str) -> 
         if size % LANES:
             return f"{name} of a device, {size}, is no multiple of {LANES}"
     if None in (block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights) for weights in (2, 1)):
-        return f"rows of {d_model} do not fit into the {_vmem(kind) >> 20} MiB of VMEM that are available on {kind}"
+        return f"rows of {d_model} do not fit into the {vmem_bytes(kind) >> 20} MiB of VMEM that are available on {kind}"
     return ""
 
 
@@ -147,17 +139,9 @@ def gated_forward(
     return _call(kernel, FORWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
-def _forward_kernel(
-    block: Block,
-    act: Callable[[jax.Array], jax.Array],
-    between: jnp.dtype,
-    x_ref: Ref,
-    gate_weights_ref: Ref,
-    up_weights_ref: Ref,
-    hidden_ref: Ref,
-    gate_ref: Ref,
-    up_ref: Ref,
-) -> None:
+def _forward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
+    x_ref, gate_weights_ref, up_weights_ref, hidden_ref, gate_ref, up_ref = refs
+
     def run(rows: pl.Slice) -> None:
         weights = (gate_weights_ref, up_weights_ref)
         gate_MF, up_MF = (jnp.dot(x_ref[rows, :], w_ref[...], preferred_element_type=jnp.float32).astype(x_ref.dtype) for w_ref in weights)
@@ -187,18 +171,9 @@ def gated_backward(
     return _call(kernel, BACKWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
 
 
-def _backward_kernel(
-    block: Block,
-    act: Callable[[jax.Array], jax.Array],
-    between: jnp.dtype,
-    dy_ref: Ref,
-    down_ref: Ref,
-    gate_ref: Ref,
-    up_ref: Ref,
-    hidden_ref: Ref,
-    dgate_ref: Ref,
-    dup_ref: Ref,
-) -> None:
+def _backward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
+    dy_ref, down_ref, gate_ref, up_ref, hidden_ref, dgate_ref, dup_ref = refs
+
     def run(rows: pl.Slice) -> None:
         over_D = (((1,), (1,)), ((), ()))
         dhidden = jax.lax.dot_general(dy_ref[rows, :], down_ref[...], over_D, preferred_element_type=jnp.float32)
@@ -258,6 +233,6 @@ def _call(
             transcendentals=rows * d_ff,
             bytes_accessed=dtype.itemsize * (sum(x.size for x, _ in operands) + again + 3 * rows * d_ff),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem(kind)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes(kind)),
         interpret=interpret,
     )(*(x for x, _ in operands))

@@ -9,7 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from maxlm.config.errors import UserError, shorten
 
-BUCKET = "gs://"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#%\\]*)?")
 

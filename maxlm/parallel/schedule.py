@@ -11,7 +11,6 @@ same program, and the cost of a tick is known in advance.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -97,20 +96,3 @@ class Schedule:
         edges = sorted({edge for active in (forward, backward, loss) for edge in (active.start, active.stop)})
         spans = itertools.pairwise(edges)
         return tuple(Phase(start, stop - start, start in forward, start in loss, start in backward) for start, stop in spans)
-
-    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Fraction of the time that a stage is idle, if a unit takes `forward` and `backward`."""
-        total = sum(phase.ticks * (forward * phase.forward + backward * phase.backward) for phase in self.phases)
-        return 1 - self.units * (forward + backward) / total
-
-    def work(self, stage: int) -> Iterator[tuple[int, str, int, int]]:
-        """(tick, "forward" or "backward", microbatch, chunk) of one stage, in order; within a tick, forward comes first."""
-        ways: tuple[tuple[str, Callable[[int, int], int], Callable[[int], tuple[int, int]]], ...] = (
-            ("forward", self.forward_unit, self.forward),
-            ("backward", self.backward_unit, self.backward),
-        )
-        for tick in range(self.ticks):
-            for way, unit_of, parts in ways:
-                unit = unit_of(stage, tick)
-                if 0 <= unit < self.units:
-                    yield tick, way, *parts(unit)

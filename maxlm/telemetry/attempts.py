@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from maxlm.telemetry.goodput import PARTS
-from maxlm.telemetry.observer import Event, is_step
+from maxlm.telemetry.observer import Event, is_number, is_step
 
 
 class StepTiming(NamedTuple):
@@ -116,4 +116,4 @@ def _seconds(recorded: Any) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     """`value` if it is a number of seconds, else 0."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf") else 0.0
+    return float(value) if is_number(value) and 0 <= value < float("inf") else 0.0

@@ -38,11 +38,6 @@ class Background:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)  # a daemon: a call that hangs must not hold the exit
         self._thread.start()
 
-    @property
-    def off(self) -> bool:
-        """True if no more calls are made."""
-        return bool(self._disabled)
-
     def put(self, function: Callable[[Any], None], argument: Any) -> None:
         """Queue `function(argument)`. Never waits."""
         if self._disabled:

@@ -39,25 +39,11 @@ class Balance:
     z_L: NDArray[np.float64]
 
     @classmethod
-    def of(
-        cls,
-        first_layer: int,
-        *,
-        load_E: ArrayLike,
-        dropped: ArrayLike,
-        tokens: ArrayLike,
-        confidence: ArrayLike,
-        entropy: ArrayLike,
-        unsound: ArrayLike,
-        balance: ArrayLike,
-        z: ArrayLike,
-    ) -> "Balance":
-        """From the sums of `maxlm.models.router.Routing`, each with a leading dim of layers."""
-        tokens_L = np.asarray(tokens, np.int64)
-        counted_L = np.maximum(tokens_L, 1)
-        confidence_L, entropy_L, balance_L, z_L = (np.asarray(sums, np.float64) / counted_L for sums in (confidence, entropy, balance, z))
-        load_LE, dropped_L, unsound_L = (np.asarray(counts, np.int64) for counts in (load_E, dropped, unsound))
-        return cls(first_layer, load_LE, tokens_L, dropped_L, unsound_L, confidence_L, entropy_L, balance_L, z_L)
+    def of(cls, first_layer: int, **sums: ArrayLike) -> "Balance":
+        """From the sums of `maxlm.models.router.Routing`, by name, each with a leading dim of layers."""
+        load_LE, tokens_L, dropped_L, unsound_L = (np.asarray(sums[name], np.int64) for name in ("load_E", "tokens", "dropped", "unsound"))
+        means = (np.asarray(sums[name], np.float64) / np.maximum(tokens_L, 1) for name in ("confidence", "entropy", "balance", "z"))
+        return cls(first_layer, load_LE, tokens_L, dropped_L, unsound_L, *means)
 
     @property
     def layers(self) -> range:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.observer import Event, is_number
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -71,7 +71,7 @@ def sentence(event: Event) -> str:
             return f"Alarm at {at}{reason}"
         case "eval":
             loss = data.get("eval_loss")
-            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}" if _is_number(loss) else "")
+            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}" if is_number(loss) else "")
         case "rollback":
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""
@@ -90,13 +90,9 @@ def sentence(event: Event) -> str:
     return f"{event.kind} at {at}"  # an events.jsonl of a later version
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _time(data: Mapping[str, Any], key: str, prefix: str) -> str:
     seconds = data.get(key)
-    return f"{prefix} {duration(float(seconds))}" if _is_number(seconds) else ""
+    return f"{prefix} {duration(float(seconds))}" if is_number(seconds) else ""
 
 
 def _run_facts(data: Mapping[str, Any]) -> str:
@@ -105,7 +101,7 @@ def _run_facts(data: Mapping[str, Any]) -> str:
     text = f" of {total:,}" if isinstance(total, int) else ""
     text += f" on {devices} x {kind}" if devices and kind else ""
     figures = (("parameters", data.get("parameters")), ("tokens", data.get("total_tokens")))
-    known = [f"{count(value)} {unit}" for unit, value in figures if _is_number(value)]
+    known = [f"{count(value)} {unit}" for unit, value in figures if is_number(value)]
     text += f": {', '.join(known)}" if known else ""
     return text + (f", in {data['folder']}" if data.get("folder") else "")
 

@@ -43,10 +43,6 @@ class StepRecord:
         known["time"] = round(self.time, 3)
         return {**known, **self.extra, **known}  # an extra never replaces one of the fields
 
-    def to_json(self) -> str:
-        """One line of strict JSON: what is not finite is null."""
-        return dumps(self.to_dict())
-
 
 @dataclass(frozen=True)
 class Event:
@@ -76,7 +72,7 @@ class Event:
     def of(cls, item: Mapping[str, Any]) -> "Event | None":
         """The event of a line's object; None if it is no event."""
         kind, step, when = item.get("kind"), item.get("step"), item.get("time")
-        if not isinstance(kind, str) or not is_step(step) or not isinstance(when, int | float) or isinstance(when, bool):
+        if not isinstance(kind, str) or not is_step(step) or not is_number(when):
             return None
         data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
         return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps
@@ -86,9 +82,14 @@ class Event:
         return dumps({**self.data, "kind": self.kind, "step": self.step, "time": round(self.time, 3)})
 
 
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """True for a number, as files hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_step(value: Any) -> TypeGuard[int]:
     """True for a number of updates, as files hold it."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return is_number(value) and isinstance(value, int) and 0 <= value < 2**53
 
 
 class Observer(Protocol):

@@ -1,33 +1,22 @@
 """Strict JSON lines: NaN and infinity become null; when reading, a torn line is skipped."""
 
 import json
-import math
-import numbers
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-
-def plain(value: Any) -> Any:
-    """`value` in JSON types: arrays of one element become numbers, unknown types their text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # numpy and jax scalars
-        return plain(value.item())
-    return str(value)
+from pydantic_core import to_json
 
 
 def dumps(value: Any) -> str:
-    """One line of strict JSON."""
-    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    """One line of strict JSON: arrays of one element become numbers, unknown types their text."""
+    return to_json(value, inf_nan_mode="null", fallback=_plain).decode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else str(value)  # numpy and jax scalars
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem, tpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference
+from maxlm.kernels.platform import VMEM_BYTES
 
 # B batch, S sequence, D model width, F feed-forward width
 
@@ -88,7 +89,7 @@ def test_operands_that_do_not_fit_are_refused():
     assert gated_mlp_problem(x.shape, 384, x.dtype) == "the device is no TPU and no GPU"
 
 
-@pytest.mark.parametrize("kind", tpu.VMEM_BYTES)
+@pytest.mark.parametrize("kind", VMEM_BYTES)
 def test_blocks_are_large_or_a_reason_is_given(kind):
     """Of Llama 3.1 8B, 70B and 405B, whole or split by `tensor`."""
     for d_model, d_ff in ((4096, 14336), (8192, 28672), (16384, 53248), (16384, 6656)):
@@ -100,4 +101,4 @@ def test_blocks_are_large_or_a_reason_is_given(kind):
         assert not (slow and d_model <= 8192 and kind == "TPU v6 lite")
         for one in blocks:
             assert 8192 % one.rows == 0 and d_ff % one.columns == 0 and one.rows % one.part == 0
-            assert one.vmem(2) <= tpu.VMEM_BYTES[kind]
+            assert one.vmem(2) <= VMEM_BYTES[kind]

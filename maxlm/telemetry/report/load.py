@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
-from maxlm.telemetry.observer import Event, is_step
+from maxlm.telemetry.observer import Event, is_number, is_step
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
@@ -102,7 +102,7 @@ def load_run(path: Path) -> Run:
     try:
         text, config = _read_config(run.config, notes)
         series = _read_metrics(run.metrics, notes)
-        events = _read_events(run.events, notes)
+        events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
@@ -144,7 +144,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
     columns: dict[str, tuple[array, array]] = {}
     for record in _objects(path, notes):
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            if name != "step" and is_number(value):
                 steps, values = columns.setdefault(name, (array("d"), array("d")))
                 steps.append(record["step"])
                 values.append(value)
@@ -188,10 +188,6 @@ def _counts(load: Any) -> NDArray[np.int64] | None:
         return None
     usable = load_LE.dtype.kind == "i" and load_LE.ndim == 2 and load_LE.size > 0 and load_LE.min() >= 0 and load_LE.max() < 2**40
     return load_LE if usable else None
-
-
-def _read_events(path: Path, notes: list[str]) -> list[Event]:
-    return [event for item in _objects(path, notes) if (event := Event.of(item)) is not None]
 
 
 def eval_loss(run: Run) -> Series:

@@ -50,7 +50,8 @@ def render(runs: Sequence[Run]) -> str:
     title = " · ".join(run.name for run in runs)
     about_experts = experts.section(runs, _names(runs))
     css = CSS + EXPERTS_CSS if about_experts else CSS
-    sections = [_headline(runs), _charts(runs), about_experts, _goodput(runs), _differences(runs), _events(runs), _configs(runs)]
+    goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
+    sections = [_headline(runs), _charts(runs), about_experts, goodput, _differences(runs), events, _configs(runs)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
@@ -58,10 +59,6 @@ def render(runs: Sequence[Run]) -> str:
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
     )
-
-
-def _color(index: int) -> int:
-    return index % COLORS
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -77,7 +74,7 @@ def _headline(runs: Sequence[Run]) -> str:
     blocks = []
     for index, (run, f, name) in enumerate(zip(runs, figures, _names(runs), strict=True)):
         status = status_of(run)
-        swatch = f'<span class="swatch c{_color(index)}"></span>' if many else ""
+        swatch = f'<span class="swatch c{index % COLORS}"></span>' if many else ""
         head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
         summary = " ".join([*headline(run, f), status.explanation])
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
@@ -130,7 +127,7 @@ def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
 
 
 def _heads(runs: Sequence[Run]) -> list[str]:
-    return [f'<span class="swatch c{_color(i)}"></span>{escape(name)}' for i, name in enumerate(_names(runs))]
+    return [f'<span class="swatch c{i % COLORS}"></span>{escape(name)}' for i, name in enumerate(_names(runs))]
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
@@ -147,8 +144,8 @@ def _charts(runs: Sequence[Run]) -> str:
     losses: list[Line] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         suffix = f" {name}" if many else ""
-        losses.append(Line(f"training{suffix}", run.get("loss"), _color(index)))
-        losses.append(Line(f"held-out{suffix}", eval_loss(run), _color(index if many else 1), dots=True))
+        losses.append(Line(f"training{suffix}", run.get("loss"), index % COLORS))
+        losses.append(Line(f"held-out{suffix}", eval_loss(run), index % COLORS if many else 1, dots=True))
     unit = "nats a token, lower is better"
     frame = _frame(runs)
     linear = chart("Loss", unit, losses, size=FULL, frame=frame)
@@ -181,7 +178,7 @@ def _declared(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, 
         keys = dict.fromkeys(key for run in runs for key in run.series if key == metric or re.fullmatch(rf"{re.escape(metric)}_\d+", key))
         several = [(run, name, key) for run, name in zip(runs, names, strict=True) for key in keys]
         labels = [" ".join(([name] if len(runs) > 1 else []) + [key]) for _, name, key in several]
-        lines = [Line(label, run.get(key), _color(i)) for i, (label, (run, _, key)) in enumerate(zip(labels, several, strict=True))]
+        lines = [Line(label, run.get(key), i % COLORS) for i, (label, (run, _, key)) in enumerate(zip(labels, several, strict=True))]
         yield declared["title"], declared["unit"], lines
 
 
@@ -190,7 +187,7 @@ def _frame(runs: Sequence[Run]) -> Frame:
     steps = [
         float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
     ]
-    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, _color(i)) for i, run in enumerate(runs)])
+    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, i % COLORS) for i, run in enumerate(runs)])
 
 
 def _marks(run: Run, color: int) -> Marks:
@@ -224,28 +221,30 @@ def _legend(runs: Sequence[Run]) -> str:
     return f'<p class="legend">{" ".join(f"<span>{head}</span>" for head in _heads(runs))}</p>'
 
 
-def _goodput(runs: Sequence[Run]) -> str:
-    bars = []
-    for run, name in zip(runs, _names(runs), strict=True):
-        seconds = goodput_of(run)
-        whole = sum(seconds.values())
-        if not whole:
-            continue
-        shares = [(part, value / whole, value) for part, value in seconds.items() if value > 0]
-        slices = "".join(
-            f'<span class="part {part}" style="width:{100 * share:.3f}%" title="{PARTS[part]}: {percent(share)}"></span>'
-            for part, share, _ in shares
-        )
-        keys = "".join(
-            f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(share)}</b> <small>{duration(value)}</small></li>'
-            for part, share, value in shares
-        )
-        head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-        number, pause = len(run.attempts), between_attempts(run)
-        pauses = f"; between them nothing ran for {duration(pause)} that is not counted here" if pause >= 0.05 else ""
-        note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
-        bars.append(f'{head}<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}')
-    return f"<section><h2>Wall time</h2>{''.join(bars)}</section>" if bars else ""
+def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str:
+    """A section with a block a run, each under the run's name if there are several; "" if all are empty."""
+    blocks = [(name, text) for run, name in zip(runs, _names(runs), strict=True) if (text := block(run))]
+    drawn = "".join(f"<h3>{escape(name)}</h3>{text}" if len(runs) > 1 else text for name, text in blocks)
+    return f"<section><h2>{title}</h2>{drawn}</section>" if drawn else ""
+
+
+def _goodput(run: Run) -> str:
+    seconds = {part: value for part, value in goodput_of(run).items() if value > 0}
+    whole = sum(seconds.values())
+    if not whole:
+        return ""
+    slices = "".join(
+        f'<span class="part {part}" style="width:{100 * value / whole:.3f}%" title="{PARTS[part]}: {percent(value / whole)}"></span>'
+        for part, value in seconds.items()
+    )
+    keys = "".join(
+        f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(value / whole)}</b> <small>{duration(value)}</small></li>'
+        for part, value in seconds.items()
+    )
+    number, pause = len(run.attempts), between_attempts(run)
+    pauses = f"; between them nothing ran for {duration(pause)} that is not counted here" if pause >= 0.05 else ""
+    note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
+    return f'<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}'
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -257,29 +256,25 @@ def _differences(runs: Sequence[Run]) -> str:
     differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
     if not differing:
         return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
-    rows = [[f"<code>{escape(key)}</code>", *(_setting(flat, key) for flat in flats)] for key in differing]
+    rows = [
+        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–" for flat in flats)]
+        for key in differing
+    ]
     return f"<section><h2>Differing settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
-
-
-def _setting(flat: dict[str, Any], key: str) -> str:
-    return f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–"
 
 
 def _yaml_text(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def _events(runs: Sequence[Run]) -> str:
-    blocks = []
-    for run, name in zip(runs, _names(runs), strict=True):
-        if run.events:
-            stretches = groupby(run.events, key=lambda event: event.kind in ROUTINE)
-            rows = [row for routine, stretch in stretches for row in _rows(list(stretch), routine)]
-            cut = len(rows) - MAX_EVENTS
-            left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
-            head = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
-            blocks.append(head + left + _table(["time (UTC)", "event"], rows[-MAX_EVENTS:]))
-    return f"<section><h2>Events</h2>{''.join(blocks)}</section>" if blocks else ""
+def _events(run: Run) -> str:
+    if not run.events:
+        return ""
+    stretches = groupby(run.events, key=lambda event: event.kind in ROUTINE)
+    rows = [row for routine, stretch in stretches for row in _rows(list(stretch), routine)]
+    cut = len(rows) - MAX_EVENTS
+    left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
+    return left + _table(["time (UTC)", "event"], rows[-MAX_EVENTS:])
 
 
 def _rows(events: list[Event], routine: bool) -> list[list[str]]:
@@ -297,10 +292,7 @@ def _stretch(kind: str, events: list[Event]) -> list[str]:
     times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
     begun, ended = _clock(first.time), _clock(last.time)
     span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # without repeating the day
-    return [
-        span,
-        f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}',
-    ]
+    return [span, f'<span class="dot {kind}"></span>{escape(f"{ROUTINE[kind]} {times}{loss}")}']
 
 
 def _clock(seconds: float) -> str:

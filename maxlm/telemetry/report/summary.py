@@ -10,6 +10,7 @@ import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.goodput import PARTS
+from maxlm.telemetry.observer import is_number
 from maxlm.telemetry.report.load import Run, Series, eval_loss
 
 FINISHED = ("done", "nothing_left")
@@ -68,7 +69,7 @@ def figures_of(run: Run) -> Figures:
         goodput=_goodput(run),
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
-        hardware=_hardware(start),
+        hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
     )
 
 
@@ -159,11 +160,6 @@ def _start_data(run: Run) -> dict[str, Any]:
     return data
 
 
-def _hardware(start: dict[str, Any]) -> str:
-    devices, kind = start.get("devices"), start.get("device_kind")
-    return f"{devices} x {kind}" if devices and kind else ""
-
-
 def _wall_time(run: Run) -> float | None:
     if not run.attempts:  # no events: the sum of step times
         step_time = run.get("step_time_s")
@@ -200,4 +196,4 @@ def _as_sentence(text: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return float(value) if is_number(value) and math.isfinite(value) else None
