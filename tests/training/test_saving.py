@@ -274,7 +274,7 @@ def signalled(folder, every, total):
     """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation."""
     script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
     script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
-    script.evaluate = lambda params, n: Sums(jnp.float32(2.0), {"loss": jnp.float32(6.0)}, {})
+    script.evaluate = lambda params, model_state, n: Sums(jnp.float32(2.0), {"loss": jnp.float32(6.0)}, {})
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     session = Session(
         script, Data(), held_out, checkpoints, events, Goodput(),
@@ -363,7 +363,7 @@ def test_a_save_that_fails_is_an_alarm_before_the_next_save_begins(tmp_path, mon
 
 def test_an_evaluation_is_the_mean_over_all_tokens(tmp_path):
     script, read = Script(total=5), []
-    script.evaluate = lambda params, batch: Sums(jnp.float32(2.0), {"loss": jnp.float32(8.0 * batch)}, {})
+    script.evaluate = lambda params, model_state, batch: Sums(jnp.float32(2.0), {"loss": jnp.float32(8.0 * batch)}, {})
     assert evaluate(script, script.init(), SixBatches(read)) == pytest.approx(8.0 * sum(range(6)) / (2 * 6))
     assert read == list(range(6))
 
