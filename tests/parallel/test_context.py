@@ -122,7 +122,7 @@ def sums_and_gradients(program):
     state = program.init()
     with jax.set_mesh(program.mesh):
         gradients = jax.jit(program.gradients)
-        return jax.device_get(gradients(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
+        return jax.device_get(gradients(state.params, state.model_state, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 @pytest.fixture(scope="module")
