@@ -20,16 +20,11 @@ from maxlm.training.state import TrainState, update_model_state
 
 
 class Metrics(NamedTuple):
-    """Figures of one update, the same on any mesh. `values` holds those of the objective, by the names of their declarations, and of the
-    update:
+    """Figures of one update, the same on any mesh; each is an attribute as well, such as `metrics.loss`.
 
-    grad_norm     before clipping; with local updates the mean over workers
-    lr
-    tokens        that count in the loss
-    skipped       updates skipped so far
-    batch_digest  equal for equal batches
-
-    Each is an attribute as well: `metrics.loss`.
+    `values` holds those of the objective, by the names of their declarations, and of the update: `grad_norm` before clipping (with local
+    updates the mean over workers), `lr`, `tokens` that count in the loss, `skipped` updates so far, and `batch_digest`, which is equal for
+    equal batches.
     """
 
     values: dict[str, Array]

@@ -117,7 +117,9 @@ def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, worksp
     finish(start(workspace, *settings, *SPLITS[then], devices=8))
     mine, wanted = metrics(workspace), metrics(straight)
     assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]
-    np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in wanted], rtol=2e-3)  # rounding grows with the steps
+    losses = np.array([[r["loss"] for r in records] for records in (mine, wanted)])
+    np.testing.assert_allclose(*losses[:, :60], rtol=1e-3)  # training multiplies rounding: by e in about 8 steps
+    np.testing.assert_allclose(*losses, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from maxlm.training.step import build_train_step
 
 PAGE = ROOT / "docs" / "reading.md"
 PATH_FILES, PATH_LINES = 10, 900
-ALL_FILES, ALL_LINES = 18, 1220  # with helpers
+ALL_FILES, ALL_LINES = 18, 1230  # with helpers
 LEFT_OUT = ("maxlm/kernels/", "maxlm/config/schema.py")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -30,7 +30,7 @@ def loss_and_gradients(name, mesh):
     state = program.init()
     with jax.set_mesh(program.mesh):
         run = jax.jit(program.gradients)
-        return jax.device_get(run(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
+        return jax.device_get(run(state.params, state.model_state, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 @pytest.fixture(scope="module")

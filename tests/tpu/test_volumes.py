@@ -107,12 +107,12 @@ def textbook(case, config):
     }
     return {
         "ddp": {("all-reduce", "data"): gradients + FULL * rest},
-        "ddp accumulating": {("all-reduce", "data"): FULL * (everything + rest)},
+        "ddp accumulating": {("all-reduce", "data"): HALF * everything + FULL * rest},
         "zero 1": {("all-gather", "fsdp"): HALF * everything, ("reduce-scatter", "fsdp"): HALF * everything},
         "zero 2": {("all-gather", "fsdp"): HALF * everything, ("reduce-scatter", "fsdp"): gradients},
-        "zero 2 accumulating": {("all-gather", "fsdp"): HALF * everything, ("reduce-scatter", "fsdp"): FULL * everything},
+        "zero 2 accumulating": {("all-gather", "fsdp"): HALF * everything, ("reduce-scatter", "fsdp"): HALF * everything},
         "zero 3": zero_3,
-        "hybrid accumulating": {**zero_3, ("all-reduce", "data"): FULL * (everything / 4 + rest)},
+        "hybrid accumulating": {**zero_3, ("all-reduce", "data"): HALF * everything / 4 + FULL * rest},
         "local updates": {**zero_3, ("all-reduce", "data"): FULL * (everything / 4 + rest)},  # where workers meet: once in ten updates
         "tensor": {**tensor, ("all-reduce", "data"): gradients / mesh.tensor},
         "tensor, zero 3": {**tensor, **zero_3},
