@@ -39,7 +39,7 @@ TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-2)}
 
 @dataclass(frozen=True)
 class Torch:
-    """How torch runs it. `mode`: of torch.compile, or "eager"; `attention`: "auto", "cudnn" or "flash"; `chunks` of the logits."""
+    """Torch's settings. `mode`: of torch.compile, or "eager"; `attention`: "auto", "cudnn" or "flash"; `chunks` of the logits."""
 
     python: str
     mode: str

@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a case ended; `problem` is empty if that is right."""
+    """End of a case; `problem` is empty if that is right."""
 
     outcome: str
     problem: str = ""
@@ -262,7 +262,7 @@ def judge(case: Case, folder: Path) -> Ending:
 
 
 def accepted(case: Case, values: Mapping[str, Any]) -> Ending:
-    """Whether every value that was written is in the resolved config, or why not."""
+    """Check that every value that was written is in the resolved config, or why not."""
     reasons = set()
     before = {} if case.files else dict(flatten(load(case.name).config.model_dump(mode="json")))
     for key, said, on_command_line in written(case):
@@ -315,7 +315,7 @@ def explain(key: str, said: Any, values: Mapping[str, Any], on_command_line: boo
 
 
 def one_line(message: str) -> str:
-    """What is wrong with a message; nothing if it is one printable line."""
+    """Problem of a message; nothing if it is one printable line."""
     if not message.isprintable() or "Traceback" in message or len(message) > LONGEST:
         return f"not one printable line of {LONGEST} characters: {message[:200]!r}"
     return ""

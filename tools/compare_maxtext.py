@@ -57,7 +57,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run showed."""
+    """Figures of one run."""
 
     first_step_s: float
     tokens_per_s: float

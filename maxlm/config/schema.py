@@ -300,7 +300,7 @@ class PipelineConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What the model is trained to do; settings of one kind go into a section of their own, joined here by `kind`."""
+    """Training objective; settings of one kind go into a section of their own, joined here by `kind`."""
 
     kind: Literal["next_token"]  # a row of maxlm.objectives.OBJECTIVES
 

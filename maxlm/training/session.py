@@ -42,7 +42,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: after `step` updates, and why."""
+    """End of training: after `step` updates, and why."""
 
     status: Status
     step: int
