@@ -42,6 +42,7 @@ def test_the_contracts_hold():
         ("data/token_store.py", "from maxlm.checkpoint import Checkpoints", "Imports go down only BROKEN"),
         ("hardware/chips.py", "import jax.numpy", "instant BROKEN"),
         ("kernels/attention/xla.py", "from maxlm.config import load", "nothing of maxlm BROKEN"),
+        ("config/axes.py", "def later():\n    from maxlm.config import rules", "No import cycles BROKEN"),
     ],
 )
 def test_an_upward_import_is_noticed(copy, module, planted, contract):
