@@ -108,18 +108,18 @@ SPLITS = {
 
 
 @pytest.mark.parametrize(("first", "then"), [pytest.param("one", "tensor", marks=pytest.mark.soak), ("stage", "context")])
-def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
-    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10")
+def test_a_run_moves_to_another_mesh_in_the_middle(first, then, workspace):
+    """At a learning rate so low that training does not multiply the rounding of the layouts beyond the bound."""
+    settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10", "optimizer.peak_lr=1e-3")
     process = start(workspace, *settings, *SPLITS[first], devices=8 if SPLITS[first] else 1)
     wait_for_step(workspace, 23, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=3)
     finish(start(workspace, *settings, *SPLITS[then], devices=8))
-    mine, wanted = metrics(workspace), metrics(straight)
+    finish(start(workspace, *settings, "run.name=alone"))
+    mine, wanted = metrics(workspace), metrics(workspace, "alone")
     assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]
-    losses = np.array([[r["loss"] for r in records] for records in (mine, wanted)])
-    np.testing.assert_allclose(*losses[:, :60], rtol=1e-3)  # training multiplies rounding: by e in about 8 steps
-    np.testing.assert_allclose(*losses, rtol=1e-2)
+    np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in wanted], rtol=2e-3)
 
 
 @pytest.mark.parametrize(
