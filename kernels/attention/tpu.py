@@ -222,16 +222,25 @@ def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4
     return jnp.stack([blocks_2BXT.min(-1), blocks_2BXT.max(-1)], axis=1).reshape(4, *blocks_2BXT.shape[1:3])
 
 
-def _overlap(ranges_ref: Ref, b: Index, i: Index, j: Index) -> tuple[jax.Array, jax.Array]:
-    """(True if a query of block i may share a document with a key of block j, True if all of both are of one document)."""
-    low_i, high_i, low_j, high_j = ranges_ref[0, b, i], ranges_ref[1, b, i], ranges_ref[2, b, j], ranges_ref[3, b, j]
+def _rows_in_line(ranges_4BX: jax.Array) -> jax.Array:
+    """Ranges as [4, B blocks]: in SMEM the last dim is padded to 128, which 1,024 rows of one block each would fill."""
+    return ranges_4BX.reshape(4, -1)
+
+
+def _overlap(ranges_ref: Ref, b: Index, i: Index, j: Index, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """(True if a query of block i may share a document with a key of block j, True if all of both are of one document).
+
+    Both are blocks of row `b`; `blocks`: of a row.
+    """
+    i, j = b * blocks + i, b * blocks + j
+    low_i, high_i, low_j, high_j = ranges_ref[0, i], ranges_ref[1, i], ranges_ref[2, j], ranges_ref[3, j]
     some = (low_i <= high_j) & (low_j <= high_i) & (high_i > 0) & (high_j > 0)
     return some, (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
 
 
 def _on_blocks(b: Index, i: Index, j: Index, ranges_ref: Ref, shape: _Shape, run: Callable[[str], None], *masks: str) -> None:
     """Call `run(mask)` once if queries of block i attend to keys of block j, with the cheapest of `masks` that is enough."""
-    some, one = _overlap(ranges_ref, b, i, j)
+    some, one = _overlap(ranges_ref, b, i, j, shape.blocks)
     at = i + shape.blocks_ahead
     if shape.window is not None:
         one &= (at - j + 1) * shape.block <= shape.window
@@ -304,7 +313,7 @@ def _forward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
+    )(_rows_in_line(block_ranges(segments_B2S, shape.block)), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
     return out_BSN, lse[:, :, 0]
 
 
@@ -428,7 +437,7 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
 
         @pl.loop(first, near + 1)
         def _(j: Index) -> None:
-            pl.when(_overlap(ranges_ref, b, i, j)[0])(functools.partial(softmax.renew, j))
+            pl.when(_overlap(ranges_ref, b, i, j, shape.blocks)[0])(functools.partial(softmax.renew, j))
 
         out_QV, lse_1Q = softmax.result()
         lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
@@ -484,7 +493,7 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
+    )(_rows_in_line(block_ranges(segments_B2S, shape.block)), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
 
 
 def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:

@@ -76,23 +76,31 @@ def test_weights_are_gathered_gradients_scattered_and_attention_is_a_kernel():
     assert "[1,4,512,512]" not in text
 
 
+def gradients_of_attention(chip, device, rows, seq_len, mask):
+    """The compiled text of attention's forward and backward pass on one device."""
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((rows, seq_len, 2, 128), jnp.bfloat16, sharding=everywhere)
+    segments = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32, sharding=everywhere)
+
+    def total(q, k, v, segments):
+        out = attention(q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.1, mask=mask, implementation="flash")
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(x, x, x, segments)
+    return lowered.compile(compiler_options=compiler_options(chip)).as_text()
+
+
 @pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.soak), "v5p", "v6e", "tpu7x"])  # v5e has the VMEM of v6e
 def test_attention_fits_into_vmem_where_it_says_so(chip):
     """At the longest sequence that `why_not` allows, in the kernels of a step: the memory they ask for is enough."""
     device = devices(SMALLEST[chip])[0]
     longest = max(s for s in (2**n for n in range(10, 18)) if not why_not(s, 128, device.device_kind))
     assert longest >= 8192
-    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
-    everywhere = NamedSharding(mesh, P())
-    x = jax.ShapeDtypeStruct((1, longest, 2, 128), jnp.bfloat16, sharding=everywhere)
-    segments = jax.ShapeDtypeStruct((1, longest), jnp.int32, sharding=everywhere)
+    assert "attention_backward" in gradients_of_attention(chip, device, 1, longest, Mask(window=3000))
 
-    def total(q, k, v, segments):
-        out = attention(
-            q, k, v, query_segments_BS=segments, key_segments_BT=segments, scale=0.1, mask=Mask(window=3000), implementation="flash"
-        )
-        return jnp.sum(out.astype(jnp.float32))
 
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(x, x, x, segments)
-    assert "attention_backward" in lowered.compile(compiler_options=compiler_options(chip)).as_text()
+def test_attention_of_many_short_rows_fits_into_smem():
+    """Which blocks overlap is read from SMEM, which has 1 MiB here."""
+    assert "attention_backward" in gradients_of_attention("v5e", devices(SMALLEST["v5e"])[0], 2048, 256, Mask())
