@@ -141,7 +141,7 @@ def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         return
     bad = 0
     for item in read_objects(path):
-        if item is None or not is_step(item.get("step")):
+        if not is_step(item.get("step")):
             bad += 1
         else:
             yield item
