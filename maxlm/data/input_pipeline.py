@@ -192,29 +192,31 @@ class Pipeline:
             if self._config.skip_bad_chunks is None:
                 raise
         windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
-        omitted = []
+        omitted: list[int] = []
+        chunks: set[int] = set()
         for row, start in enumerate(starts):
             try:
                 windows[row : row + 1], lengths[row : row + 1] = store.read_windows([start], S + 1)
             except DamagedStoreError as error:
-                self._count_damage(number, int(start), error)
+                chunks |= self._damaged_chunks(number, int(start), error)
                 omitted.append(row)
-        self._report(number, ids[omitted], starts[omitted])
+        self._report(number, ids[omitted], starts[omitted], sorted(chunks))
         return windows, lengths
 
-    def _count_damage(self, number: int, start: int, error: DamagedStoreError) -> None:
-        """Count the damaged chunks of a window. Raises UserError once they are too many."""
+    def _damaged_chunks(self, number: int, start: int, error: DamagedStoreError) -> set[int]:
+        """The damaged chunks of a window. Raises UserError once a store has too many."""
         store, known = self._stores[number], self._bad_chunks[number]
-        known.update(store.bad_chunks(start, start + self._config.seq_len + 1))
+        found = set(store.bad_chunks(start, start + self._config.seq_len + 1))
+        known |= found
         assert self._config.skip_bad_chunks is not None, "without it the first damaged chunk stops training"
         most = self._config.skip_bad_chunks.at_most
         if len(known) > most:
             raise UserError(f"{store.path}: more than data.skip_bad_chunks.at_most = {most} chunks are damaged: {error}")
+        return found
 
-    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
-        store, S = self._stores[number], self._config.seq_len
-        chunks = sorted({chunk for start in starts for chunk in store.bad_chunks(int(start), int(start) + S + 1)})
-        tokens = int(np.minimum(store.n_tokens - 1 - starts, S).sum())
+    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray, chunks: list[int]) -> None:
+        store = self._stores[number]
+        tokens = int(np.minimum(store.n_tokens - 1 - starts, self._config.seq_len).sum())
         named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
         reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were omitted"
         data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}

@@ -11,7 +11,6 @@ Value = TypeVar("Value")
 
 BLOCKED_SECONDS = 5.0  # without a result, before `gives_up` is asked
 _POLL_SECONDS = 0.5
-_END = object()
 
 
 class Prefetcher(Generic[Key, Value]):
@@ -54,9 +53,6 @@ class Prefetcher(Generic[Key, Value]):
         if isinstance(result, BaseException):
             self.close()
             raise result
-        if result is _END:
-            self.close()
-            raise StopIteration
         return result
 
     def close(self) -> None:
@@ -84,6 +80,6 @@ def _work(make: Callable, keys: Iterator, results: queue.SimpleQueue, room: thre
             if stop.is_set():
                 return
             results.put((key, make(key)))
-        results.put(_END)
+        results.put(StopIteration())
     except BaseException as error:  # re-raised in the consumer
         results.put(error)

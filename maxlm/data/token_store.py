@@ -76,13 +76,10 @@ class TokenStore:
         """
         starts = np.asarray(starts, np.int64)
         lengths = np.clip(self.n_tokens - starts, 0, width)
-        whole = np.flatnonzero(lengths == width)
-        parts = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]]) if len(whole) else None
-        if parts is not None and len(parts) == len(starts):
-            return parts, lengths
         windows = np.zeros((len(starts), width), self.info.dtype)
-        if parts is not None:
-            windows[whole] = parts
+        whole = np.flatnonzero(lengths == width)
+        if len(whole):
+            windows[whole] = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]])
         for row in np.flatnonzero((lengths > 0) & (lengths < width)):
             windows[row, : lengths[row]] = self.read(int(starts[row]), self.n_tokens)
         return windows, lengths
