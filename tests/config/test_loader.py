@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from maxlm.config import UserError, load
-from maxlm.config.fixes import MOVED, section_of
+from maxlm.config.explain import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
 from maxlm.config.rules import check_devices, cluster_devices
 from maxlm.config.schema import Config, SamplesConfig
