@@ -151,9 +151,9 @@ class Pipeline:
         return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
 
     def batches(self, start_step: int, shardings: Any, stop_step: int) -> Prefetcher:
-        """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
+        """Batches of steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
 
-        Errors in the background are raised here. Call `close` on it, or use it in a `with` block, to stop early.
+        Errors in the background are raised here. Call `close` on it to stop early.
         """
         return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from data_cases import END, config_of, random_documents, write_store
+from data_cases import END, all_of, config_of, random_documents, write_store
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.config.errors import ConfigError, UserError
@@ -242,8 +242,7 @@ def test_a_process_reads_only_the_rows_of_its_own_devices(store, monkeypatch):
 def test_batches_are_those_of_device_batch_from_any_step(store):
     pipe = pipeline(store, global_batch=8, prefetch=3)
     sharding = NamedSharding(mesh_of((8, 1)), PartitionSpec("data"))
-    batches = dict(pipe.batches(5, sharding, 12))
-    assert list(batches) == list(range(5, 12))
+    batches = dict(zip(range(5, 12), all_of(pipe.batches(5, sharding, 12)), strict=True))
     assert all(same(jax.tree.map(np.asarray, batch), pipe.host_batch(step)) for step, batch in batches.items())
 
 
@@ -255,7 +254,7 @@ def test_damage_found_in_the_background_is_raised_to_the_consumer(store):
     sharding = NamedSharding(mesh_of((1, 1)), PartitionSpec())
     threads = threading.active_count()
     with pytest.raises(UserError, match="cannot read its train tokens"):
-        list(pipeline(store, global_batch=8).batches(0, sharding, 50))
+        all_of(pipeline(store, global_batch=8).batches(0, sharding, 50))
     assert threading.active_count() == threads
 
 
