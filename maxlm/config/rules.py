@@ -250,12 +250,11 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
     local = "local" in model.layer_pattern
     if local and model.window is None:
         yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
-    if not local and model.window is not None:
-        rule = "no layer in model.layer_pattern is local, so no layer would use it"
-        yield "model.window", model.window, rule, "add `local` layers or remove it"
-    if not local and model.rope_local is not None:
-        rule = "no layer in model.layer_pattern is local, so no layer would use it"
-        yield "model.rope_local", "set", rule, "add `local` layers or remove it"
+    unused = {"window": model.window, "rope_local": None if model.rope_local is None else "set"} if not local else {}
+    for name, value in unused.items():
+        if value is not None:
+            rule = "no layer in model.layer_pattern is local, so no layer would use it"
+            yield f"model.{name}", value, rule, "add `local` layers or remove it"
 
 
 def _rope(config: Config) -> Iterator[Problem]:

@@ -245,17 +245,13 @@ def _goodput(run: Run) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    flats = [run.settings for run in runs]
-    keys = list(dict.fromkeys(key for flat in flats for key in flat))
-    absent = object()
-    differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
-    if not differing:
-        return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
-    rows = [
-        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–" for flat in flats)]
-        for key in differing
-    ]
-    return f"<section><h2>Differing settings</h2>{_table(['setting', *map(_head, runs)], rows)}</section>"
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        cells = [f"<code>{escape(_yaml_text(run.settings[key]))}</code>" if key in run.settings else "–" for run in runs]
+        if len(set(cells)) > 1:
+            rows.append([f"<code>{escape(key)}</code>", *cells])
+    text = _table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
+    return f"<section><h2>Differing settings</h2>{text}</section>"
 
 
 def _yaml_text(value: Any) -> str:
