@@ -6,7 +6,7 @@ are split over windows, short ones share one; the last window is padded. Nothing
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,57 +36,31 @@ class Pipeline:
     def __init__(
         self,
         config: DataConfig,
-        stores: Sequence[TokenStore],
-        weights: Sequence[float],
-        *,
-        global_batch: int,
-        seed: int,
-        make_batch: MakeBatch | None = None,
-    ) -> None:
-        """Use `Pipeline.create`."""
-        self.global_batch = global_batch
-        self._make_batch = make_batch or (
-            lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
-        )
-        self._config, self._stores = config, stores
-        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in stores]
-        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
-        self._endless = stores[0].split == "train"
-        self._order = SampleOrder(windows, weights, seed=seed, shuffle=config.shuffle) if self._endless else None
-        self._bad_chunks: list[set[int]] = [set() for _ in stores]  # seen so far
-        self._problems: list[dict[str, Any]] = []
-        self._lock = threading.Lock()  # batches are made in a background thread
-
-    @classmethod
-    def create(
-        cls,
-        config: DataConfig,
         *,
         global_batch: int,
         seed: int,
         vocab_size: int,
         split: Split = "train",
         make_batch: MakeBatch | None = None,
-    ) -> "Pipeline":
+    ) -> None:
         """Open the stores of `config` and check that they match each other and the model.
 
         `seed`: of the order of train batches; `make_batch`: of the objective, None for next-token prediction. Stores of a mixture without
         held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, or of another tokenizer than the
         others; or the model's vocabulary is too small.
         """
-        weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
-        assert weights, "config/rules.py requires a store or a mixture"
-        context = read_context(config.read_threads)
-        stores = [TokenStore.open(path, split, context=context) for path in weights]
-        for store in stores:
-            _check(store, stores[0], vocab_size)
-        used = [store for store in stores if store.n_tokens > 1]
-        if not used or (split == "train" and len(used) < len(stores)):
-            empty = next(store for store in stores if store.n_tokens <= 1)
-            fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
-            raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
-        shares = [weight for path, weight in weights.items() if any(store.path == path.rstrip("/") for store in used)]
-        return cls(config, used, shares, global_batch=global_batch, seed=seed, make_batch=make_batch)
+        opened = _opened(config, split, vocab_size)
+        self.global_batch = global_batch
+        self._make_batch = make_batch or (
+            lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
+        )
+        self._config, self._stores = config, list(opened)
+        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in opened]
+        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
+        self._order = SampleOrder(windows, list(opened.values()), seed=seed, shuffle=config.shuffle) if split == "train" else None
+        self._bad_chunks: list[set[int]] = [set() for _ in opened]  # seen so far
+        self._problems: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # batches are made in a background thread
 
     @property
     def tokenizer_hash(self) -> str:
@@ -222,6 +196,22 @@ class Pipeline:
         data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}
         with self._lock:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
+
+
+def _opened(config: DataConfig, split: Split, vocab_size: int) -> dict[TokenStore, float]:
+    """The stores that have documents of this split, with their weights. Raises UserError if there is none, or not enough to train."""
+    weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
+    assert weights, "config/rules.py requires a store or a mixture"
+    context = read_context(config.read_threads)
+    stores = {TokenStore(path, split, context=context): weight for path, weight in weights.items()}
+    for store in stores:
+        _check(store, next(iter(stores)), vocab_size)
+    used = {store: weight for store, weight in stores.items() if store.n_tokens > 1}
+    if not used or (split == "train" and len(used) < len(stores)):
+        empty = next(store for store in stores if store.n_tokens <= 1)
+        fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
+        raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
+    return used
 
 
 def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:

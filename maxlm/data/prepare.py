@@ -135,7 +135,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
         save_progress(store, fingerprint)  # drops what was prepared with other settings
-        storage.delete_prefix(store, manifest.TOKENIZER)
+        storage.delete(store, manifest.TOKENIZER)
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
@@ -154,7 +154,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         splits=splits,
     )
     info = manifest.save(store, info)
-    storage.delete_prefix(store, manifest.PROGRESS)
+    storage.delete(store, manifest.PROGRESS)
     return info
 
 

@@ -183,7 +183,7 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = functools.partial(
-        Pipeline.create,
+        Pipeline,
         config.data,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
