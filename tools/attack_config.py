@@ -32,7 +32,7 @@ from ruamel.yaml import YAML
 from maxlm import cli
 from maxlm.config import UserError, load
 from maxlm.config.errors import LONGEST
-from maxlm.config.fixes import holds_text, section_of
+from maxlm.config.explain import holds_text, section_of
 from maxlm.config.loader import SHIPPED, dump, flatten
 from maxlm.config.schema import Config
 

@@ -97,11 +97,11 @@ def read_store(path: Path) -> dict[str, bytes]:
     """Everything that a store returns: manifest, tokens, documents, batches, tokenizer and description."""
     content: dict[str, bytes] = {}
     for split in SPLITS:
-        store = TokenStore.open(str(path), split)
+        store = TokenStore(str(path), split)
         content[f"{split} facts"] = store.info.model_dump_json().encode()
         content[f"{split} tokens"] = store.read(0, store.n_tokens).tobytes()
         content[f"{split} documents"] = store.read_documents(0, store.size.documents + 1).tobytes()
-    pipeline = Pipeline.create(DataConfig(store=str(path), seq_len=32), global_batch=8, seed=0, vocab_size=VOCABULARY)
+    pipeline = Pipeline(DataConfig(store=str(path), seq_len=32), global_batch=8, seed=0, vocab_size=VOCABULARY)
     content["batches"] = b"".join(np.asarray(field).tobytes() for step in range(pipeline.n_batches) for field in pipeline.host_batch(step))
     tokenizer = open_tokenizer(str(path))
     content["tokenizer"] = (tokenizer.text + str(tokenizer.encode("ai bj ck dl").tolist())).encode()

@@ -49,7 +49,7 @@ def write_store(path: str, tokens: int) -> None:
 def measure(path: str, seq_len: int, batch_tokens: int, seconds: float) -> tuple[float, float]:
     """Tokens/s of the first epoch, and after it."""
     config = DataConfig(store=path, seq_len=seq_len)
-    pipeline = Pipeline.create(config, global_batch=batch_tokens // seq_len, seed=0, vocab_size=VOCAB)
+    pipeline = Pipeline(config, global_batch=batch_tokens // seq_len, seed=0, vocab_size=VOCAB)
 
     def speed(start: int, stop: int | None) -> float:
         begin, step = time.perf_counter(), start

@@ -259,7 +259,7 @@ class Checkpoints:
             assert not content.disagreement(str(step)), content.disagreement(str(step))
             return content.to_text()
 
-        return manifest.DeferredText(text)
+        return text
 
     def _settle(self) -> None:
         """Wait for the running save, if any. After a failure the writer is replaced: Orbax's would raise the same error at every save."""

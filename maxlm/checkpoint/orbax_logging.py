@@ -1,8 +1,8 @@
 """Filters for Orbax's logging: it prints pages of tracebacks for one full disk, and then raises the error, which is enough."""
 
+import functools
 import logging
 import sys
-from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
@@ -11,12 +11,24 @@ _LIBRARIES = ("orbax", "tensorstore", "uvloop")
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
 def install() -> None:
-    """Filter the loggers that Orbax uses, and Python's warnings about its coroutines that were never awaited. Idempotent."""
+    """Filter the loggers that Orbax uses, and Python's warnings about its coroutines that were never awaited."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_filter)
-    if not isinstance(sys.unraisablehook, _UnraisableHook):
-        sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
+    before = sys.unraisablehook
+
+    def log_or_print(unraisable: Any) -> None:
+        """Log exceptions of coroutines that Orbax drops when one of many reads fails, in place of printing them."""
+        source = unraisable.object
+        code = source.cr_code.co_filename if isinstance(source, CoroutineType) else ""
+        text = f"{code} {type(source).__module__} {unraisable.err_msg} {unraisable.exc_value}"
+        if any(library in text for library in _LIBRARIES) or "Event loop is closed" in text:
+            _log.debug("ignored: %s", text[:_CHARS].split("\n", maxsplit=1)[0])
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = log_or_print
 
 
 def _filter(record: logging.LogRecord) -> bool:
@@ -28,19 +40,3 @@ def _filter(record: logging.LogRecord) -> bool:
     message = record.getMessage().strip().split("\n")[0]
     record.msg, record.args = message[:_CHARS], ()
     return True
-
-
-class _UnraisableHook:
-    """Log exceptions of coroutines that Orbax drops when one of many reads fails, in place of printing them."""
-
-    def __init__(self, before: Callable[[Any], Any]) -> None:
-        self._before = before
-
-    def __call__(self, unraisable: Any) -> None:
-        source = unraisable.object
-        code = source.cr_code.co_filename if isinstance(source, CoroutineType) else ""
-        text = f"{code} {type(source).__module__} {unraisable.err_msg} {unraisable.exc_value}"
-        if any(library in text for library in _LIBRARIES) or "Event loop is closed" in text:
-            _log.debug("ignored: %s", text[:_CHARS].split("\n", maxsplit=1)[0])
-        else:
-            self._before(unraisable)

@@ -17,7 +17,6 @@ from ruamel.yaml.error import YAMLError
 
 from maxlm.config import assumed, explain, rules
 from maxlm.config.errors import SHOWN, UserError, shorten, show
-from maxlm.config.fixes import holds_text
 from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
@@ -251,7 +250,7 @@ def _parse_override(text: str, files: _Files) -> dict[str, Any]:
     if not _is_unicode(key):
         raise UserError(f"{show(key)} holds half a character (a lone surrogate): take it out.")
     nested: Any = files.parse(value, f"{COMMAND_LINE}, {shorten(key)}") if value.strip() else None
-    if not isinstance(nested, str | list | dict | None) and holds_text(key.strip()):
+    if not isinstance(nested, str | list | dict | None) and explain.holds_text(key.strip()):
         nested = value.strip()
     for part in reversed(parts):
         nested = {part: nested}

@@ -1,7 +1,7 @@
 """Rules that join several settings. Each problem says field, value, rule and fix."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from maxlm.config import axes, inert, paths
 from maxlm.config.errors import ConfigError, Problem
@@ -23,20 +23,20 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    _refuse((_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples), config, origins)
+    sections = (_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples)
+    _refuse((problem for problems in sections for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
-        devices = cluster_devices(config, origins.get("cluster.topology", ""))
+        devices = topology_of(config, origins.get("cluster.topology", "")).devices
         if not any_mesh:
             check_devices(config, devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
-        _refuse((inert.problems, _accelerator, _untrained_router), config, origins)
+        _refuse((*inert.problems(config), *_accelerator(config), *_untrained_router(config)), origins)
 
 
-def _refuse(checks: Sequence[Callable[[Config], Iterator[Problem]]], config: Config, sources: Mapping[str, str]) -> None:
-    for problems in checks:
-        for field, value, rule, fix in problems(config):
-            raise ConfigError(field, value, rule, fix, sources.get(field, ""))
+def _refuse(problems: Iterable[Problem], sources: Mapping[str, str]) -> None:
+    for field, value, rule, fix in problems:
+        raise ConfigError(field, value, rule, fix, sources.get(field, ""))
 
 
 def check_run_name(name: str, source: str = "") -> None:
@@ -52,11 +52,6 @@ def check_run_name(name: str, source: str = "") -> None:
         rule = f"is {len(name.encode())} bytes long, and {NAME_BYTES} are allowed"
     if rule:
         raise ConfigError("run.name", name, rule, NAME_FIX, source)
-
-
-def cluster_devices(config: Config, source: str = "") -> int:
-    """Number of jax devices of the `cluster` section, all slices together. Raises ConfigError for a topology that does not exist."""
-    return topology_of(config, source).devices
 
 
 def topology_of(config: Config, source: str = "") -> Topology:
@@ -89,8 +84,7 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
 def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
     """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits."""
     sizes = resolve_mesh(config.mesh, n_devices)
-    for field, value, rule, fix in _divides(config, sizes):
-        raise ConfigError(field, value, rule, fix, (sources or {}).get(field, ""))
+    _refuse(_divides(config, sizes), sources or {})
     return sizes
 
 
@@ -256,12 +250,11 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
     local = "local" in model.layer_pattern
     if local and model.window is None:
         yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
-    if not local and model.window is not None:
-        rule = "no layer in model.layer_pattern is local, so no layer would use it"
-        yield "model.window", model.window, rule, "add `local` layers or remove it"
-    if not local and model.rope_local is not None:
-        rule = "no layer in model.layer_pattern is local, so no layer would use it"
-        yield "model.rope_local", "set", rule, "add `local` layers or remove it"
+    unused = {"window": model.window, "rope_local": None if model.rope_local is None else "set"} if not local else {}
+    for name, value in unused.items():
+        if value is not None:
+            rule = "no layer in model.layer_pattern is local, so no layer would use it"
+            yield f"model.{name}", value, rule, "add `local` layers or remove it"
 
 
 def _rope(config: Config) -> Iterator[Problem]:
@@ -417,7 +410,7 @@ def _accelerator(config: Config) -> Iterator[Problem]:
         yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
 
 
-def divisors_text(number: int, most: int = 8) -> str:
+def divisors_text(number: int) -> str:
     """The largest divisors of `number`, as a choice in words."""
     all_of_them = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return either([str(d) for d in all_of_them[-most:]])
+    return either([str(d) for d in all_of_them[-8:]])

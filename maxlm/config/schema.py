@@ -208,12 +208,6 @@ class ModelConfig(Section):
         """Layers before the first with experts; 0 where none has any."""
         return 0 if self.moe is None else self.moe.n_dense
 
-    @property
-    def repeated_pattern(self) -> tuple[Literal["global", "local"], ...]:
-        """`layer_pattern`, turned so that it begins after `n_dense` layers."""
-        start = self.n_dense % len(self.layer_pattern)
-        return self.layer_pattern[start:] + self.layer_pattern[:start]
-
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: Any) -> Any:

@@ -6,7 +6,7 @@ are split over windows, short ones share one; the last window is padded. Nothing
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,57 +36,31 @@ class Pipeline:
     def __init__(
         self,
         config: DataConfig,
-        stores: Sequence[TokenStore],
-        weights: Sequence[float],
-        *,
-        global_batch: int,
-        seed: int,
-        make_batch: MakeBatch | None = None,
-    ) -> None:
-        """Use `Pipeline.create`."""
-        self.global_batch = global_batch
-        self._make_batch = make_batch or (
-            lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
-        )
-        self._config, self._stores = config, stores
-        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in stores]
-        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
-        self._endless = stores[0].split == "train"
-        self._order = SampleOrder(windows, weights, seed=seed, shuffle=config.shuffle) if self._endless else None
-        self._bad_chunks: list[set[int]] = [set() for _ in stores]  # seen so far
-        self._problems: list[dict[str, Any]] = []
-        self._lock = threading.Lock()  # batches are made in a background thread
-
-    @classmethod
-    def create(
-        cls,
-        config: DataConfig,
         *,
         global_batch: int,
         seed: int,
         vocab_size: int,
         split: Split = "train",
         make_batch: MakeBatch | None = None,
-    ) -> "Pipeline":
+    ) -> None:
         """Open the stores of `config` and check that they match each other and the model.
 
         `seed`: of the order of train batches; `make_batch`: of the objective, None for next-token prediction. Stores of a mixture without
         held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, or of another tokenizer than the
         others; or the model's vocabulary is too small.
         """
-        weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
-        assert weights, "config/rules.py requires a store or a mixture"
-        context = read_context(config.read_threads)
-        stores = [TokenStore.open(path, split, context=context) for path in weights]
-        for store in stores:
-            _check(store, stores[0], vocab_size)
-        used = [store for store in stores if store.n_tokens > 1]
-        if not used or (split == "train" and len(used) < len(stores)):
-            empty = next(store for store in stores if store.n_tokens <= 1)
-            fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
-            raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
-        shares = [weight for path, weight in weights.items() if any(store.path == path.rstrip("/") for store in used)]
-        return cls(config, used, shares, global_batch=global_batch, seed=seed, make_batch=make_batch)
+        opened = _opened(config, split, vocab_size)
+        self.global_batch = global_batch
+        self._make_batch = make_batch or (
+            lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
+        )
+        self._config, self._stores = config, list(opened)
+        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in opened]
+        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
+        self._order = SampleOrder(windows, list(opened.values()), seed=seed, shuffle=config.shuffle) if split == "train" else None
+        self._bad_chunks: list[set[int]] = [set() for _ in opened]  # seen so far
+        self._problems: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # batches are made in a background thread
 
     @property
     def tokenizer_hash(self) -> str:
@@ -151,9 +125,9 @@ class Pipeline:
         return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
 
     def batches(self, start_step: int, shardings: Any, stop_step: int) -> Prefetcher:
-        """(step, batch) for steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
+        """Batches of steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
 
-        Errors in the background are raised here. Call `close` on it, or use it in a `with` block, to stop early.
+        Errors in the background are raised here. Call `close` on it to stop early.
         """
         return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 
@@ -192,34 +166,52 @@ class Pipeline:
             if self._config.skip_bad_chunks is None:
                 raise
         windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
-        omitted = []
+        omitted: list[int] = []
+        chunks: set[int] = set()
         for row, start in enumerate(starts):
             try:
                 windows[row : row + 1], lengths[row : row + 1] = store.read_windows([start], S + 1)
             except DamagedStoreError as error:
-                self._count_damage(number, int(start), error)
+                chunks |= self._damaged_chunks(number, int(start), error)
                 omitted.append(row)
-        self._report(number, ids[omitted], starts[omitted])
+        self._report(number, ids[omitted], starts[omitted], sorted(chunks))
         return windows, lengths
 
-    def _count_damage(self, number: int, start: int, error: DamagedStoreError) -> None:
-        """Count the damaged chunks of a window. Raises UserError once they are too many."""
+    def _damaged_chunks(self, number: int, start: int, error: DamagedStoreError) -> set[int]:
+        """The damaged chunks of a window. Raises UserError once a store has too many."""
         store, known = self._stores[number], self._bad_chunks[number]
-        known.update(store.bad_chunks(start, start + self._config.seq_len + 1))
+        found = set(store.bad_chunks(start, start + self._config.seq_len + 1))
+        known |= found
         assert self._config.skip_bad_chunks is not None, "without it the first damaged chunk stops training"
         most = self._config.skip_bad_chunks.at_most
         if len(known) > most:
             raise UserError(f"{store.path}: more than data.skip_bad_chunks.at_most = {most} chunks are damaged: {error}")
+        return found
 
-    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray) -> None:
-        store, S = self._stores[number], self._config.seq_len
-        chunks = sorted({chunk for start in starts for chunk in store.bad_chunks(int(start), int(start) + S + 1)})
-        tokens = int(np.minimum(store.n_tokens - 1 - starts, S).sum())
+    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray, chunks: list[int]) -> None:
+        store = self._stores[number]
+        tokens = int(np.minimum(store.n_tokens - 1 - starts, self._config.seq_len).sum())
         named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
         reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were omitted"
         data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}
         with self._lock:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
+
+
+def _opened(config: DataConfig, split: Split, vocab_size: int) -> dict[TokenStore, float]:
+    """The stores that have documents of this split, with their weights. Raises UserError if there is none, or not enough to train."""
+    weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
+    assert weights, "config/rules.py requires a store or a mixture"
+    context = read_context(config.read_threads)
+    stores = {TokenStore(path, split, context=context): weight for path, weight in weights.items()}
+    for store in stores:
+        _check(store, next(iter(stores)), vocab_size)
+    used = {store: weight for store, weight in stores.items() if store.n_tokens > 1}
+    if not used or (split == "train" and len(used) < len(stores)):
+        empty = next(store for store in stores if store.n_tokens <= 1)
+        fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
+        raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
+    return used
 
 
 def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:

@@ -23,7 +23,7 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
 
     Raises UserError: the store is missing, unfinished, foreign or damaged.
     """
-    stores = {split: TokenStore.open(store_path, split) for split in SPLITS}
+    stores = {split: TokenStore(store_path, split) for split in SPLITS}
     info, path = stores["train"].info, stores["train"].path
     tokenizer = open_tokenizer(path)
     return {

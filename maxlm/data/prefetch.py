@@ -4,24 +4,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 BLOCKED_SECONDS = 5.0  # without a result, before `gives_up` is asked
 _POLL_SECONDS = 0.5
-_END = object()
 
 
-class Prefetcher(Generic[Key, Value]):
-    """Iterate over (key, make(key)), with at most `depth` results ready or in progress. Starts at once.
+class Prefetcher(Generic[Value]):
+    """Call make(key) for each key in order, with at most `depth` results ready or in progress. Starts at once.
 
-    An exception in `make` is raised here, in its turn. `close` (or leaving a `with` block, or the last reference
-    disappearing) stops the thread after the result in progress.
+    An exception in `make` is raised here, in its turn. `close` (or the last reference disappearing) stops the thread after the result in
+    progress.
     """
 
-    def __init__(self, make: Callable[[Key], Value], keys: Iterable[Key], depth: int) -> None:
+    def __init__(self, make: Callable[[Any], Value], keys: Iterable[Any], depth: int) -> None:
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._stop = threading.Event()
@@ -30,15 +28,7 @@ class Prefetcher(Generic[Key, Value]):
         self._thread = threading.Thread(target=_work, args=state, name="maxlm-prefetch", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[Key, Value]]:
-        return self
-
-    def __next__(self) -> tuple[Key, Value]:
-        ready = self.get(lambda: False)
-        assert ready is not None, "gives_up is never true"
-        return ready
-
-    def get(self, gives_up: Callable[[], bool]) -> tuple[Key, Value] | None:
+    def get(self, gives_up: Callable[[], bool] = lambda: False) -> Value | None:
         """The next result, or None after `BLOCKED_SECONDS` without one if `gives_up()`. Raises StopIteration after the last."""
         if self._stop.is_set():
             raise StopIteration
@@ -54,9 +44,6 @@ class Prefetcher(Generic[Key, Value]):
         if isinstance(result, BaseException):
             self.close()
             raise result
-        if result is _END:
-            self.close()
-            raise StopIteration
         return result
 
     def close(self) -> None:
@@ -65,12 +52,6 @@ class Prefetcher(Generic[Key, Value]):
         self._room.release()
         if self._thread is not threading.current_thread():
             self._thread.join(BLOCKED_SECONDS)
-
-    def __enter__(self) -> "Prefetcher[Key, Value]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self._stop.set()
@@ -83,7 +64,7 @@ def _work(make: Callable, keys: Iterator, results: queue.SimpleQueue, room: thre
             room.acquire()
             if stop.is_set():
                 return
-            results.put((key, make(key)))
-        results.put(_END)
+            results.put(make(key))
+        results.put(StopIteration())
     except BaseException as error:  # re-raised in the consumer
         results.put(error)

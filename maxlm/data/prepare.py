@@ -23,7 +23,7 @@ from maxlm.data.manifest import StoreInfo
 from maxlm.data.readers import documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
-from maxlm.data.writer import Router, SavedProgress, load_progress, restore_writers, save_progress
+from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
@@ -135,11 +135,11 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
         save_progress(store, fingerprint)  # drops what was prepared with other settings
-        storage.delete_prefix(store, manifest.TOKENIZER)
+        storage.delete(store, manifest.TOKENIZER)
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size)
-    router = Router(restore_writers(store, done, dtype), job.config.eval_fraction)
+    router = Router({split: SplitWriter(store, split, dtype, done) for split in manifest.SPLITS}, job.config.eval_fraction)
     if done.documents:
         console.print(f"{store}: continuing after {done.documents:,} documents")
     splits = _write(job, tokenizer, router, done)
@@ -154,7 +154,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         splits=splits,
     )
     info = manifest.save(store, info)
-    storage.delete_prefix(store, manifest.PROGRESS)
+    storage.delete(store, manifest.PROGRESS)
     return info
 
 

@@ -96,12 +96,10 @@ def write_bytes(folder: str, key: str, value: bytes) -> None:
         open_folder(folder).write(key, value).result()
 
 
-def delete_prefix(folder: str, prefix: str) -> None:
-    """Delete every object in `folder` whose key begins with `prefix`."""
-    with failures_named(f"{folder}/{prefix}", "delete it"):
-        store = open_folder(folder)
-        after = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # the first key that no longer begins with it
-        store.delete_range(ts.KvStore.KeyRange(prefix, after)).result()
+def delete(folder: str, key: str) -> None:
+    """Delete the object `key` in `folder`, if it exists."""
+    with failures_named(f"{folder}/{key}", "delete it"):
+        open_folder(folder).write(key, None).result()
 
 
 SAMPLES = 8  # a shard

@@ -28,27 +28,20 @@ class TokenStore:
     been exchanged with another.
     """
 
-    def __init__(self, path: str, split: Split, info: StoreInfo, context: ts.Context) -> None:
-        """Use `TokenStore.open`."""
-        self.path, self.split, self.info = path, split, info
-        manifest.check_files(path, info, [manifest.TOKENIZER, *(name for name in info.files if name.startswith(f"{split}/"))])
-        self._tokens = _FlatArray(self, "tokens", np.dtype(info.dtype), self.size.tokens, storage.TOKENS, context)
-        self._documents = _FlatArray(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
-
-    @classmethod
-    def open(cls, path: str, split: Split = "train", *, context: ts.Context | None = None) -> "TokenStore":
+    def __init__(self, path: str, split: Split = "train", *, context: ts.Context | None = None) -> None:
         """The split `split` of the store in the folder `path`, local or gs://.
 
         `context`: from `read_context`, for stores that share a cache; None: one of its own. Raises UserError: there is no store, it is
         unfinished or of another kind, or parts of it are missing, cut short or edited. Raises UnavailableError: it cannot be reached now.
         """
-        path = path.rstrip("/")
-        info = manifest.load(path)
-        if info is None:
-            if storage.read_bytes(path, manifest.PROGRESS) is not None:
-                raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to continue.")
-            raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it); make it with `maxlm data prepare`.")
-        return cls(path, split, info, context or read_context())
+        self.path, self.split = path.rstrip("/"), split
+        self.info = _finished(self.path)
+        context = context or read_context()
+        manifest.check_files(
+            self.path, self.info, [manifest.TOKENIZER, *(name for name in self.info.files if name.startswith(f"{split}/"))]
+        )
+        self._tokens = _FlatArray(self, "tokens", np.dtype(self.info.dtype), self.size.tokens, storage.TOKENS, context)
+        self._documents = _FlatArray(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
 
     @property
     def size(self) -> SplitInfo:
@@ -76,13 +69,10 @@ class TokenStore:
         """
         starts = np.asarray(starts, np.int64)
         lengths = np.clip(self.n_tokens - starts, 0, width)
-        whole = np.flatnonzero(lengths == width)
-        parts = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]]) if len(whole) else None
-        if parts is not None and len(parts) == len(starts):
-            return parts, lengths
         windows = np.zeros((len(starts), width), self.info.dtype)
-        if parts is not None:
-            windows[whole] = parts
+        whole = np.flatnonzero(lengths == width)
+        if len(whole):
+            windows[whole] = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]])
         for row in np.flatnonzero((lengths > 0) & (lengths < width)):
             windows[row, : lengths[row]] = self.read(int(starts[row]), self.n_tokens)
         return windows, lengths
@@ -96,6 +86,16 @@ class TokenStore:
             except DamagedStoreError:
                 bad.append(number)
         return bad
+
+
+def _finished(path: str) -> StoreInfo:
+    """The manifest of a finished store. Raises UserError if there is none."""
+    info = manifest.load(path)
+    if info is not None:
+        return info
+    if storage.read_bytes(path, manifest.PROGRESS) is not None:
+        raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to continue.")
+    raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it); make it with `maxlm data prepare`.")
 
 
 class _FlatArray:

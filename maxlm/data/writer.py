@@ -65,25 +65,34 @@ class FlatWriter:
         self.written = end
 
 
+@dataclass(frozen=True)
+class SavedProgress:
+    """Arrays are named split/array, as train/tokens."""
+
+    fingerprint: str  # of the settings
+    documents: int = 0  # of the sources, in the arrays
+    written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
+    buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
+
+
 class SplitWriter:
     """Tokens and document offsets of one split."""
 
-    def __init__(self, store: str, split: str, dtype: np.dtype, resume: dict[str, tuple[int, np.ndarray]] | None = None) -> None:
-        resume = resume or {}
-        self._tokens = FlatWriter(f"{store}/{split}/tokens", dtype, storage.TOKENS, resume=resume.get("tokens"))
-        offsets = np.dtype(np.uint64)
-        self._documents = FlatWriter(f"{store}/{split}/documents", offsets, storage.DOCUMENTS, resume=resume.get("documents"))
-        if not resume:
-            self._documents.append(np.zeros(1, offsets))
+    def __init__(self, store: str, split: str, dtype: np.dtype, done: SavedProgress | None = None) -> None:
+        """`done`: continue from there, if it has arrays."""
+        self.arrays: dict[str, FlatWriter] = {}
+        layouts = {f"{split}/tokens": (dtype, storage.TOKENS), f"{split}/documents": (np.dtype(np.uint64), storage.DOCUMENTS)}
+        for name, (kind, layout) in layouts.items():
+            resume = (done.written[name], done.buffered[name]) if done is not None and done.written else None
+            self.arrays[name] = FlatWriter(f"{store}/{name}", kind, layout, resume=resume)
+        self._tokens, self._documents = self.arrays.values()
+        if self._documents.size == 0:
+            self._documents.append(np.zeros(1, np.uint64))
 
     @property
     def info(self) -> SplitInfo:
         """Tokens and documents appended so far."""
         return SplitInfo(tokens=self._tokens.size, documents=self._documents.size - 1)
-
-    def arrays(self) -> dict[str, FlatWriter]:
-        """Arrays by name, as in `resume`."""
-        return {"tokens": self._tokens, "documents": self._documents}
 
     def add(self, tokens: np.ndarray) -> None:
         """Append one document."""
@@ -131,19 +140,9 @@ class Router:
         return {split: self.writers[split].info for split in SPLITS}
 
 
-@dataclass(frozen=True)
-class SavedProgress:
-    """Arrays are named split/array, as train/tokens."""
-
-    fingerprint: str  # of the settings
-    documents: int = 0  # of the sources, in the arrays
-    written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
-    buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
-
-
 def save_progress(store: str, fingerprint: str, documents: int = 0, writers: dict[str, SplitWriter] | None = None) -> None:
     """Save that the first `documents` documents of the sources are in `writers`; without writers, mark the store as begun."""
-    arrays = {f"{split}/{name}": array for split, writer in (writers or {}).items() for name, array in writer.arrays().items()}
+    arrays = {name: array for writer in (writers or {}).values() for name, array in writer.arrays.items()}
     state = {"fingerprint": fingerprint, "documents": documents, "written": {name: array.written for name, array in arrays.items()}}
     content = io.BytesIO()
     buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
@@ -162,13 +161,3 @@ def load_progress(store: str) -> SavedProgress | None:
         return SavedProgress(**json.loads(buffered.pop("state").tobytes()), buffered=buffered)
     except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
-
-
-def restore_writers(store: str, progress: SavedProgress, dtype: np.dtype) -> dict[str, SplitWriter]:
-    """Writers in the saved state; empty ones if nothing was saved."""
-    writers: dict[str, SplitWriter] = {}
-    for split in SPLITS:
-        names = [name for name in progress.written if name.startswith(f"{split}/")]
-        resume = {name.removeprefix(f"{split}/"): (progress.written[name], progress.buffered[name]) for name in names}
-        writers[split] = SplitWriter(store, split, dtype, resume)
-    return writers

@@ -41,7 +41,7 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
     """Return why a run without checkpoints, but perhaps with `strays`, must not begin at step 0: it has saved before; else ""."""
     if not directory.events.is_file():
         return ""
-    events = [event for item in read_objects(directory.events) if item is not None and (event := Event.of(item)) is not None]
+    events = filter(None, map(Event.of, read_objects(directory.events)))
     saved = [event.step for event in events if event.kind == "save"]
     if not saved:
         return ""

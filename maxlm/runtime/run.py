@@ -110,7 +110,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
     log.write_to(directory.log if phases.primary else None)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
-        with _observing(config, directory, phases.console, phases.primary) as observers:
+        with observing(config, directory, phases.console, phases.primary) as observers:
             start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             facts["metrics"] = charts_of(program.metrics)
@@ -183,7 +183,7 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
 def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = functools.partial(
-        Pipeline.create,
+        Pipeline,
         config.data,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
@@ -242,12 +242,14 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
+def observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
     """Observers, closed however the block ends; prints the problems of those that failed."""
-    active: list[Observer] = [FileObserver(directory), ConsoleObserver(config.total_steps, primary=primary, console=console)]
+    active: list[Observer] = [ConsoleObserver(config.total_steps, primary=primary, console=console)]
+    if primary:
+        active.append(FileObserver(directory))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver())
-    if config.run.tensorboard:
+    if config.run.tensorboard and primary:
         active.append(TensorBoardObserver(directory))
     if config.wandb is not None and primary:
         active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))

@@ -112,16 +112,14 @@ class RoutingAlarms:
 
 def not_finite(balance: Balance) -> str:
     """Reason that names the first layer whose router gave logits that are not finite; "" if all were finite."""
-    return next(iter(_logits(balance).values()), "")
-
-
-def _logits(balance: Balance) -> dict[int, str]:
     bad: Sequence[int] = np.flatnonzero(balance.unsound_L > 0).tolist()
     if not bad:
-        return {}
+        return ""
     layer, tokens = balance.layers[bad[0]], int(balance.unsound_L[bad[0]])
-    return {layer: f"the router of layer {layer} gave logits that are not finite for {tokens:,} {'token' if tokens == 1 else 'tokens'}"}
+    return f"the router of layer {layer} gave logits that are not finite for {tokens:,} {'token' if tokens == 1 else 'tokens'}"
 
 
 def _unsound(balance: Balance) -> dict[int, str]:
-    return {layer: f"{reason}; lower the learning rate, or raise model.moe.router.z_loss" for layer, reason in _logits(balance).items()}
+    """Layer -> reason, of the first layer in question."""
+    reason, layer = not_finite(balance), balance.layers[int((balance.unsound_L > 0).argmax())]
+    return {layer: f"{reason}; lower the learning rate, or raise model.moe.router.z_loss"} if reason else {}

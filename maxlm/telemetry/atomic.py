@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -11,17 +11,17 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError."""
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(path)
+        if path.exists():
+            temporary.chmod(path.stat().st_mode & 0o777)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -29,13 +29,6 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically. Raises OSError."""
     with replacing(path) as file:
         file.write(text.encode())
-
-
-def _umask() -> int:
-    # mkstemp makes files readable by their owner only; reports are for others too. The umask can only be read by setting it.
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 class AppendFile:

@@ -16,47 +16,34 @@ class FileObserver:
     """Invariant: the steps in `metrics.jsonl` rise. Records a killed or rolled-back attempt wrote are dropped when their steps come again.
 
     The same holds of `routing.jsonl`, which has a line for each record with the load of experts; without any there is no such file.
-    Events are history and are never removed. Does nothing on a process that is not the primary one.
+    Events are history and are never removed. Only the primary process has one.
 
     A call that raised OSError, as on a full disk, may be made again: no line is torn, doubled or left out.
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._metrics: _Steps | None = None
-        self._routing: _Steps | None = None
-        self._events: AppendFile | None = None
+        run.events.touch()
+        run.metrics.touch()
+        _drop_torn_line(run.events)
+        self._events = AppendFile(run.events)
         self._last_event: Event | None = None
-        if run.primary:
-            run.events.touch()
-            run.metrics.touch()
-            _drop_torn_line(run.events)
-            self._events = AppendFile(run.events)
-            self._record_killed_attempt()
-            self._metrics = _Steps(run.metrics)
-            self._routing = _Steps(run.routing) if run.routing.exists() else None
+        self._record_killed_attempt(run)
+        self._metrics, self._routing = _Steps(run.metrics), _Steps(run.routing)
 
-    def _record_killed_attempt(self) -> None:
+    def _record_killed_attempt(self, run: RunDirectory) -> None:
         """Add an event for an attempt that ended without `stop`, while its records exist: those of repeated steps are dropped."""
-        events = [event for item in read_objects(self._run.events) if item is not None and (event := Event.of(item)) is not None]
-        timings = (timing for item in read_objects(self._run.metrics) if item is not None and (timing := StepTiming.of(item)) is not None)
-        event = killed_event(events, timings)
-        if event is not None and self._events is not None:
+        events = filter(None, map(Event.of, read_objects(run.events)))
+        event = killed_event(list(events), filter(None, map(StepTiming.of, read_objects(run.metrics))))
+        if event is not None:
             self._events.append(event.to_json().encode() + b"\n")
 
     def on_step(self, record: StepRecord) -> None:
-        if self._metrics is None:
-            return
-        if self._routing is not None:
-            self._routing.rewind(record.step - 1)  # whether this record has a line in it or not
+        self._routing.rewind(record.step - 1)  # whether this record has a line in it or not
         self._metrics.append(record.to_dict())
         if record.balance is not None:
-            self._routing = self._routing or _Steps(self._run.routing)
             self._routing.append({"step": record.step, **record.balance.to_dict()})
 
     def on_event(self, event: Event) -> None:
-        if self._events is None:
-            return
         if event is not self._last_event:
             self._events.append(event.to_json().encode() + b"\n")
             self._last_event = event
@@ -65,15 +52,12 @@ class FileObserver:
 
     def rewind(self, step: int) -> None:
         """Keep the records of steps <= `step`. Atomic: a kill in between leaves the old file or the new one. Raises OSError."""
-        for steps in (self._metrics, self._routing):
-            if steps is not None:
-                steps.rewind(step)
+        self._metrics.rewind(step)
+        self._routing.rewind(step)
 
     def close(self) -> None:
         for file in (self._metrics, self._routing, self._events):
-            if file is not None:
-                file.close()
-        self._metrics = self._routing = self._events = None
+            file.close()
 
 
 class _Steps:
@@ -101,7 +85,7 @@ class _Steps:
         self._file.close()
         with replacing(self._path) as file:
             for line, record in read_lines(self._path):
-                if record is not None and _step(record) <= step:
+                if _step(record) <= step:
                     file.write(line)  # as it is: to encode the loads of many experts again takes ten times as long
         self._file, self._last_line = AppendFile(self._path), b""
         self._last_step = self._read_last_step()
@@ -112,11 +96,10 @@ class _Steps:
     def _read_last_step(self) -> float:
         """-1 if there is none."""
         _drop_torn_line(self._path)
-        steps = (_step(record) for record in read_objects(self._path) if record is not None) if self._path.exists() else iter(())
-        return max(steps, default=-1)
+        return max(map(_step, read_objects(self._path)), default=-1) if self._path.exists() else -1
 
 
-def _step(record: dict) -> float:
+def _step(record: Mapping[str, Any]) -> float:
     step = record.get("step")
     return step if isinstance(step, int) else float("inf")  # the next rewind drops a line without a step
 

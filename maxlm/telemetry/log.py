@@ -17,14 +17,19 @@ _MAX_EARLY = 10_000  # records buffered before the file exists
 _CLOSE_S = 2.0
 
 
-class RunLog:
+class RunLog(logging.Handler):
     """Context manager within which no logger writes to the console. A full or hung disk delays nothing.
 
-    Records that were never given a file are printed to stderr at the end, from WARNING on, unless it ends with a UserError.
+    Records are buffered until there is a file; a background thread writes it. Records that were never given a file are printed to stderr at
+    the end, from WARNING on, unless it ends with a UserError.
     """
 
     def __init__(self) -> None:
-        self._handler = _Handler()
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._early: deque[logging.LogRecord] | None = deque(maxlen=_MAX_EARLY)
+        self._file: AppendFile | None = None
+        self._background: Background | None = None
         self._console: list[tuple[logging.Logger, logging.Handler]] = []
         self._level = logging.NOTSET
 
@@ -35,46 +40,20 @@ class RunLog:
         self._console = list(_console_handlers())
         for logger, handler in self._console:
             logger.removeHandler(handler)
-        logging.getLogger().addHandler(self._handler)  # if there is a handler, no library installs its own (absl does)
+        logging.getLogger().addHandler(self)  # if there is a handler, no library installs its own (absl does)
         logging.captureWarnings(True)
         return self
 
     def write_to(self, path: Path | None) -> None:
         """Write all records to `path`; None: discard them, because another process writes the file."""
-        self._handler.write_to(path)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        logging.captureWarnings(False)
-        logging.getLogger("maxlm").setLevel(self._level)  # a thread that is still compiling would log to the console
-        logging.getLogger().removeHandler(self._handler)
-        for logger, handler in self._console:
-            logger.addHandler(handler)
-        if isinstance(error, UserError):  # its one line is printed anyway
-            self._handler.forget()
-        self._handler.close()
-
-
-class _Handler(logging.Handler):
-    """Buffer records until there is a file; a background thread writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._early: deque[logging.LogRecord] | None = deque(maxlen=_MAX_EARLY)
-        self._file: AppendFile | None = None
-        self._background: Background | None = None
-
-    def write_to(self, path: Path | None) -> None:
-        self.acquire()
-        try:
+        assert self.lock is not None, "logging.Handler made it"
+        with self.lock:
             early, self._early = self._early or (), None
             if path is not None:
                 self._file = AppendFile(path)
                 self._background = Background("log.txt", self._file.close)
                 for record in early:
                     self.emit(record)
-        finally:
-            self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._early is not None:
@@ -82,14 +61,15 @@ class _Handler(logging.Handler):
         elif self._background is not None and self._file is not None:
             self._background.put(self._file.append, (self.format(record) + "\n").encode(errors="replace"))
 
-    def forget(self) -> None:
-        """Drop buffered records."""
-        self.acquire()
-        try:
-            if self._early is not None:
-                self._early.clear()
-        finally:
-            self.release()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        logging.captureWarnings(False)
+        logging.getLogger("maxlm").setLevel(self._level)  # a thread that is still compiling would log to the console
+        logging.getLogger().removeHandler(self)
+        for logger, handler in self._console:
+            logger.addHandler(handler)
+        if isinstance(error, UserError):  # its one line is printed anyway
+            self._early = None
+        self.close()
 
     def close(self) -> None:
         for record in self._early or ():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.config.errors import ConfigError, UnavailableError
-from maxlm.config.paths import is_remote
 from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
@@ -46,12 +45,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
-        """Check `name` and `dir`; on the primary process make the folder and check that it is writable.
+        """Check `name`; on the primary process make the folder in `dir` and check that it is writable.
 
         Raises ConfigError (`run.name`, `run.dir`) and leaves nothing behind. An existing run is opened unchanged.
         """
         check_run_name(name)
-        _check_dir(str(dir))
         run = cls(Path(dir) / name, primary)
         if primary:
             _make_writable(run.path, str(dir))
@@ -77,13 +75,6 @@ class RunDirectory:
         """Write the resolved config atomically, on the primary process. Raises OSError."""
         if self.primary:
             write_text(self.config, yaml_text)
-
-
-def _check_dir(dir: str) -> None:
-    if not dir or "\0" in dir:
-        raise ConfigError("run.dir", ascii(dir) if dir else dir, "must be the path of a folder", "use for example `runs`")
-    if is_remote(dir):
-        raise ConfigError("run.dir", dir, "must be a folder of this machine's file system", "mount the bucket (gcsfuse) and name the mount")
 
 
 def _make_writable(path: Path, dir: str) -> None:

@@ -19,12 +19,12 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else str(value)  # numpy and jax scalars
 
 
-def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Objects of a file of JSON lines; None for a line that is none, as a killed process leaves behind."""
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; {} for a line that is none, as a killed process leaves behind."""
     return (item for _, item in read_lines(path))
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Objects as in `read_objects`, each with its line, newline included."""
     with path.open("rb") as file:
         for line in file:
@@ -32,9 +32,9 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 yield line, _object(line)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -17,7 +17,7 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 class TensorBoardObserver:
-    """Write every figure of a record that is not None as a scalar at its step, on the primary process."""
+    """Write every figure of a record that is not None as a scalar at its step. Only the primary process has one."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -45,8 +45,6 @@ class TensorBoardObserver:
             self._file = None
 
     def _write(self, figures: Mapping[str, Any], step: int, when: float) -> None:
-        if not self._run.primary:
-            return
         known = ((name, float(value)) for name, value in figures.items() if value is not None)
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in known])
         record = _framed(TfEvent(wall_time=when, step=step, summary=summary))

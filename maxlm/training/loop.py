@@ -82,13 +82,12 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             waiting = time.monotonic()
             try:
                 with goodput.measure("data_wait"):
-                    ready = batches.get(session.gives_up)
+                    batch = batches.get(session.gives_up)
             except UserError:  # the store is damaged or away
                 saving.before_error(step, state)
                 raise
-            if ready is None:
+            if batch is None:
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
-            _, batch = ready
             _report_problems(session, session.data, step)
             waited = time.monotonic() - waiting
             with goodput.measure("step"):

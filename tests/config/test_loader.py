@@ -10,9 +10,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from maxlm.config import UserError, load
-from maxlm.config.fixes import MOVED, section_of
+from maxlm.config.explain import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
-from maxlm.config.rules import check_devices, cluster_devices
+from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, SamplesConfig
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
@@ -280,7 +280,7 @@ def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology
     write(base=BASE)
     said = [f"cluster.topology={topology}", f"mesh.slices={slices}", "train.global_batch=64", "mesh.fsdp=4", "mesh.data=-1"]
     config = load("base", said).config
-    assert cluster_devices(config) == devices
+    assert topology_of(config).devices == devices
     assert check_devices(config, devices)["data"] == devices // 4
     with pytest.raises(UserError, match=f"number of devices, {devices}"):
         load("base", [*said, "mesh.data=3"])

@@ -1,5 +1,6 @@
 """Small token stores and sources that many tests make."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.prefetch import Prefetcher
 from maxlm.data.writer import SplitWriter
 
 END = 0  # of a document
@@ -61,3 +63,12 @@ def every_byte(folder: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file() and file.name != ".lock"
     }
+
+
+def all_of(batches: Prefetcher) -> list:
+    """Every result left."""
+    found = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            found.append(batches.get())
+    return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from data_cases import END, config_of, random_documents, write_store
+from data_cases import END, all_of, config_of, random_documents, write_store
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.config.errors import ConfigError, UserError
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> str:
 
 
 def pipeline(store: str, *, global_batch: int = 6, seed: int = 0, vocab_size: int = 100, split="train", **settings) -> Pipeline:
-    return Pipeline.create(config_of(store, **settings), global_batch=global_batch, seed=seed, vocab_size=vocab_size, split=split)
+    return Pipeline(config_of(store, **settings), global_batch=global_batch, seed=seed, vocab_size=vocab_size, split=split)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -148,12 +148,12 @@ def fingerprint(pipe: Pipeline) -> str:
 def test_another_process_makes_the_same_batches(store, tmp_path):
     other = write_store(tmp_path / "other", random_documents(20, seed=1))
     config = config_of(mixture=({"store": store, "weight": 0.7}, {"store": other, "weight": 0.3}))
-    here = fingerprint(Pipeline.create(config, global_batch=6, seed=5, vocab_size=100))
+    here = fingerprint(Pipeline(config, global_batch=6, seed=5, vocab_size=100))
     program = (
         "import sys\nfrom maxlm.data import storage\nstorage.TOKENS = storage.ArrayLayout(16, 64)\n"
         "storage.DOCUMENTS = storage.ArrayLayout(4, 16)\nfrom test_pipeline import *\n"
         "config = config_of(**json.loads(sys.argv[1]))\n"
-        "print(fingerprint(Pipeline.create(config, global_batch=6, seed=5, vocab_size=100)))"
+        "print(fingerprint(Pipeline(config, global_batch=6, seed=5, vocab_size=100)))"
     )
     command = [sys.executable, "-c", program, config.model_dump_json(exclude_defaults=True)]
     there = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
@@ -193,7 +193,7 @@ def test_an_objective_makes_its_own_batches(store):
         tokens_BS: Any
         sample_B: Any
 
-    pipe = Pipeline.create(
+    pipe = Pipeline(
         config_of(store),
         global_batch=16,
         seed=0,
@@ -242,8 +242,7 @@ def test_a_process_reads_only_the_rows_of_its_own_devices(store, monkeypatch):
 def test_batches_are_those_of_device_batch_from_any_step(store):
     pipe = pipeline(store, global_batch=8, prefetch=3)
     sharding = NamedSharding(mesh_of((8, 1)), PartitionSpec("data"))
-    batches = dict(pipe.batches(5, sharding, 12))
-    assert list(batches) == list(range(5, 12))
+    batches = dict(zip(range(5, 12), all_of(pipe.batches(5, sharding, 12)), strict=True))
     assert all(same(jax.tree.map(np.asarray, batch), pipe.host_batch(step)) for step, batch in batches.items())
 
 
@@ -255,7 +254,7 @@ def test_damage_found_in_the_background_is_raised_to_the_consumer(store):
     sharding = NamedSharding(mesh_of((1, 1)), PartitionSpec())
     threads = threading.active_count()
     with pytest.raises(UserError, match="cannot read its train tokens"):
-        list(pipeline(store, global_batch=8).batches(0, sharding, 50))
+        all_of(pipeline(store, global_batch=8).batches(0, sharding, 50))
     assert threading.active_count() == threads
 
 
@@ -266,7 +265,7 @@ def mixture(tmp_path: Path, weights: list[float], **settings) -> Pipeline:
     stores = [write_store(tmp_path / f"m{n}", random_documents(10 + 20 * n, seed=n), DOCUMENTS[:n]) for n in range(len(weights))]
     entries = tuple({"store": path, "weight": weight} for path, weight in zip(stores, weights, strict=True))
     split = settings.pop("split", "train")
-    return Pipeline.create(config_of(mixture=entries, **settings), global_batch=10, seed=0, vocab_size=100, split=split)
+    return Pipeline(config_of(mixture=entries, **settings), global_batch=10, seed=0, vocab_size=100, split=split)
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.7, 0.3], [1.0, 1.0049], [5, 1, 0.01], [2, 3, 4, 1]])
@@ -320,7 +319,7 @@ def test_another_tokenizer_in_a_mixture_is_refused(tmp_path):
     stores = [write_store(tmp_path / name, DOCUMENTS, tokenizer_hash=name) for name in ("aaa", "bbb")]
     config = config_of(mixture=tuple({"store": path, "weight": 1.0} for path in stores))
     with pytest.raises(ConfigError, match=r"data\.mixture = .*bbb.*another tokenizer than .*aaa"):
-        Pipeline.create(config, global_batch=2, seed=0, vocab_size=100)
+        Pipeline(config, global_batch=2, seed=0, vocab_size=100)
 
 
 def test_a_vocabulary_too_small_is_refused_before_any_batch(store):

@@ -43,7 +43,7 @@ def make(config: DataConfig) -> manifest.StoreInfo:
 
 def texts_of(store: Path, split: str) -> list[str]:
     """The documents of a split, decoded."""
-    opened = TokenStore.open(str(store), split)
+    opened = TokenStore(str(store), split)
     tokenizer = load_tokenizer(str(store / "tokenizer.json"), "<|endoftext|>")
     offsets = opened.read_documents(0, opened.size.documents + 1).astype(int)
     assert offsets[0] == 0 and offsets[-1] == opened.n_tokens
@@ -148,7 +148,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_store(source, tmp_path, monk
             interrupt_after(patch, count)
             make(config)
         with pytest.raises(UserError, match="unfinished"):
-            TokenStore.open(str(tmp_path / "store"))
+            TokenStore(str(tmp_path / "store"))
     encoded = []
     whole = encoding._encode
     monkeypatch.setattr(encoding, "_encode", lambda texts, fraction: encoded.extend(texts) or whole(texts, fraction))
@@ -199,7 +199,7 @@ def test_a_bad_document_leaves_no_store_and_a_mended_one_is_prepared(source, tmp
     with pytest.raises(UserError, match=r"texts\.jsonl, line 61"):
         make(prepare_config(tmp_path / "store", source))
     with pytest.raises(UserError):
-        TokenStore.open(str(tmp_path / "store"))
+        TokenStore(str(tmp_path / "store"))
     source.write_text(good)
     assert make(prepare_config(tmp_path / "store", source)).splits["train"].documents > 0
 

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_ranges_documents_and_windows_are_what_was_written(store):
-    opened = TokenStore.open(str(store))
+    opened = TokenStore(str(store))
     assert opened.n_tokens == len(STREAM) and opened.size.documents == len(DOCUMENTS)
     np.testing.assert_array_equal(opened.read(0, len(STREAM)), STREAM)
     np.testing.assert_array_equal(opened.read_documents(0, 61), np.concatenate([[0], np.cumsum([len(d) for d in DOCUMENTS])]))
@@ -39,32 +39,32 @@ def test_ranges_documents_and_windows_are_what_was_written(store):
             real = STREAM[start : start + width]
             assert length == len(real)
             np.testing.assert_array_equal(window, np.pad(real, (0, width - len(real))))
-    np.testing.assert_array_equal(TokenStore.open(str(store), "eval").read(0, 5), STREAM[:5])
+    np.testing.assert_array_equal(TokenStore(str(store), "eval").read(0, 5), STREAM[:5])
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
 def test_tokens_take_the_smallest_dtype(tmp_path, vocab_size, dtype):
     documents = [np.array([vocab_size - 1, 0], np.uint32)]
-    opened = TokenStore.open(write_store(tmp_path, documents, vocab_size=vocab_size))
+    opened = TokenStore(write_store(tmp_path, documents, vocab_size=vocab_size))
     assert opened.read(0, 2).dtype == opened.info.dtype == dtype
     assert opened.read(0, 2).tolist() == [vocab_size - 1, 0]
 
 
 def test_tokens_that_are_all_zero_are_stored_too(tmp_path):
-    opened = TokenStore.open(write_store(tmp_path, [np.zeros(1, np.uint32)] * 200))
+    opened = TokenStore(write_store(tmp_path, [np.zeros(1, np.uint32)] * 200))
     assert opened.read(0, 200).tolist() == [0] * 200
 
 
 def test_a_bucket_is_read_like_a_disk(monkeypatch):
     """TensorStore's memory:// stands in for gs://: the same code path, by URL."""
     path = write_store("memory://bucket/store", DOCUMENTS, DOCUMENTS[:3])
-    np.testing.assert_array_equal(TokenStore.open(path).read(0, len(STREAM)), STREAM)
-    storage.delete_prefix(path, "train/tokens/c/1")
+    np.testing.assert_array_equal(TokenStore(path).read(0, len(STREAM)), STREAM)
+    storage.delete(path, "train/tokens/c/1")
     with pytest.raises(UserError, match="memory://bucket/store: cannot read its train tokens"):
-        TokenStore.open(path).read(60, 130)
-    storage.delete_prefix(path, f"train/tokens/c/{(len(STREAM) - 1) // 64}")
+        TokenStore(path).read(60, 130)
+    storage.delete(path, f"train/tokens/c/{(len(STREAM) - 1) // 64}")
     with pytest.raises(UserError, match="memory://bucket/store"):
-        TokenStore.open(path)
+        TokenStore(path)
 
 
 def shards(store: Path) -> list[Path]:
@@ -98,7 +98,7 @@ def test_every_flipped_bit_of_tokens_is_noticed_on_reading(store):
     for position in range(0, len(whole), 7):
         shard.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
         with pytest.raises(UserError, match="cannot read its train tokens") as caught:
-            TokenStore.open(str(store)).read(0, len(STREAM))
+            TokenStore(str(store)).read(0, len(STREAM))
         assert str(store) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -146,7 +146,7 @@ def test_a_broken_store_is_one_line_that_names_it(store, name):
     break_it, says = BREAKS[name]
     break_it(store)
     with pytest.raises(UserError) as caught:
-        TokenStore.open(str(store))
+        TokenStore(str(store))
     assert says in str(caught.value) and str(store) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -170,7 +170,7 @@ def test_an_edit_that_stays_valid_json_is_noticed(store):
     for before, after in (('"end_of_document_id": 0', '"end_of_document_id": 7'), ('"tokenizer_hash": "t"', '"tokenizer_hash": "u"')):
         (store / "store.json").write_text(text.replace(before, after))
         with pytest.raises(DamagedStoreError, match="does not match its checksum"):
-            TokenStore.open(str(store))
+            TokenStore(str(store))
 
 
 def test_a_shard_in_the_place_of_another_is_noticed(store):
@@ -179,7 +179,7 @@ def test_a_shard_in_the_place_of_another_is_noticed(store):
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
-    opened = TokenStore.open(str(store))
+    opened = TokenStore(str(store))
     opened.read(0, 64)
     with pytest.raises(DamagedStoreError, match="tokens/c/1 is damaged or another shard's"):
         opened.read(60, 70)
@@ -189,13 +189,13 @@ def test_a_store_of_the_format_before_is_read_and_said(store, caplog):
     body = json.loads((store / "store.json").read_text())
     del body["sha256"], body["files"]
     (store / "store.json").write_text(json.dumps({**body, "format": "maxlm-tokens-1"}))
-    np.testing.assert_array_equal(TokenStore.open(str(store)).read(0, len(STREAM)), STREAM)
-    TokenStore.open(str(store), "eval")
+    np.testing.assert_array_equal(TokenStore(str(store)).read(0, len(STREAM)), STREAM)
+    TokenStore(str(store), "eval")
     assert caplog.text.count("maxlm-tokens-1, without checksums") == 1
 
 
 def test_what_may_pass_is_tried_again_and_has_its_own_code(store, monkeypatch, caplog):
-    opened, real, tries = TokenStore.open(str(store)), storage.shard_samples, []
+    opened, real, tries = TokenStore(str(store)), storage.shard_samples, []
 
     def fails(*args):
         tries.append(1)
@@ -219,7 +219,7 @@ def named(read, *args):
 
 def test_a_store_whose_disk_is_not_mounted_may_come_back(store, monkeypatch):
     monkeypatch.setattr(transient, "RETRY_DELAYS_S", ())
-    opened = TokenStore.open(str(store))
+    opened = TokenStore(str(store))
     store.rename(store.parent / "away")
     with pytest.raises(UnavailableError, match="is gone"):
         opened.read(0, 10)
@@ -253,7 +253,7 @@ def test_describe_counts_measures_and_shows(tmp_path):
     assert found["tokenizer_hash"] == info.tokenizer_hash
     for split, size in info.splits.items():
         summary = found["splits"][split]
-        opened = TokenStore.open(str(tmp_path / "store"), split)
+        opened = TokenStore(str(tmp_path / "store"), split)
         lengths = np.diff(opened.read_documents(0, size.documents + 1).astype(int))
         assert (summary["tokens"], summary["documents"]) == (size.tokens, size.documents)
         assert (summary["document_tokens"]["min"], summary["document_tokens"]["max"]) == (lengths.min(), lengths.max())

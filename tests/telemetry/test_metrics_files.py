@@ -5,11 +5,18 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from maxlm.config import load
+from maxlm.runtime.run import observing
+from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
+
+SUMS = ("tokens", "dropped", "unsound", "confidence", "entropy", "balance", "z")
 
 
 @pytest.fixture
@@ -107,11 +114,11 @@ def test_a_failed_rewind_leaves_the_old_file(run, monkeypatch, write):
 
 def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
     run = RunDirectory.create(tmp_path, "r", primary=False)
-    files = FileObserver(run)
-    files.on_step(record(1))
-    files.on_event(Event("stop", 1))
-    files.rewind(0)
-    files.close()
+    config = load("runs/quickstart", ["run.tensorboard=true"]).config
+    with observing(config, run, Console(quiet=True), primary=False) as observers:
+        observers.on_step(record(1, balance=Balance.of(0, **{name: np.ones(1) for name in SUMS}, load_E=np.ones((1, 2)))))
+        observers.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
+        observers.on_event(Event("stop", 1))
     assert list(tmp_path.iterdir()) == []
 
 

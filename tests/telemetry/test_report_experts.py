@@ -11,8 +11,7 @@ from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.charts import HALF
-from maxlm.telemetry.report.experts import load_sentences
-from maxlm.telemetry.report.heat import BOUNDS, EVEN, LABELS, columns, heat
+from maxlm.telemetry.report.experts import BOUNDS, EVEN, LABELS, columns, heat, load_sentences
 from maxlm.telemetry.report.load import EMPTY, Loads, load_run
 from maxlm.telemetry.run_dir import RunDirectory
 

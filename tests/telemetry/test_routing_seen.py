@@ -266,13 +266,6 @@ def test_a_restore_drops_what_came_after_it(train):
     assert [line["step"] for line in lines(run.routing)] == [1, 2, 3, 4, 5]
 
 
-def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
-    files = FileObserver(RunDirectory(tmp_path, primary=False))
-    files.on_step(record(1, balance=balance(HEALTHY)))
-    files.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_alarms_are_events_of_the_run_and_a_skip_names_the_layer(train):
     run = train(1, 2, 5, routing_of=lambda step: routing(HEALTHY, unsound=[0, 9]), loss=math.nan, n_dense=4)
     alarm, *skips = lines(run.events)

@@ -1,9 +1,11 @@
 """Names that could leave the folder, and folders that cannot be written, are refused before anything is written."""
 
 import errno
+import json
 
 import pytest
 
+from maxlm.config import load
 from maxlm.config.errors import ConfigError
 from maxlm.telemetry import run_dir
 from maxlm.telemetry.run_dir import RunDirectory
@@ -71,8 +73,9 @@ def test_an_unwritable_place():
 
 @pytest.mark.parametrize("dir", ["", "a\0b", "gs://bucket/runs"])
 def test_what_is_no_folder(dir):
+    """A config cannot name it."""
     with pytest.raises(ConfigError) as caught:
-        RunDirectory.create(dir, "r")
+        load("runs/quickstart", [f"run.dir={json.dumps(dir)}"])
     assert caught.value.field == "run.dir"
 
 

@@ -61,14 +61,6 @@ def test_nothing_is_written_before_the_first_record(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
-    board = TensorBoardObserver(RunDirectory(tmp_path, primary=False))
-    board.on_step(record(1))
-    board.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
-    board.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rollback_in_one_process_hides_the_steps_undone(tmp_path, record):
     board = TensorBoardObserver(RunDirectory(tmp_path, primary=True))
     for step, loss in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)):

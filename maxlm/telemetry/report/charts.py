@@ -14,7 +14,6 @@ from maxlm.telemetry.report.load import Run, Series
 
 # N points of a series; P points drawn
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 34  # margins for the axes, in pixels
-COLORS = 8  # in the palette of style.py; it repeats from the ninth run
 MANY = 300  # from this many points on a running median is drawn too
 
 
@@ -28,10 +27,9 @@ class Line:
     dots: bool = False  # sparse measurements: points joined by a dashed line
 
 
-def metric_lines(runs: Sequence[Run], names: Sequence[str], label: str, key: str) -> list[Line]:
+def metric_lines(runs: Sequence[Run], label: str, key: str) -> list[Line]:
     """The metric `key` of each run, labelled by the run's name, or by `label` for a single run."""
-    labels = names if len(runs) > 1 else [label]
-    return [Line(name, run.get(key), index % COLORS) for index, (run, name) in enumerate(zip(runs, labels, strict=True))]
+    return [Line(run.label if len(runs) > 1 else label, run.get(key), run.color) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -231,13 +229,9 @@ def running_median(series: Series, points: int = MANY) -> Series:
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers within the range, about as many as wanted: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / wanted))
-    choices = [_multiples(low, high, power * factor) for factor in (1, 2, 5, 10)]
+    steps = (power * factor for factor in (1, 2, 5, 10))
+    choices = [[number * step for number in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)] for step in steps]
     return min(choices, key=lambda values: abs(math.log(max(len(values), 0.5) / wanted)))
-
-
-def _multiples(low: float, high: float, step: float) -> list[float]:
-    first = math.ceil(low / step)
-    return [float((first + index) * step) for index in range(int(high / step - first + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -1,6 +1,6 @@
-"""Section on mixtures of experts: expert load, router confidence and entropy, dropped choices."""
+"""Section on mixtures of experts: heat maps of expert load (a row an expert or a layer), router confidence and entropy, dropped choices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -9,11 +9,15 @@ from numpy.typing import NDArray
 
 from maxlm.telemetry.balance import peak, times_even
 from maxlm.telemetry.formatting import percent
-from maxlm.telemetry.report.charts import FULL, HALF, Line, chart, metric_lines
-from maxlm.telemetry.report.heat import Columns, columns, heat, legend
+from maxlm.telemetry.report.charts import BOTTOM, FULL, HALF, LEFT, TOP, Axis, Line, Size, chart, metric_lines, step_axis, ticks
 from maxlm.telemetry.report.load import Loads, Run
 
-# N records, L layers with experts, E experts
+# N records, C columns drawn, L layers with experts, E experts, R rows drawn
+BOUNDS = (0.5, 0.75, 0.9, 1.1, 4 / 3, 2.0, 4.0)  # times the even share, between the colours
+LABELS = ("no token", "under 0.5x", "0.5–0.75x", "0.75–0.9x", "0.9–1.1x: even", "1.1–1.33x", "1.33–2x", "2–4x", "over 4x")
+EVEN = 4  # index in LABELS of the background colour
+MAX_COLUMNS, MIN_COLUMNS = 160, 40
+MAX_CELLS = 80_000  # a run, of about 8 bytes each: a page stays under a megabyte
 FEW_LAYERS = 6  # up to this many are shown one by one; of more, an overview and the worst
 WORST = 3
 THIRD_WIDTH = 420  # in SVG units, where HALF.width is half of the page
@@ -36,10 +40,18 @@ class Ending(NamedTuple):
     load_LE: NDArray[np.int64]
 
 
-def section(runs: Sequence[Run], names: Sequence[str]) -> str:
+class Columns(NamedTuple):
+    """Loads summed over the records of each column."""
+
+    x: Axis  # over steps
+    ends_C: NDArray[np.float64]  # last step of each column
+    load_CLE: NDArray[np.float64]
+
+
+def section(runs: Sequence[Run]) -> str:
     """HTML for the runs with experts; "" if there are none."""
-    maps = "".join(_maps(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True) if run.loads is not None)
-    curves = _curves(runs, names)
+    maps = "".join(_maps(run.loads, run.label if len(runs) > 1 else "", load_sentences(run)) for run in runs if run.loads is not None)
+    curves = _curves(runs)
     if not maps and not curves:
         return ""
     return f'<section><h2>Expert load</h2>{maps}<div class="grid2">{curves}</div></section>'
@@ -83,21 +95,21 @@ def _ending(loads: Loads) -> Ending:
     return Ending(int(loads.steps_N[late][0]), loads.load_NLE[late].sum(axis=0))
 
 
-def _maps(run: Run, name: str) -> str:
-    assert run.loads is not None
-    layers = run.loads.load_NLE.shape[1]
-    panels = range(layers) if layers <= FEW_LAYERS else _worst(_ending(run.loads))
-    cells = columns(run.loads, len(panels))
-    drawn = "".join(_layer(run.loads, cells, i) for i in panels)
+def _maps(loads: Loads, name: str, lead: str) -> str:
+    layers = loads.load_NLE.shape[1]
+    panels = range(layers) if layers <= FEW_LAYERS else _worst(_ending(loads))
+    cells = columns(loads, len(panels))
+    drawn = "".join(_layer(loads, cells, i) for i in panels)
     if layers > FEW_LAYERS:
         title, description = "Busiest expert of each layer", f"Load of the busiest expert of each of {layers} layers over steps"
-        glance = heat(title, "a row a layer", description, cells, peak(cells.load_CLE), run.loads.first_layer, FULL.width)
+        glance = heat(title, "a row a layer", description, cells, peak(cells.load_CLE), loads.first_layer, FULL.width)
         drawn = f'<div class="wide">{glance}</div><div class="wide grid3">{drawn}</div>'
     head = f"<h3>{escape(name)}</h3>" if name else ""
     hint = "Colours: an expert's load in times its even share"
     picked = f"; below, the {WORST} layers to look at first" if layers > FEW_LAYERS else ""
-    lead = f'<p class="lead">{escape(load_sentences(run))}</p><p class="note">{hint}{picked}.</p>'
-    return f'{head}{lead}{legend()}<div class="grid2 maps">{drawn}</div>'
+    keys = "".join(f'<li><span class="swatch h{k}"></span>{label}</li>' for k, label in enumerate(LABELS))
+    legend = f'<p class="note">{hint}{picked}.</p><ul class="keys scale">{keys}</ul>'
+    return f'{head}<p class="lead">{escape(lead)}</p>{legend}<div class="grid2 maps">{drawn}</div>'
 
 
 def _worst(ending: Ending) -> list[int]:
@@ -117,15 +129,63 @@ def _layer(loads: Loads, cells: Columns, index: int) -> str:
     return heat(f"Layer {number}", "a row an expert", description, cells, times_even(cells.load_CLE[:, index]), 0, width)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _curves(runs: Sequence[Run]) -> str:
     """Charts of the metrics of all steps: worst layer and mean for one run, one line each for several."""
     many = len(runs) > 1
-    worst = metric_lines(runs, names, "worst layer", "expert_load_max")
+    worst = metric_lines(runs, "worst layer", "expert_load_max")
     if not many:
         worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 1))
     busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst)
     parts = [f"<div>{busiest}{'' if many else LEGEND}</div>" if busiest else ""]
     if any(run.get("dropped").values_N.any() for run in runs):
-        parts.append(chart("Dropped choices", "share of all", metric_lines(runs, names, "dropped", "dropped"), zero=True))
-    parts += [chart(title, unit, metric_lines(runs, names, title.lower(), key), zero=True) for title, unit, key in CHARTS]
+        parts.append(chart("Dropped choices", "share of all", metric_lines(runs, "dropped", "dropped"), zero=True))
+    parts += [chart(title, unit, metric_lines(runs, title.lower(), key), zero=True) for title, unit, key in CHARTS]
     return "".join(parts)
+
+
+def columns(loads: Loads, panels: int) -> Columns:
+    """Bin the records into columns, fewer for more `panels` and experts."""
+    steps_N, experts = loads.steps_N, loads.load_NLE.shape[2]
+    gap = float(np.median(np.diff(steps_N))) if len(steps_N) > 1 else 1.0
+    x = Axis(max(0.0, float(steps_N[0]) - gap), float(steps_N[-1]))
+    wanted = int(np.clip(MAX_CELLS // (panels * experts), MIN_COLUMNS, MAX_COLUMNS))
+    place_N = np.ceil(x.share(steps_N) * wanted - 1e-9).astype(np.int64)
+    starts_C = np.unique(place_N, return_index=True)[1]
+    load_CLE = np.add.reduceat(loads.load_NLE, starts_C, axis=0).astype(np.float64)
+    return Columns(x, steps_N[[*(starts_C[1:] - 1), -1]], load_CLE)
+
+
+def heat(title: str, unit: str, description: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int, width: int) -> str:
+    """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`; `width` in SVG units."""
+    rows = values_CR.shape[1]
+    size = Size(width, TOP + BOTTOM + int(np.clip(4 * rows, 132, 260)))
+    edges_C = np.rint(size.plot_w * cells.x.share(cells.ends_C)).astype(np.int64)
+    colours_CR = np.where(values_CR > 0, 1 + np.searchsorted(BOUNDS, values_CR, side="right"), 0)
+    height = size.plot_h / rows
+    thick = 1 + 0.35 / height  # no gap between rows thinner than a pixel
+    paths = "".join(f'<path class="h{k}" d="{"".join(_strokes(colours_CR == k, edges_C))}"/>' for k in range(len(LABELS)) if k != EVEN)
+    return (
+        f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
+        f'<svg class="heat" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(description)}">'
+        f'<rect class="ground h{EVEN}" x="{LEFT}" y="{TOP}" width="{size.plot_w}" height="{size.plot_h}"/>'
+        f'<g transform="translate({LEFT} {TOP + height / 2:.3f}) scale(1 {height:.4f})" stroke-width="{thick:.2f}">{paths}</g>'
+        f"{_axes(cells.x, rows, first_row, size)}</svg></figure>"
+    )
+
+
+def _strokes(mask_CR: NDArray[np.bool_], edges_C: NDArray[np.int64]) -> Iterator[str]:
+    """One stroke for each run of adjacent columns, row by row."""
+    left_C = np.concatenate([[0], edges_C])
+    border_R = np.zeros((1, mask_CR.shape[1]), bool)
+    turns = np.diff(np.concatenate([border_R, mask_CR, border_R]).astype(np.int8), axis=0).T
+    for row in np.flatnonzero(mask_CR.any(axis=0)):
+        begins, ends = np.flatnonzero(turns[row] > 0), np.flatnonzero(turns[row] < 0)
+        yield from (f"M{left_C[a]} {row}h{left_C[b] - left_C[a]}" for a, b in zip(begins, ends, strict=True))
+
+
+def _axes(x: Axis, rows: int, first_row: int, size: Size) -> str:
+    labels = ""
+    for value in filter(float.is_integer, ticks(first_row - 0.5, first_row + rows - 0.5, min(rows, 6))):  # rows are integers
+        py = TOP + (value - first_row + 0.5) * size.plot_h / rows
+        labels += f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{value:g}</text>'
+    return labels + step_axis(x, size)

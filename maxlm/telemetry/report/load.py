@@ -51,6 +51,8 @@ class Run:
     notes: list[str]  # sentences about what is missing or damaged
     modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
+    label: str = ""  # name that no other run of the page has
+    color: int = 0  # index in the palette of style.py
 
     def get(self, name: str) -> Series:
         return self.series.get(name, EMPTY)
@@ -70,6 +72,13 @@ class Run:
                 if isinstance(item, dict):
                     declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
         return declared
+
+    @cached_property
+    def eval_loss(self) -> Series:
+        """Held-out loss over steps."""
+        evaluated = [(event.step, event.data.get("eval_loss")) for event in self.events if event.kind in ("eval", "stop")]
+        points_N2 = np.array([point for point in evaluated if isinstance(point[1], int | float)], np.float64).reshape(-1, 2)
+        return _rising(points_N2[:, 0], points_N2[:, 1])
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -132,7 +141,7 @@ def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         return
     bad = 0
     for item in read_objects(path):
-        if item is None or not is_step(item.get("step")):
+        if not is_step(item.get("step")):
             bad += 1
         else:
             yield item
@@ -188,15 +197,3 @@ def _counts(load: Any) -> NDArray[np.int64] | None:
         return None
     usable = load_LE.dtype.kind == "i" and load_LE.ndim == 2 and load_LE.size > 0 and load_LE.min() >= 0 and load_LE.max() < 2**40
     return load_LE if usable else None
-
-
-def eval_loss(run: Run) -> Series:
-    """Held-out loss over steps, from records and events."""
-    recorded = run.get("eval_loss")
-    logged = [
-        (e.step, e.data["eval_loss"]) for e in run.events if e.kind in ("eval", "stop") and isinstance(e.data.get("eval_loss"), int | float)
-    ]
-    steps_N = np.concatenate([recorded.steps_N, np.array([step for step, _ in logged], dtype=np.float64)])
-    values_N = np.concatenate([recorded.values_N, np.array([loss for _, loss in logged], dtype=np.float64)])
-    order_N = np.argsort(steps_N, kind="stable")
-    return _rising(steps_N[order_N], values_N[order_N])

@@ -13,9 +13,9 @@ import numpy as np
 from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import COLORS, FULL, Frame, Line, Marks, chart, metric_lines
-from maxlm.telemetry.report.load import Run, Series, eval_loss
-from maxlm.telemetry.report.style import CSS, EXPERTS_CSS, JS
+from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart, metric_lines
+from maxlm.telemetry.report.load import Run, Series
+from maxlm.telemetry.report.style import COLORS, CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, headline, status_of
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
@@ -47,8 +47,11 @@ CHARTS = (
 
 def render(runs: Sequence[Run]) -> str:
     """The page for one run, or for several side by side."""
-    title = " · ".join(run.name for run in runs)
-    about_experts = experts.section(runs, _names(runs))
+    names = [run.name for run in runs]
+    title = " · ".join(names)
+    labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
+    runs = [replace(run, label=label, color=index % COLORS) for index, (run, label) in enumerate(zip(runs, labels, strict=True))]
+    about_experts = experts.section(runs)
     css = CSS + EXPERTS_CSS if about_experts else CSS
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
     sections = [_headline(runs), _charts(runs), about_experts, goodput, _differences(runs), events, _configs(runs)]
@@ -61,21 +64,14 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Names of the runs; the path where two folders have the same name."""
-    names = [run.name for run in runs]
-    return [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
-
-
 def _headline(runs: Sequence[Run]) -> str:
     many = len(runs) > 1
     title = f"{len(runs)} runs compared" if many else escape(runs[0].name)
     figures = [figures_of(run) for run in runs]
     blocks = []
-    for index, (run, f, name) in enumerate(zip(runs, figures, _names(runs), strict=True)):
+    for run, f in zip(runs, figures, strict=True):
         status = status_of(run)
-        swatch = f'<span class="swatch c{index % COLORS}"></span>' if many else ""
-        head = f"<h3>{swatch}{escape(name)}{_chip(status)}</h3>" if many else ""
+        head = f"<h3>{_head(run)}{_chip(status)}</h3>" if many else ""
         summary = " ".join([*headline(run, f), status.explanation])
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>{notes}")
@@ -123,11 +119,11 @@ def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
         cells = [value(f) for f in figures]
         if any(cell is not None for cell in cells):
             rows.append([f"{name} <small>{hint}</small>", *(escape(cell or "–") for cell in cells)])
-    return _table(["", *_heads(runs)], rows, numbers=True)
+    return _table(["", *map(_head, runs)], rows, numbers=True)
 
 
-def _heads(runs: Sequence[Run]) -> list[str]:
-    return [f'<span class="swatch c{i % COLORS}"></span>{escape(name)}' for i, name in enumerate(_names(runs))]
+def _head(run: Run) -> str:
+    return f'<span class="swatch c{run.color}"></span>{escape(run.label)}'
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
@@ -140,12 +136,12 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool
 
 
 def _charts(runs: Sequence[Run]) -> str:
-    names, many = _names(runs), len(runs) > 1
+    many = len(runs) > 1
     losses: list[Line] = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        suffix = f" {name}" if many else ""
-        losses.append(Line(f"training{suffix}", run.get("loss"), index % COLORS))
-        losses.append(Line(f"held-out{suffix}", eval_loss(run), index % COLORS if many else 1, dots=True))
+    for run in runs:
+        suffix = f" {run.label}" if many else ""
+        losses.append(Line(f"training{suffix}", run.get("loss"), run.color))
+        losses.append(Line(f"held-out{suffix}", run.eval_loss, run.color if many else 1, dots=True))
     unit = "nats a token, lower is better"
     frame = _frame(runs)
     linear = chart("Loss", unit, losses, size=FULL, frame=frame)
@@ -160,25 +156,24 @@ def _charts(runs: Sequence[Run]) -> str:
             f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
         )
     for title, unit, key, zero in CHARTS:
-        lines = metric_lines(runs, names, title.lower(), key)
+        lines = metric_lines(runs, title.lower(), key)
         if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
-    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in _declared(runs, names)]
+    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in _declared(runs)]
     drawn = "".join(parts)
     return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
 
 
-def _declared(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, str, list[Line]]]:
+def _declared(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
     """(title, unit, lines) of each metric that the runs declare, a line an entry of a vector, but for those that have a chart elsewhere."""
     charted = {"loss", *(key for _, _, key, _ in CHARTS), *experts.CHARTED}
     for metric, declared in {name: item for run in runs for name, item in run.metrics.items()}.items():
         if metric in charted:
             continue
         keys = dict.fromkeys(key for run in runs for key in run.series if key == metric or re.fullmatch(rf"{re.escape(metric)}_\d+", key))
-        several = [(run, name, key) for run, name in zip(runs, names, strict=True) for key in keys]
-        labels = [" ".join(([name] if len(runs) > 1 else []) + [key]) for _, name, key in several]
-        lines = [Line(label, run.get(key), i % COLORS) for i, (label, (run, _, key)) in enumerate(zip(labels, several, strict=True))]
+        several = [(f"{run.label} {key}" if len(runs) > 1 else key, run.get(key)) for run in runs for key in keys]
+        lines = [Line(label, series, i % COLORS) for i, (label, series) in enumerate(several)]
         yield declared["title"], declared["unit"], lines
 
 
@@ -187,13 +182,13 @@ def _frame(runs: Sequence[Run]) -> Frame:
     steps = [
         float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
     ]
-    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run, i % COLORS) for i, run in enumerate(runs)])
+    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run) for run in runs])
 
 
-def _marks(run: Run, color: int) -> Marks:
+def _marks(run: Run) -> Marks:
     starts = [attempt.first_step for attempt in run.attempts[1:]]
     rollbacks = [event.step for event in run.events if event.kind == "rollback"]
-    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], color)
+    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], run.color)
 
 
 def _in_readable_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
@@ -208,7 +203,7 @@ def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
     """Legend of lines and marks; "" if none is needed."""
     first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
     keys = []
-    if any(len(eval_loss(run).steps_N) for run in runs):
+    if any(len(run.eval_loss.steps_N) for run in runs):
         keys.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
     if any(marks.restarts for marks in frame.marks):
         keys.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
@@ -218,13 +213,13 @@ def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
 
 
 def _legend(runs: Sequence[Run]) -> str:
-    return f'<p class="legend">{" ".join(f"<span>{head}</span>" for head in _heads(runs))}</p>'
+    return f'<p class="legend">{" ".join(f"<span>{_head(run)}</span>" for run in runs)}</p>'
 
 
 def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str:
     """A section with a block a run, each under the run's name if there are several; "" if all are empty."""
-    blocks = [(name, text) for run, name in zip(runs, _names(runs), strict=True) if (text := block(run))]
-    drawn = "".join(f"<h3>{escape(name)}</h3>{text}" if len(runs) > 1 else text for name, text in blocks)
+    blocks = [(run, text) for run in runs if (text := block(run))]
+    drawn = "".join(f"<h3>{escape(run.label)}</h3>{text}" if len(runs) > 1 else text for run, text in blocks)
     return f"<section><h2>{title}</h2>{drawn}</section>" if drawn else ""
 
 
@@ -250,17 +245,13 @@ def _goodput(run: Run) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    flats = [run.settings for run in runs]
-    keys = list(dict.fromkeys(key for flat in flats for key in flat))
-    absent = object()
-    differing = [key for key in keys if any(flat.get(key, absent) != flats[0].get(key, absent) for flat in flats[1:])]
-    if not differing:
-        return "<section><h2>Differing settings</h2><p>None: the configs are equal.</p></section>"
-    rows = [
-        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_yaml_text(flat[key]))}</code>" if key in flat else "–" for flat in flats)]
-        for key in differing
-    ]
-    return f"<section><h2>Differing settings</h2>{_table(['setting', *_heads(runs)], rows)}</section>"
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        cells = [f"<code>{escape(_yaml_text(run.settings[key]))}</code>" if key in run.settings else "–" for run in runs]
+        if len(set(cells)) > 1:
+            rows.append([f"<code>{escape(key)}</code>", *cells])
+    text = _table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
+    return f"<section><h2>Differing settings</h2>{text}</section>"
 
 
 def _yaml_text(value: Any) -> str:
@@ -304,8 +295,8 @@ def _clock(seconds: float) -> str:
 
 def _configs(runs: Sequence[Run]) -> str:
     blocks = [
-        f"<details><summary>config.yml of {escape(name)}</summary><pre>{escape(run.config_text)}</pre></details>"
-        for run, name in zip(runs, _names(runs), strict=True)
+        f"<details><summary>config.yml of {escape(run.label)}</summary><pre>{escape(run.config_text)}</pre></details>"
+        for run in runs
         if run.config_text.strip()
     ]
     return f"<section><h2>Settings</h2>{''.join(blocks)}</section>" if blocks else ""

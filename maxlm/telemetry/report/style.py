@@ -1,5 +1,7 @@
 """CSS and JavaScript of the report. Colours after Okabe and Ito, distinguishable by the colour-blind: darker on white, lighter on black."""
 
+COLORS = 8  # in the palette of the runs, --p0 to --p7; it repeats from the ninth run
+
 CSS = """
 :root{--bg:#fff;--panel:#f6f7f9;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;
 --p0:#0b66a8;--p1:#b84e00;--p2:#007a5a;--p3:#a3437e;--p4:#7a6200;--p5:#3a7fae;--p6:#5b4bb5;--p7:#444c56;

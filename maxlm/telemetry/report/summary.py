@@ -11,7 +11,7 @@ import numpy as np
 from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.observer import is_number
-from maxlm.telemetry.report.load import Run, Series, eval_loss
+from maxlm.telemetry.report.load import Run, Series
 
 FINISHED = ("done", "nothing_left")
 
@@ -37,7 +37,6 @@ class Figures:
     loss: float | None
     held_out: float | None
     tokens_per_s: float | None  # median
-    tflops_per_device: float | None
     mfu: float | None
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time of all attempts
@@ -48,21 +47,19 @@ class Figures:
 
 
 def figures_of(run: Run) -> Figures:
-    loss, tokens, held_out = run.get("loss"), run.get("tokens"), eval_loss(run)
-    wait, step_time = run.get("data_wait_s"), run.get("step_time_s")
+    loss, wait, step_time = run.get("loss"), run.get("data_wait_s"), run.get("step_time_s")
     start = _start_data(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
     return Figures(
         steps=run.last_step,
         total_steps=total if isinstance(total, int) else None,
-        tokens=_last(tokens),
+        tokens=_last(run.get("tokens")),
         parameters=_number(start.get("parameters")),
         first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
         loss=_settled(loss),
-        held_out=_last(held_out),
+        held_out=_last(run.eval_loss),
         tokens_per_s=_median(run.get("tokens_per_s")),
-        tflops_per_device=_median(run.get("tflops_per_device")),
         mfu=_median(run.get("mfu")),
         data_wait=waited,
         seconds=_wall_time(run),
