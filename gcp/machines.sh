@@ -3,22 +3,14 @@
 # or gke (a JobSet). Sourced by maxlm-gcp, whose variables these functions read. Flags: docs.cloud.google.com/sdk/gcloud/reference.
 
 units() { # names of the objects to create and delete
-  if [[ $API == gce ]]; then
-    local unit
-    for ((unit = 0; unit < UNITS; unit++)); do echo "$NAME-$unit"; done
-  else
-    echo "$NAME"
-  fi
+  if [[ $API == gce ]]; then numbered; else echo "$NAME"; fi
 }
 
 nodes() { # names of the nodes, which have hosts
-  if [[ $API == queued && $UNITS -gt 1 ]]; then
-    local node
-    for ((node = 0; node < UNITS; node++)); do echo "$NAME-$node"; done
-  else
-    units
-  fi
+  if [[ $API == queued && $UNITS -gt 1 ]]; then numbered; else units; fi
 }
+
+numbered() { seq -f "$NAME-%.0f" 0 $((UNITS - 1)); }
 
 # `STATE,RUN,OWNER` of a unit, or NONE; the labels of a queued resource are those of its nodes. A dry run uses ASSUMED.
 describe() {
@@ -57,13 +49,13 @@ create() { # the units named
   local common=("${PLACE[@]}" --labels="$labels" --metadata-from-file="startup-script=$WORK/startup.sh" --scopes=cloud-platform "${ACCOUNT[@]}")
   case $API in
     tpu)
-      change gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${NETWORK[@]}" \
+      change gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${LINKS[@]}" \
         --accelerator-type="$ACCELERATOR" --version="$IMAGE_FAMILY" ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     queued)
       hardware=(--node-id="$NAME")
       ((UNITS > 1)) && hardware=(--node-count="$UNITS" --node-prefix="$NAME")
-      change gcloud compute tpus queued-resources create "$1" "${common[@]}" "${NETWORK[@]}" "${hardware[@]}" \
+      change gcloud compute tpus queued-resources create "$1" "${common[@]}" "${LINKS[@]}" "${hardware[@]}" \
         --accelerator-type="$ACCELERATOR" --runtime-version="$IMAGE_FAMILY" --async ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     gce)
@@ -72,7 +64,7 @@ create() { # the units named
         --boot-disk-size=200GB --boot-disk-type=hyperdisk-balanced --maintenance-policy=TERMINATE)
       [[ -z $SPOT ]] || hardware+=(--provisioning-model=SPOT --instance-termination-action=STOP)
       [[ -z $RESERVATION ]] || hardware+=(--reservation-affinity=specific --reservation="$RESERVATION")
-      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${NETWORK[@]}"
+      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}"
       ;;
     gke)
       render_jobset >"$WORK/jobset.yaml"
