@@ -43,17 +43,15 @@ class _Member:
     host: str
     task: "asyncio.Task[None]"  # reads its messages
     answered: asyncio.Event = field(default_factory=asyncio.Event)
-    pinged: bool = False  # and has not answered yet
 
     async def is_alive(self) -> bool:
         """True if it answers a ping in time."""
-        if not self.pinged:
-            self.pinged = True
-            self.answered.clear()
-            self.socket.try_send("ping")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.answered.wait(), PING_SECONDS)
-        return not self.pinged
+        self.answered.clear()
+        self.socket.try_send("ping")
+        try:
+            return await asyncio.wait_for(self.answered.wait(), PING_SECONDS)
+        except TimeoutError:
+            return False
 
 
 class Coordinator:
@@ -142,7 +140,6 @@ class Coordinator:
             connection.limit = message_socket.MAX_BYTES
             while True:
                 if (await _receive(connection))["kind"] == "pong":
-                    member.pinged = False
                     member.answered.set()
         except AuthenticationError as error:
             if member is None:

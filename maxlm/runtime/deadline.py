@@ -49,15 +49,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-@dataclass
-class _MonitorHandle:
-    """The monitor of this process: its pid, and the descriptor of the pipe to it."""
-
-    pid: int
-    pipe: int
-
-
-_monitor: _MonitorHandle | None = None
+_monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
 _raised: Stopped | None = None
 _code: int | None = None  # exit code of a finished command
 
@@ -82,7 +74,7 @@ def start() -> None:
     os.set_blocking(command_write, False)
     faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
     _install_exit_signals()
-    _monitor = _MonitorHandle(pid, command_write)
+    _monitor = pid, command_write
     signal.set_wakeup_fd(command_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
@@ -115,8 +107,9 @@ def dismiss() -> None:
     if _monitor is None:
         return
     signal.set_wakeup_fd(-1)
-    os.close(_monitor.pipe)
-    os.waitpid(_monitor.pid, 0)
+    pid, pipe = _monitor
+    os.close(pipe)
+    os.waitpid(pid, 0)
     _monitor = None
 
 
@@ -172,7 +165,7 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
 def _send_command(command: bytes) -> None:
     if _monitor is not None:
         with contextlib.suppress(OSError):  # a monitor that was killed or stopped must not end the run
-            os.write(_monitor.pipe, command)
+            os.write(_monitor[1], command)
 
 
 def _install_exit_signals() -> None:

@@ -77,7 +77,7 @@ class _ProgressObserver:
     """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
 
     def on_step(self, record: StepRecord) -> None:
-        progress_file.record_step(record.step)
+        progress_file.record(step=record.step)
 
     def on_event(self, event: Event) -> None: ...
     def close(self) -> None: ...
@@ -133,7 +133,7 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     if jax.process_count() > 1:
         require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     phases.primary = jax.process_index() == 0
-    progress_file.record_joined(here.hosts)
+    progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), _local_processes(here))
 
