@@ -49,10 +49,14 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
     Raises UserError: a setting is given twice.
     """
     named: dict[str, str] = {}
-    for name, _, value in (one.partition("=") for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one):
-        if named.setdefault(name, value) != value:
+    rest = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in VARIABLES:
+            rest.append(argument)
+        elif named.setdefault(name, value) != value:
             raise UserError(f"{name} is given twice, as {_short(named[name])} and as {_short(value)}: give it once.")
-    return named, [one for one in arguments if one.partition("=")[0] not in VARIABLES or "=" not in one]
+    return named, rest
 
 
 def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_gpus: int) -> ProcessSpec | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
-from maxlm.runtime.cluster_env import ProcessSpec, process_label
+from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
@@ -109,7 +109,9 @@ class Coordinator:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    await self._free_a_file()
+                    if self._pending:
+                        self._evict(next(iter(self._pending)))
+                    await asyncio.sleep(_NO_FILE_SECONDS)
                 continue
             name = ipv4_if_mapped(address[0])
             try:
@@ -201,18 +203,6 @@ class Coordinator:
             return True
         return self._evict(next(task for task, (other, _) in self._pending.items() if other == full))
 
-    async def _free_a_file(self) -> None:
-        """Close the oldest pending connection at the limit of open files; without any, the members alone exceed it."""
-        if self._pending:
-            self._evict(next(iter(self._pending)))
-            await asyncio.sleep(_NO_FILE_SECONDS)
-        else:
-            self._problem = UserError(
-                f"{process_label(self._own, 0)} may not open as many files as {self._spec.count} processes need: "
-                f"raise ulimit -n to {open_files(self._spec.count)}."
-            )
-            self._changed.set()
-
     def _evict(self, task: "asyncio.Task[None]") -> bool:
         """Close a pending connection if it had time to authenticate."""
         if time.monotonic() <= self._pending[task][1] + MIN_SECONDS:
@@ -231,11 +221,6 @@ class Coordinator:
             f"process {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''} did not come: see the logs of those hosts, "
             f"that {spec.count} is right, and that {spec.address} leads them to {addresses} here.{refused}"
         )
-
-
-def open_files(count: int) -> int:
-    """Open files of process 0: a socket for each of `count` processes here, as many in jax's service, and its own files."""
-    return 2 * count + 1024
 
 
 async def _receive(connection: MessageSocket) -> Message:

@@ -104,13 +104,6 @@ class MessageSocket:
         """True once the peer's nonce has arrived; nothing can be sent before."""
         return bool(self._key)
 
-    def peer_address(self) -> str:
-        """Address of the peer, or "?" if the connection is closed."""
-        try:
-            return ipv4_if_mapped(str(self.connection.getpeername()[0]))
-        except OSError:
-            return "?"
-
     def local_address(self) -> str:
         """Address of this end. Raises OSError."""
         return ipv4_if_mapped(str(self.connection.getsockname()[0]))

@@ -15,12 +15,13 @@ import time
 
 from maxlm.config.errors import UserError
 from maxlm.runtime import message_socket
-from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
-from maxlm.runtime.coordinator import MAX_PENDING, PING_SECONDS, Coordinator, RendezvousError, Say, listen, open_files
+from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
+from maxlm.runtime.coordinator import MAX_PENDING, PING_SECONDS, Coordinator, RendezvousError, Say, listen
 from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
+OWN_FILES = 1024  # that process 0 may open beside its sockets
 ROUND_TRIP_SECONDS = 5.0  # for a connection, and for a handshake
 
 
@@ -38,7 +39,7 @@ def join(spec: ProcessSpec, seconds: float, secret: bytes = b"", say: Say = lamb
 
 
 def _coordinate(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> ProcessGroup:
-    _raise_file_limit(open_files(spec.count))
+    _raise_file_limit(spec)
     until = time.monotonic() + seconds
     coordinator = Coordinator(spec, _own_name(), secret, say)
     with contextlib.ExitStack() as open_sockets:
@@ -117,9 +118,14 @@ def _open_listeners(spec: ProcessSpec, until: float) -> list[socket.socket]:
             raise UserError(f"this is {spec}, and cannot wait for the others at port {port}: {error.strerror}; {hint}") from error
 
 
-def _raise_file_limit(files: int) -> None:
-    """Raise the limit of open files to `files`, or as far as this process may."""
+def _raise_file_limit(spec: ProcessSpec) -> None:
+    """Raise the limit of open files; every process takes a socket of process 0 here and one in jax's service. Raises UserError."""
+    files = 2 * spec.count + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < files:
+    most = files if hard == resource.RLIM_INFINITY else min(hard, files)
+    if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files if hard == resource.RLIM_INFINITY else min(hard, files), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * spec.count:
+        label = process_label(_own_name(), spec.process)
+        raise UserError(f"{label} may not open as many files as {spec.count} processes need: raise ulimit -n to {files}.")
