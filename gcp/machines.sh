@@ -18,9 +18,8 @@ describe() {
   case $API in
     tpu) found=$(query gcloud compute tpus tpu-vm describe "$1" "${PLACE[@]}" --format="csv[no-heading](state,$labels)") ;;
     queued)
-      local node='tpu.nodeSpec[0].node'
-      found=$(query gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" \
-        --format="csv[no-heading](state.state,$node.labels.maxlm-run,$node.labels.maxlm-owner)")
+      labels="state.state,${labels//labels./tpu.nodeSpec[0].node.labels.}"
+      found=$(query gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" --format="csv[no-heading]($labels)")
       ;;
     gce) found=$(query gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)

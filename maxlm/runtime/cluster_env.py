@@ -147,10 +147,7 @@ def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
     """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
     hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
-    slices = _number(environ, "MEGASCALE_NUM_SLICES", 1)
-    if not hosts or len(hosts) * slices == 1:
-        return None
-    return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)")
+    return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)") if hosts else None
 
 
 def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
@@ -160,19 +157,15 @@ def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
         return None
     hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
     megascale = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
-    if len(hosts) * _number(megascale, "MEGASCALE_NUM_SLICES", 1) == 1:
-        return None
-    return _of_slices(
-        hosts,
-        _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number"),
-        {**megascale, **environ},
-        "the metadata server (Cloud TPU VM)",
-    )
+    worker = _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number")
+    return _of_slices(hosts, worker, {**megascale, **environ}, "the metadata server (Cloud TPU VM)")
 
 
-def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> ProcessSpec:
-    """Specification in one or several slices; processes are numbered through one slice after another."""
+def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> ProcessSpec | None:
+    """Specification in one or several slices; processes are numbered through one slice after another. None: a host alone."""
     slices, number = _number(megascale, "MEGASCALE_NUM_SLICES", 1), _number(megascale, "MEGASCALE_SLICE_ID")
+    if len(hosts) * slices == 1:
+        return None
     first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     many = f", slice {number} of {slices}" if slices > 1 else ""
     return ProcessSpec(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -198,7 +198,6 @@ class _Monitor:
     interrupted: float | None = None  # time of the first SIGINT
     deadline: float | None = None
     code: ExitCode = ExitCode.STOPPED
-    _partial: bytes = field(default=b"", repr=False)  # an incomplete command
 
     def run(self) -> None:
         """Watch the process until it exits."""
@@ -221,22 +220,18 @@ class _Monitor:
                 return
 
     def _handle(self, data: bytes) -> None:
-        data = self._partial + data
+        """Handle commands, of which none is split: one write puts them into the pipe, and one read takes all that it holds."""
         while data:
             first, data = data[:1], data[1:]
             if first == _STACKS_FILE:
-                path, end, rest = data.partition(b"\0")
-                if not end:
-                    self._partial = first + data
-                    return
-                self.stacks_file, data = Path(os.fsdecode(path)), rest
+                path, _, data = data.partition(b"\0")
+                self.stacks_file = Path(os.fsdecode(path))
             elif first in (PROMPT, KEEP, SAVE, _FINISHED):
                 self.mode = first
                 if first == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
                     self.code = ExitCode.STOPPED
             elif first[0] in SIGNALS:
                 self._handle_signal(first[0], time.monotonic())
-        self._partial = b""
 
     def _handle_signal(self, number: int, now: float) -> None:
         again = self.interrupted is not None and now - self.interrupted >= _SECOND_SECONDS
