@@ -90,10 +90,11 @@ on_host() { # NODE WORKER COMMAND: over ssh; WORKER is a number or `all`
   fi
 }
 
-render_jobset() {
-  local only="$KIND"
-  [[ -z $SPOT ]] || only+=" spot"
-  NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" SLICES=$([[ $KIND == tpu ]] && echo "$UNITS" || echo 1) \
-    HOSTS=$HOSTS HOSTS_A_SLICE=$([[ $KIND == tpu ]] && echo $((HOSTS / UNITS)) || echo "$HOSTS") ACCOUNT=${SERVICE_ACCOUNT:-default} \
-    ACCELERATOR=$GKE_ACCELERATOR TOPOLOGY=$TOPOLOGY CHIPS=$CHIPS_A_HOST "$PYTHON" "$HERE/render.py" "$HERE/jobset.yaml" "$only"
+render_jobset() { # jobset.yaml for this kind of machine: a line that ends in `# only: WORD` is for WORD, and ${NAMES} are filled in
+  local kinds=$KIND${SPOT:+|spot} slices=1
+  [[ $KIND != tpu ]] || slices=$UNITS
+  sed -E "s/  # only: ($kinds)\$//; /  # only: /d" "$HERE/jobset.yaml" |
+    NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" ACCOUNT=${SERVICE_ACCOUNT:-default} \
+      SLICES=$slices HOSTS=$HOSTS HOSTS_A_SLICE=$((HOSTS / slices)) ACCELERATOR=$GKE_ACCELERATOR TOPOLOGY=$TOPOLOGY CHIPS=$CHIPS_A_HOST \
+      "$PYTHON" -c 'import os, string, sys; sys.stdout.write(string.Template(sys.stdin.read()).substitute(os.environ))'
 }

@@ -65,7 +65,6 @@ class Coordinator:
         self._ended = False
         self._problem: UserError | None = None  # why no process can go on
         self._refused: list[str] = []  # the first few refused connections, with reasons
-        self._n_refused = 0
 
     async def meet(self, listeners: list[socket.socket], seconds: float) -> tuple[list[str], dict[int, MessageSocket]]:
         """Wait for all processes, up to `seconds`. Return the host names by process number, and the sockets.
@@ -183,14 +182,13 @@ class Coordinator:
         self._refuse(connection, f"{address}: {reason}", reason)
 
     def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
-        """Close `connection` after sending `reason`, which is empty for strangers; print `line` here."""
+        """Send `reason`, which is empty for strangers, to a connection that is closed then; print `line` here."""
         if connection.handshake_done:
             connection.try_send("refused", reason=reason, wrong=True)
-        self._n_refused += 1
-        if self._n_refused <= MAX_REPORTED:
+        if len(self._refused) < MAX_REPORTED:
             self._refused.append(line)
             if self._problem is None:
-                self._say(f"refused {line}{' (further ones are not printed)' if self._n_refused == MAX_REPORTED else ''}")
+                self._say(f"refused {line}{' (further ones are not printed)' if len(self._refused) == MAX_REPORTED else ''}")
 
     def _make_space(self, address: str) -> bool:
         """Close the oldest connection of the address with the most if a bound is reached; False if that is too recent."""
