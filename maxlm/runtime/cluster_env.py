@@ -6,7 +6,6 @@ Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name
 
 import ipaddress
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +83,7 @@ def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_
     if launched is not None:
         source = f"{launched.launcher}{' and the command line' if named else ''}"
     spec = _parse_spec(merged, spelling, source)
-    return _share_gpus(replace(spec, devices=launched.devices if launched else None), environ, n_gpus) if spec.count > 1 else None
+    return _share_gpus(spec, environ, n_gpus) if spec.count > 1 else None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -99,7 +98,7 @@ def metadata(name: str, seconds: float = 2.0) -> str | None:
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
             return str(answer.read().decode())
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
