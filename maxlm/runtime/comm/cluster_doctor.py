@@ -20,10 +20,10 @@ from maxlm.config.errors import UserError
 from maxlm.runtime import cluster
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.cluster_env import process_label
-from maxlm.runtime.comm.measure import OPERATIONS, Operation, Row, fitting_sizes, measure, timed_loop, times_by_process
+from maxlm.runtime.comm.measure import OPERATIONS, RUN_SECONDS, RUNS, Operation, Row, fitting_sizes, measure, timed_loop, times_by_process
 from maxlm.runtime.comm.sizes import format_seconds, format_size
 from maxlm.runtime.doctor import Finding, Report, as_text
-from maxlm.runtime.host_allgather import allgather_lines
+from maxlm.runtime.host_allgather import allgather, allgather_lines
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 SLOW = 1.5  # times as long as the median of the others
@@ -150,11 +150,12 @@ def measure_hosts(names: Sequence[str]) -> list[Figures]:
     """
     side = SIDE.get(jax.default_backend(), LARGE_SIDE)
     copied = COPIED.get(jax.default_backend(), LARGE_COPIED)
-    matmul = _rates(_multiply, np.full((side, side), side**-1.0, np.float32), 2 * side**3)
-    memory = _rates(_rewrite, np.zeros(copied // 4, np.float32), 2 * copied)
+    flops = _rate_alone(_multiply, np.full((side, side), side**-1.0, np.float32), 2 * side**3)
+    copies = _rate_alone(_rewrite, np.zeros(copied // 4, np.float32), 2 * copied)
+    local = allgather(np.array([flops, copies], np.float32))
     return [
-        Figures("matmul", "FLOP/s a device", matmul),
-        Figures("memory", "B/s a device", memory),
+        Figures("matmul", "FLOP/s a device", tuple(local[:, 0].tolist())),
+        Figures("memory", "B/s a device", tuple(local[:, 1].tolist())),
         Figures("links", "B/s each way a device", tuple(_links(ring_order(names)).tolist())),
     ]
 
@@ -219,8 +220,8 @@ def _rewrite(x: jax.Array, count: jax.Array) -> jax.Array:
     return lax.fori_loop(0, count, lambda _, y: y + 1, x)
 
 
-def _rates(program: jax.stages.Wrapped, operand: np.ndarray, work: float) -> tuple[float, ...]:
-    """Return work per second of a device of each process, with all of its devices busy; `work`: of one iteration."""
+def _rate_alone(program: jax.stages.Wrapped, operand: np.ndarray, work: float) -> float:
+    """Return work per second of each device of this process, with all of them busy; `work`: of one iteration."""
     inputs = [jax.device_put(operand, device) for device in jax.local_devices()]
 
     def run(count: int) -> float:
@@ -228,5 +229,5 @@ def _rates(program: jax.stages.Wrapped, operand: np.ndarray, work: float) -> tup
         jax.block_until_ready([program(x, count) for x in inputs])
         return time.perf_counter() - began
 
-    run(1)  # compiles
-    return tuple((work / np.median(times_by_process(run), axis=1)).tolist())
+    count = max(1, int(RUN_SECONDS / min(run(1) for _ in range(4))))  # the first one compiles; the minimum excludes interrupted runs
+    return work * count / float(np.median([run(count) for _ in range(RUNS)]))
