@@ -15,31 +15,25 @@ show() { # a command as it could be typed
   printf '+ %s\n' "${words% }" >&3
 }
 
+# Runs a command with its stderr in a file; does nothing in a dry run.
+attempt() {
+  show "$@"
+  : >"$WORK/errors"
+  [[ -n $DRY_RUN ]] || "$@" 2>"$WORK/errors"
+}
+
 # Runs a command that changes something. Its stderr is printed once it has ended, after an explanation if it failed.
 change() {
-  show "$@"
-  [[ -z $DRY_RUN ]] || return 0
-  local code=0
-  "$@" 2>"$WORK/errors" || code=$?
-  if ((code)); then
-    report_error "$@"
-    exit 1
-  fi
+  attempt "$@" || refused "$@"
   cat "$WORK/errors" >&2
 }
 
 # Runs a read-only command: prints its output, or returns 4 if the object does not exist. Any other error exits.
 query() {
-  show "$@"
-  [[ -z $DRY_RUN ]] || return 0
-  local code=0
-  "$@" 2>"$WORK/errors" || code=$?
-  ((code)) || return 0
-  if grep -qiE 'NOT_FOUND|was not found|\(NotFound\)|not find|matched no objects' "$WORK/errors"; then
+  attempt "$@" || {
+    grep -qiE 'NOT_FOUND|was not found|\(NotFound\)|not find|matched no objects' "$WORK/errors" || refused "$@"
     return 4
-  fi
-  report_error "$@"
-  exit 1
+  }
 }
 
 # Runs a long or interactive command with its output unbuffered.
@@ -51,9 +45,10 @@ stream() {
   ((code == 0)) || { say "ended with $code: ${*:1:6} ..."; exit 1; }
 }
 
-report_error() { # an explanation in a line, and then the original
+refused() { # an explanation in a line, and then the original
   say "$(explain "$(cat "$WORK/errors")"); it was: ${*:1:5} ..."
   sed 's/^/  | /' "$WORK/errors" >&2
+  exit 1
 }
 
 # Explains an error of gcloud or kubectl: what was refused, where, and the fix.

@@ -3,22 +3,14 @@
 # or gke (a JobSet). Sourced by maxlm-gcp, whose variables these functions read. Flags: docs.cloud.google.com/sdk/gcloud/reference.
 
 units() { # names of the objects to create and delete
-  if [[ $API == gce ]]; then
-    local unit
-    for ((unit = 0; unit < UNITS; unit++)); do echo "$NAME-$unit"; done
-  else
-    echo "$NAME"
-  fi
+  if [[ $API == gce ]]; then numbered; else echo "$NAME"; fi
 }
 
 nodes() { # names of the nodes, which have hosts
-  if [[ $API == queued && $UNITS -gt 1 ]]; then
-    local node
-    for ((node = 0; node < UNITS; node++)); do echo "$NAME-$node"; done
-  else
-    units
-  fi
+  if [[ $API == queued && $UNITS -gt 1 ]]; then numbered; else units; fi
 }
+
+numbered() { seq -f "$NAME-%.0f" 0 $((UNITS - 1)); }
 
 # `STATE,RUN,OWNER` of a unit, or NONE; the labels of a queued resource are those of its nodes. A dry run uses ASSUMED.
 describe() {
@@ -26,9 +18,8 @@ describe() {
   case $API in
     tpu) found=$(query gcloud compute tpus tpu-vm describe "$1" "${PLACE[@]}" --format="csv[no-heading](state,$labels)") ;;
     queued)
-      local node='tpu.nodeSpec[0].node'
-      found=$(query gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" \
-        --format="csv[no-heading](state.state,$node.labels.maxlm-run,$node.labels.maxlm-owner)")
+      labels="state.state,${labels//labels./tpu.nodeSpec[0].node.labels.}"
+      found=$(query gcloud compute tpus queued-resources describe "$1" "${PLACE[@]}" --format="csv[no-heading]($labels)")
       ;;
     gce) found=$(query gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)
@@ -57,13 +48,13 @@ create() { # the units named
   local common=("${PLACE[@]}" --labels="$labels" --metadata-from-file="startup-script=$WORK/startup.sh" --scopes=cloud-platform "${ACCOUNT[@]}")
   case $API in
     tpu)
-      change gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${NETWORK[@]}" \
+      change gcloud compute tpus tpu-vm create "$1" "${common[@]}" "${LINKS[@]}" \
         --accelerator-type="$ACCELERATOR" --version="$IMAGE_FAMILY" ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     queued)
       hardware=(--node-id="$NAME")
       ((UNITS > 1)) && hardware=(--node-count="$UNITS" --node-prefix="$NAME")
-      change gcloud compute tpus queued-resources create "$1" "${common[@]}" "${NETWORK[@]}" "${hardware[@]}" \
+      change gcloud compute tpus queued-resources create "$1" "${common[@]}" "${LINKS[@]}" "${hardware[@]}" \
         --accelerator-type="$ACCELERATOR" --runtime-version="$IMAGE_FAMILY" --async ${SPOT:+--spot} ${RESERVED:+--reserved}
       ;;
     gce)
@@ -72,7 +63,7 @@ create() { # the units named
         --boot-disk-size=200GB --boot-disk-type=hyperdisk-balanced --maintenance-policy=TERMINATE)
       [[ -z $SPOT ]] || hardware+=(--provisioning-model=SPOT --instance-termination-action=STOP)
       [[ -z $RESERVATION ]] || hardware+=(--reservation-affinity=specific --reservation="$RESERVATION")
-      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${NETWORK[@]}"
+      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}"
       ;;
     gke)
       render_jobset >"$WORK/jobset.yaml"
@@ -99,10 +90,11 @@ on_host() { # NODE WORKER COMMAND: over ssh; WORKER is a number or `all`
   fi
 }
 
-render_jobset() {
-  local only="$KIND"
-  [[ -z $SPOT ]] || only+=" spot"
-  NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" SLICES=$([[ $KIND == tpu ]] && echo "$UNITS" || echo 1) \
-    HOSTS=$HOSTS HOSTS_A_SLICE=$([[ $KIND == tpu ]] && echo $((HOSTS / UNITS)) || echo "$HOSTS") ACCOUNT=${SERVICE_ACCOUNT:-default} \
-    ACCELERATOR=$GKE_ACCELERATOR TOPOLOGY=$TOPOLOGY CHIPS=$CHIPS_A_HOST "$PYTHON" "$HERE/render.py" "$HERE/jobset.yaml" "$only"
+render_jobset() { # jobset.yaml for this kind of machine: a line that ends in `# only: WORD` is for WORD, and ${NAMES} are filled in
+  local kinds=$KIND${SPOT:+|spot} slices=1
+  [[ $KIND != tpu ]] || slices=$UNITS
+  sed -E "s/  # only: ($kinds)\$//; /  # only: /d" "$HERE/jobset.yaml" |
+    NAME=$NAME OWNER=$OWNER IMAGE=$IMAGE BUCKET=$BUCKET RUN=$RUN RESTARTS=$RESTARTS SECRETS="${SECRETS[*]-}" ACCOUNT=${SERVICE_ACCOUNT:-default} \
+      SLICES=$slices HOSTS=$HOSTS HOSTS_A_SLICE=$((HOSTS / slices)) ACCELERATOR=$GKE_ACCELERATOR TOPOLOGY=$TOPOLOGY CHIPS=$CHIPS_A_HOST \
+      "$PYTHON" -c 'import os, string, sys; sys.stdout.write(string.Template(sys.stdin.read()).substitute(os.environ))'
 }

@@ -3,24 +3,13 @@
 Goodput here is the share of all time since the first start, waiting for machines included, that went into updates that count.
 """
 
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-
-def objects(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file of lines, without incomplete lines."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        found += [value] if isinstance(value, dict) else []
-    return found
+from maxlm.telemetry.strict_json import read_objects
 
 
 def progress(records: list[dict[str, Any]], events: list[dict[str, Any]], now: float) -> str:
@@ -43,4 +32,5 @@ def progress(records: list[dict[str, Any]], events: list[dict[str, Any]], now: f
 
 
 if __name__ == "__main__":
-    print(progress(objects(Path(sys.argv[1])), objects(Path(sys.argv[2])), time.time()))
+    latest, events = ([item for item in read_objects(Path(name)) if item is not None] for name in sys.argv[1:])
+    print(progress(latest, events, time.time()))

@@ -55,17 +55,15 @@ def tpu_topologies() -> dict[str, str]:
 
 def find_machine(accelerator: str) -> Machine:
     """Find a machine by name. Raises UserError with near names if there is none."""
-    by_name = {machine.name: machine for machine in machines()}
-    tpus = tpu_topologies()
-    family = accelerator.rpartition("-")[0]
-    if accelerator in by_name and by_name[accelerator].api == "gce":
-        return by_name[accelerator]
-    if accelerator in tpus and family in by_name:
-        return by_name[family]
-    spelt = {name: name for name in [*tpus, *(name for name, machine in by_name.items() if machine.api == "gce")]}
-    spelt |= {f"{by_name[name.rpartition('-')[0]].chip}-{name.rpartition('-')[2]}": name for name in tpus}  # v5e-256 for v5litepod-256
-    spelt |= {machine.chip: machine.name for machine in reversed(machines()) if machine.api == "gce"}  # h100 for the first that has it
-    size = accelerator.rpartition("-")[2]
+    families = {machine.name: machine for machine in machines() if machine.api != "gce"}
+    tpus = {name: families[name.rpartition("-")[0]] for name in tpu_topologies()}
+    vms = {machine.name: machine for machine in machines() if machine.api == "gce"}
+    if found := (tpus | vms).get(accelerator):
+        return found
+    spelt = {name: name for name in [*tpus, *vms]}
+    spelt |= {f"{machine.chip}-{name.rpartition('-')[2]}": name for name, machine in tpus.items()}  # v5e-256 for v5litepod-256
+    spelt |= {machine.chip: machine.name for machine in reversed(vms.values())}  # h100 for the first that has it
+    family, _, size = accelerator.rpartition("-")
     kin = [spelt[name] for name in spelt if size.isdigit() and name.rpartition("-")[0] == family.lower() != ""]
     if kin:  # of a family that is known
         near = sorted(kin, key=lambda name: abs(math.log(int(name.rpartition("-")[2]) / max(1, int(size)))))[:3]

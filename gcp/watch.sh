@@ -35,7 +35,7 @@ poll_once() {
   esac
   [[ $code == '' || $code == 3 ]] || { touch "$WORK/ended"; return "$code"; }
   # None is left where an earlier try deleted the dead machines and found no capacity for new ones: recreate those too.
-  if [[ -n $AGAIN && ($line == *dead* || ($line == *none* && -n $outcome)) ]]; then
+  if [[ -n $RESUME && ($line == *dead* || ($line == *none* && -n $outcome)) ]]; then
     (set -e; verb_resume)
   fi
 }

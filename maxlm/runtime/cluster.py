@@ -35,6 +35,11 @@ class Cluster:
     description: str
     hosts: tuple[str, ...]
 
+    @property
+    def local_processes(self) -> int:
+        """Number of processes on this host, which share its memory."""
+        return self.hosts.count(self.hosts[jax.process_index()])
+
 
 @contextlib.contextmanager
 def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:

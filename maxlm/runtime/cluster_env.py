@@ -6,7 +6,6 @@ Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name
 
 import ipaddress
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,10 +48,14 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
     Raises UserError: a setting is given twice.
     """
     named: dict[str, str] = {}
-    for name, _, value in (one.partition("=") for one in arguments if one.partition("=")[0] in VARIABLES and "=" in one):
-        if named.setdefault(name, value) != value:
+    rest = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in VARIABLES:
+            rest.append(argument)
+        elif named.setdefault(name, value) != value:
             raise UserError(f"{name} is given twice, as {_short(named[name])} and as {_short(value)}: give it once.")
-    return named, [one for one in arguments if one.partition("=")[0] not in VARIABLES or "=" not in one]
+    return named, rest
 
 
 def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_gpus: int) -> ProcessSpec | None:
@@ -80,7 +83,7 @@ def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_
     if launched is not None:
         source = f"{launched.launcher}{' and the command line' if named else ''}"
     spec = _parse_spec(merged, spelling, source)
-    return _share_gpus(replace(spec, devices=launched.devices if launched else None), environ, n_gpus) if spec.count > 1 else None
+    return _share_gpus(spec, environ, n_gpus) if spec.count > 1 else None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -95,7 +98,7 @@ def metadata(name: str, seconds: float = 2.0) -> str | None:
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310
             return str(answer.read().decode())
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
@@ -143,10 +146,7 @@ def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
     """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
     hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
-    slices = _number(environ, "MEGASCALE_NUM_SLICES", 1)
-    if not hosts or len(hosts) * slices == 1:
-        return None
-    return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)")
+    return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)") if hosts else None
 
 
 def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
@@ -156,19 +156,15 @@ def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
         return None
     hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
     megascale = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
-    if len(hosts) * _number(megascale, "MEGASCALE_NUM_SLICES", 1) == 1:
-        return None
-    return _of_slices(
-        hosts,
-        _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number"),
-        {**megascale, **environ},
-        "the metadata server (Cloud TPU VM)",
-    )
+    worker = _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number")
+    return _of_slices(hosts, worker, {**megascale, **environ}, "the metadata server (Cloud TPU VM)")
 
 
-def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> ProcessSpec:
-    """Specification in one or several slices; processes are numbered through one slice after another."""
+def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], launcher: str) -> ProcessSpec | None:
+    """Specification in one or several slices; processes are numbered through one slice after another. None: a host alone."""
     slices, number = _number(megascale, "MEGASCALE_NUM_SLICES", 1), _number(megascale, "MEGASCALE_SLICE_ID")
+    if len(hosts) * slices == 1:
+        return None
     first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     many = f", slice {number} of {slices}" if slices > 1 else ""
     return ProcessSpec(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -49,15 +49,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-@dataclass
-class _MonitorHandle:
-    """The monitor of this process: its pid, and the descriptor of the pipe to it."""
-
-    pid: int
-    pipe: int
-
-
-_monitor: _MonitorHandle | None = None
+_monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
 _raised: Stopped | None = None
 _code: int | None = None  # exit code of a finished command
 
@@ -82,7 +74,7 @@ def start() -> None:
     os.set_blocking(command_write, False)
     faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
     _install_exit_signals()
-    _monitor = _MonitorHandle(pid, command_write)
+    _monitor = pid, command_write
     signal.set_wakeup_fd(command_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
@@ -115,8 +107,9 @@ def dismiss() -> None:
     if _monitor is None:
         return
     signal.set_wakeup_fd(-1)
-    os.close(_monitor.pipe)
-    os.waitpid(_monitor.pid, 0)
+    pid, pipe = _monitor
+    os.close(pipe)
+    os.waitpid(pid, 0)
     _monitor = None
 
 
@@ -172,7 +165,7 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
 def _send_command(command: bytes) -> None:
     if _monitor is not None:
         with contextlib.suppress(OSError):  # a monitor that was killed or stopped must not end the run
-            os.write(_monitor.pipe, command)
+            os.write(_monitor[1], command)
 
 
 def _install_exit_signals() -> None:
@@ -205,7 +198,6 @@ class _Monitor:
     interrupted: float | None = None  # time of the first SIGINT
     deadline: float | None = None
     code: ExitCode = ExitCode.STOPPED
-    _partial: bytes = field(default=b"", repr=False)  # an incomplete command
 
     def run(self) -> None:
         """Watch the process until it exits."""
@@ -228,22 +220,18 @@ class _Monitor:
                 return
 
     def _handle(self, data: bytes) -> None:
-        data = self._partial + data
+        """Handle commands, of which none is split: one write puts them into the pipe, and one read takes all that it holds."""
         while data:
             first, data = data[:1], data[1:]
             if first == _STACKS_FILE:
-                path, end, rest = data.partition(b"\0")
-                if not end:
-                    self._partial = first + data
-                    return
-                self.stacks_file, data = Path(os.fsdecode(path)), rest
+                path, _, data = data.partition(b"\0")
+                self.stacks_file = Path(os.fsdecode(path))
             elif first in (PROMPT, KEEP, SAVE, _FINISHED):
                 self.mode = first
                 if first == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
                     self.code = ExitCode.STOPPED
             elif first[0] in SIGNALS:
                 self._handle_signal(first[0], time.monotonic())
-        self._partial = b""
 
     def _handle_signal(self, number: int, now: float) -> None:
         again = self.interrupted is not None and now - self.interrupted >= _SECOND_SECONDS

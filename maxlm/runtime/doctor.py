@@ -12,13 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from maxlm.config.paths import is_remote
 from maxlm.hardware.chips import chip_of
@@ -26,7 +21,6 @@ from maxlm.hardware.host import host_memory
 from maxlm.runtime.accelerators import Accelerator, find_accelerators, remedy
 
 GIB = 2**30
-WIDTH = 10_000  # columns of the table: long findings are not wrapped, so that they can be searched
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that maxlm is tested on
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore")
 PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}  # extra -> the packages that bring the platform
@@ -86,15 +80,14 @@ def diagnose() -> Report:
 
 def as_text(report: Report, ready: str = "This machine is ready.") -> str:
     """Format the findings with their fixes, and a summary: `ready` without problems and warnings."""
-    table = Table.grid(padding=(0, 2, 0, 0))
+    state, name = (max(len(getattr(finding, column)) for finding in report.findings) for column in ("state", "name"))
+    lines = []
     for finding in report.findings:
-        table.add_row(finding.state, finding.name, Text(finding.found + (f"\nfix: {finding.fix}" if finding.fix else "")))
-    console = Console(width=WIDTH, file=StringIO())
-    with console.capture() as capture:
-        console.print(table)
+        lines.append(f"{finding.state:{state}}  {finding.name:{name}}  {finding.found}".rstrip())
+        if finding.fix:
+            lines.append(f"{'':{state}}  {'':{name}}  fix: {finding.fix}")
     counts = Counter(finding.state for finding in report.findings)
     summary = [f"{counts[state]} {state}{'s' if counts[state] > 1 else ''}" for state in ("problem", "warning") if counts[state]]
-    lines = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join([*lines, "", f"{' and '.join(summary)}." if summary else ready])
 
 

@@ -19,7 +19,10 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, create_model
+from pydantic_core import from_json
 
 from maxlm.config.errors import ExitCode, UserError
 
@@ -35,16 +38,29 @@ _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recor
 _PROTOCOL = "maxlm-rendezvous/1"
 OTHER_PROTOCOL = "another program answers there"
 _NONCE_BYTES = 32
-_FIELDS: Mapping[str, Mapping[str, type]] = {  # of each kind of message
-    "hello": {"process": int, "count": int, "host": str},
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(text)
+    return text
+
+
+_Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
+_FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
+    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name},
     "ping": {},  # is the peer still alive?
     "pong": {},
-    "members": {"hosts": list},
+    "members": {"hosts": list[_Name]},
     "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
-    "heartbeat": {"suspects": list},  # process numbers from which process 0 had no recent heartbeat
-    "abort": {"reason": str, "code": int, "lost": str},  # lost: label of the process whose loss is the reason, or ""
+    "heartbeat": {"suspects": list[_Number]},  # process numbers from which process 0 had no recent heartbeat
+    # lost: label of the process whose loss is the reason, or ""
+    "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
     "leave": {},
 }
+_EXACT = ConfigDict(strict=True, extra="forbid")
+_SCHEMAS = {kind: create_model(kind, __config__=_EXACT, kind=str, **fields) for kind, fields in _FIELDS.items()}
 Message = dict[str, Any]
 
 
@@ -88,13 +104,6 @@ class MessageSocket:
         """True once the peer's nonce has arrived; nothing can be sent before."""
         return bool(self._key)
 
-    def peer_address(self) -> str:
-        """Address of the peer, or "?" if the connection is closed."""
-        try:
-            return ipv4_if_mapped(str(self.connection.getpeername()[0]))
-        except OSError:
-            return "?"
-
     def local_address(self) -> str:
         """Address of this end. Raises OSError."""
         return ipv4_if_mapped(str(self.connection.getsockname()[0]))
@@ -136,12 +145,10 @@ class MessageSocket:
 
     def finish_handshake(self, until: float) -> None:
         """Wait until messages can be sent. Raises ConnectionLostError."""
-        while not self.handshake_done:
-            line = self._next_line()
-            if line is not None:
-                self._derive_key(line)
-            elif not _ready(self.connection, selectors.EVENT_READ, until - time.monotonic()):
+        while (line := self._next_line()) is None:
+            if not _ready(self.connection, selectors.EVENT_READ, until - time.monotonic()):
                 raise ConnectionLostError("no handshake from it")
+        self._derive_key(line)
 
     def _next_line(self) -> bytes | None:
         """Return the next complete line, without its end, without waiting; None if there is none."""
@@ -203,33 +210,13 @@ def ipv4_if_mapped(address: str) -> str:
 def _parse(text: bytes) -> Message:
     """Parse a message, which must have exactly the fields of its kind. Raises AuthenticationError."""
     try:
-        message = json.loads(text, parse_constant=_reject)
-        fields = {name: value for name, value in message.items() if name != "kind"}
-        expected = _FIELDS[message["kind"]]
-        if {name: type(value) for name, value in fields.items()} == expected and _in_range(fields):  # by type: a bool is not an int
-            return dict(message)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise AuthenticationError(OTHER_PROTOCOL)
-
-
-def _reject(constant: str) -> None:
-    raise ValueError(constant)  # Infinity and NaN are not JSON
-
-
-def _in_range(fields: Mapping[str, Any]) -> bool:
-    count, number = fields.get("count", 1), fields.get("process", 0)
-    return (
-        0 <= number < count <= MAX_PROCESSES
-        and _is_name(fields.get("host", "-"))
-        and all(map(_is_name, fields.get("hosts", ())))
-        and all(type(one) is int and 0 <= one < MAX_PROCESSES for one in fields.get("suspects", ()))
-        and fields.get("code", ExitCode.CRASHED) in set(ExitCode) - {ExitCode.DONE}
-    )
-
-
-def _is_name(host: Any) -> bool:
-    return isinstance(host, str) and 0 < len(host) <= MAX_NAME and host.isprintable()
+        message: Message = from_json(text, allow_inf_nan=False)
+        _SCHEMAS[message["kind"]].model_validate(message)
+    except (ValueError, TypeError, KeyError):
+        raise AuthenticationError(OTHER_PROTOCOL) from None
+    if message["kind"] == "hello" and message["process"] >= message["count"]:
+        raise AuthenticationError(OTHER_PROTOCOL)
+    return message
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -58,7 +58,7 @@ class ProcessGroup:
         if reason is not None and code not in (ExitCode.WRONG_INPUT, ExitCode.STOPPED):
             time.sleep(SETTLE_SECONDS)  # most likely the end of another process is the cause, and its message on the way
             if suspects := self._suspects():
-                self._end_for_missing_heartbeat(min(suspects))
+                self._end_for_lost(min(suspects))
         self._left.set()
         if reason is None:
             self._broadcast("leave")
@@ -103,8 +103,8 @@ class ProcessGroup:
         elif message["kind"] == "abort":
             self._leaving.add(number)
             if message["code"] == ExitCode.CRASHED and (suspects := self._suspects()):
-                self._end_for_missing_heartbeat(min(suspects))
-            self._end(message["reason"], message["code"], lost=message["lost"])
+                self._end_for_lost(min(suspects))
+            self._end(message["reason"], message["code"], message["lost"])
 
     def _tick(self) -> None:
         """Send a heartbeat if it is due, and end the run if one is missing for long."""
@@ -119,7 +119,7 @@ class ProcessGroup:
             self._last_heartbeat = now
             self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)))
         if overdue := self._overdue(HEARTBEAT_TIMEOUT_SECONDS):
-            self._end_for_missing_heartbeat(min(overdue))
+            self._end_for_lost(min(overdue))
 
     def _overdue(self, seconds: float) -> set[int]:
         """Directly connected processes that sent no message for `seconds`."""
@@ -130,25 +130,24 @@ class ProcessGroup:
         """Processes without a recent heartbeat, at this process or at process 0."""
         return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
 
-    def _end_for_missing_heartbeat(self, number: int) -> None:
-        seconds = time.monotonic() - self._last_message[number] if number in self._last_message else SUSPECT_SECONDS
-        reason = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
-        self._end_for_lost(number, reason, still_connected=True)
-
-    def _end_for_lost(self, number: int, reason: str, *, still_connected: bool = False) -> None:
+    def _end_for_lost(self, number: int, reason: str = "") -> None:
+        """End all processes because this one is lost; without `reason`, for want of heartbeats over its open connection."""
+        if not reason:
+            seconds = time.monotonic() - self._last_message[number] if number in self._last_message else SUSPECT_SECONDS
+            reason = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
         label = self._label(number)
-        self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, lost=label, connected=number if still_connected else None)
+        self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, label, number)
 
-    def _end(self, reason: str, code: int, *, lost: str = "", connected: int | None = None) -> None:
+    def _end(self, reason: str, code: int, lost: str, number: int | None = None) -> None:
         """End all processes because of another one; returns only if this process is ending by itself.
 
-        `lost`: label of the lost process; `connected`: number of a process that will not close its connection.
+        `lost`: label of the lost process, or ""; `number`: its number, if its connection must not be waited for.
         """
         if self._left.is_set():
             return
         self._broadcast("abort", reason=reason, code=int(code), lost=lost)
-        if connected is not None:
-            self._sockets.pop(connected, None)
+        if number is not None:
+            self._sockets.pop(number, None)
         if code == ExitCode.WRONG_INPUT and self._left.wait(SETTLE_SECONDS):  # the same input is wrong here: the main thread prints it
             return
         self._left.set()

@@ -7,9 +7,9 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from maxlm.config.errors import UserError
 
@@ -39,33 +39,23 @@ def read(path: Path) -> Progress:
     return Progress(tuple(fields["hosts"]), fields["step"], fields["error"], tuple(fields["lost"]))
 
 
-def record_joined(hosts: Sequence[str]) -> None:
-    """Record that all processes have joined; `hosts`: their names by process number."""
-    _update(hosts=tuple(hosts))
-
-
-def record_step(step: int) -> None:
-    """Record the last step that was logged."""
-    _update(step=step)
-
-
 def record_error(error: str | BaseException, lost: str = "") -> None:
     """Record why the run ends, unless a reason is on record: the first one is the cause. `lost`: label of the process that was lost."""
     if isinstance(error, BaseException):
         line = next(iter(str(error).strip().splitlines()), "")
         error = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".rstrip(": ")
     if not _current.error:
-        _update(error=error, lost=(lost,) if lost else ())
+        record(error=error, lost=(lost,) if lost else ())
 
 
-def _update(**changes: object) -> None:
-    """Replace the file. Does nothing without a supervisor; a folder that is gone or full must not cost the run."""
+def record(**changes: Any) -> None:
+    """Replace fields of `Progress` in the file. Does nothing without a supervisor; a folder that is gone or full must not cost the run."""
     global _current
     path = os.environ.get(VARIABLE)
     if not path:
         return
     with _lock, contextlib.suppress(OSError):
-        _current = replace(_current, **changes)  # type: ignore[arg-type]  # names and types of the fields, by the callers above
+        _current = replace(_current, **changes)
         draft = Path(f"{path}.draft")
         draft.write_text(json.dumps(asdict(_current)), encoding="utf-8")
         draft.replace(path)

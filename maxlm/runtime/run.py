@@ -77,7 +77,7 @@ class _ProgressObserver:
     """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
 
     def on_step(self, record: StepRecord) -> None:
-        progress_file.record_step(record.step)
+        progress_file.record(step=record.step)
 
     def on_event(self, event: Event) -> None: ...
     def close(self) -> None: ...
@@ -103,7 +103,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, _local_processes(here))
+    start = _start(config, phases, program, checkpoints, here.local_processes)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -133,14 +133,9 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     if jax.process_count() > 1:
         require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
     phases.primary = jax.process_index() == 0
-    progress_file.record_joined(here.hosts)
+    progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
-    fits.check(config, dict(build_mesh(config).shape), jax.devices(), _local_processes(here))
-
-
-def _local_processes(here: Cluster) -> int:
-    """Number of processes on this host, which share its memory."""
-    return max(here.hosts.count(here.hosts[jax.process_index()]), 1)
+    fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
 
 
 def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Checkpoints:

@@ -22,8 +22,8 @@ number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # as a command of maxlm does
 def came(step, hosts=("a", "b")):
-    progress_file.record_joined(hosts)
-    progress_file.record_step(step)
+    progress_file.record(hosts=hosts)
+    progress_file.record(step=step)
 """
 
 

@@ -12,8 +12,8 @@ import pytest
 from small_run import environment, free_port
 
 from maxlm.config.errors import UserError
-from maxlm.runtime import listener, message_socket
-from maxlm.runtime.listener import listen
+from maxlm.runtime import coordinator, message_socket
+from maxlm.runtime.coordinator import listen
 from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, MessageSocket, shared_secret
 
 SECRET = "a secret of the tests, long enough"
@@ -218,7 +218,8 @@ def test_strangers_are_sent_away(start):
 def test_idle_and_slow_strangers_keep_nobody_waiting(start):
     """More idle sockets than are kept for an address, and a byte now and then: a process of another address, and of the same, gets in."""
     first = start(0, 2, then=0.1)
-    idle = [connect(start.port, first, "127.0.0.7" if number % 2 else "127.0.0.1") for number in range(2 * listener.MAX_PER_ADDRESS + 40)]
+    count = 2 * coordinator.MAX_PER_ADDRESS + 40
+    idle = [connect(start.port, first, "127.0.0.7" if number % 2 else "127.0.0.1") for number in range(count)]
     idle[-1].sendall(b"m")
     began = time.monotonic()
     assert end(start(1, 2, then=0.1))[0] == 0

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,11 @@ def _measure(request: Request, names: Sequence[str], limit: Limit, log: Console)
     sizes = fitting_sizes(mesh, request.sizes, names)
     if not sizes:
         raise UserError(f"--smallest = {format_size(request.sizes[0])}: not even that fits the devices' memory; give a smaller one.")
-    limit_of = lambda axis, name: limit(mesh, axis, name, OPERATIONS[name].bus_factor(mesh.shape[axis]), names)  # noqa: E731
     rows = []
     with log.status("") as status:
-        for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes, limit_of):
+        for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes):
             status.update(f"{row.axis}: {row.operation} of {format_size(row.bytes)} done")
-            rows.append(row)
+            rows.append(replace(row, limit=limit(mesh, row.axis, row.operation, row.bus_factor, names)))
     return rows, [size for size in request.sizes if size not in sizes]
 
 

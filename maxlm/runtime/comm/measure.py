@@ -108,7 +108,7 @@ class Row:
     seconds: float
     spread: float  # (longest - shortest run) / median
     bus_factor: float  # bytes that cross a device's link for each byte of the buffer
-    limit: float | None  # bytes/s of the link; None: not known
+    limit: float | None = None  # bytes/s of the link; None: not known
 
     @property
     def algorithm_bytes_per_s(self) -> float:
@@ -125,18 +125,13 @@ class Row:
         return {**{key: value for key, value in asdict(self).items() if key != "bus_factor"}, **rates}
 
 
-def measure(
-    mesh: Mesh, operations: Sequence[Operation], sizes: Sequence[int], limit: Callable[[str, str], float | None] = lambda axis, name: None
-) -> Iterator[Row]:
-    """Yield a row for every axis of more than one device, operation and size in bytes; the same in all processes.
-
-    `limit`: (axis, operation) -> bytes/s of its links, or None.
-    """
+def measure(mesh: Mesh, operations: Sequence[Operation], sizes: Sequence[int]) -> Iterator[Row]:
+    """Yield a row for every axis of more than one device, operation and size in bytes; the same in all processes."""
     for axis, n in mesh.shape.items():
         for operation in operations if n > 1 else ():
             for size in sizes:
                 seconds, spread = time_loop(timed_loop(mesh, axis, operation, size))
-                yield Row(axis, n, operation.name, actual(n, size), seconds, spread, operation.bus_factor(n), limit(axis, operation.name))
+                yield Row(axis, n, operation.name, actual(n, size), seconds, spread, operation.bus_factor(n))
 
 
 def timed_loop(mesh: Mesh, axis: str, operation: Operation, size: int) -> TimedLoop:

@@ -41,10 +41,9 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 
 def format_size(size: int) -> str:
     """Format bytes with three digits: 1024 is `1 KB`."""
-    unit = 0
-    while unit + 1 < len(UNITS) and size >= 1024 ** (unit + 1):
-        unit += 1
-    return f"{size / 1024**unit:.3g} {UNITS[unit]}" if size < 1000 * 1024**unit else f"{size / 1024**unit:.0f} {UNITS[unit]}"
+    unit = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    value = size / 1024**unit
+    return f"{value:.0f} {UNITS[unit]}" if value >= 999.5 else f"{value:.3g} {UNITS[unit]}"
 
 
 def format_seconds(seconds: float) -> str:
