@@ -2,19 +2,25 @@
 
 usage: python tools/bench_kernels.py [OPERATION ...] [--rounds 7] [--tiny]    (default: all operations at real shapes, forward + backward)
 
-Candidates: `maxlm/kernel_lab/benchmark.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
+Candidates: `maxlm/kernel_lab/problems.py`. A ratio is of medians, the other seconds over ours: above 1, ours is faster.
 Prints a table, and a JSON line a row.
 """
 
 import argparse
-import itertools
 import json
 from typing import Any
 
 import jax
 
 from maxlm.hardware.chips import chip_of
-from maxlm.kernel_lab.benchmark import BENCHMARKS, measure
+from maxlm.kernel_lab.measured import measure
+
+OPERATIONS = {
+    "attention": "attention",
+    "gated_mlp": "gated_mlp",
+    "grouped_matmul": "grouped_matmul",
+    "cross_entropy": "linear_cross_entropy",
+}
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -28,21 +34,20 @@ def format_row(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(BENCHMARKS))
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU can do: whether all of it runs, not how fast")
     args = parser.parse_args()
     for name in args.operations:
-        if name not in BENCHMARKS:
-            parser.error(f"no operation {name}: there are {', '.join(BENCHMARKS)}")
+        if name not in OPERATIONS:
+            parser.error(f"no operation {name}: there are {', '.join(OPERATIONS)}")
     device = jax.devices()[0]
     rows = []
     print(f"{device.device_kind}, jax {jax.__version__}, medians of {args.rounds}; ratio: the other's time over ours")
-    with jax.set_mesh(jax.sharding.Mesh([device], ("device",))):  # kernels are chosen for the current mesh
-        for benchmark in itertools.chain.from_iterable(BENCHMARKS[name]((), tiny=args.tiny) for name in args.operations or BENCHMARKS):
-            for row in measure(benchmark, args.rounds, chip_of(device.device_kind)):
-                rows.append(row)
-                print(format_row(row), flush=True)
+    for name in args.operations or OPERATIONS:
+        for row in measure(OPERATIONS[name], (), args.rounds, chip_of(device.device_kind), tiny=args.tiny):
+            rows.append({"operation": name, **row})
+            print(format_row(rows[-1]), flush=True)
     for row in rows:
         print(json.dumps(row))
 

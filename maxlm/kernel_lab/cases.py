@@ -76,9 +76,8 @@ def shape_of(operation: str, name: str) -> Any:
     return shape
 
 
-def useful(operation: str, name: str) -> tuple[float, float]:
+def useful(operation: str, shape: Any) -> tuple[float, float]:
     """(FLOPs that masks leave, bytes) of one shape in bfloat16, forward and backward: what enters and leaves both passes, each once."""
-    shape = shape_of(operation, name)
     match operation:
         case "attention":  # seven matmuls; q, k, v in and out, out, its gradient and three more
             flops = 7 * 2 * shape.pairs(shape.segments(1)) * shape.heads * shape.head_dim
