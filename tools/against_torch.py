@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def race(config: Config, torch: Torch, rounds: int, steps: int) -> dict[str, Any
         _write_batch(config, folder)
         ours, theirs = [], []
         for number in range(rounds):
-            ours.append(_apart(config, folder, steps))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                ours.append(pool.submit(our_turn, config, folder, steps).result())
             theirs.append(_torch_turn(config, torch, folder, steps, ours[0]["rates"]))
             _agree(ours[-1], theirs[-1], config.precision.compute)
             print(f"round {number + 1}: {1e3 * ours[-1]['step_s']:.1f} and {1e3 * theirs[-1]['step_s']:.1f} ms a step", file=sys.stderr)
@@ -152,11 +153,6 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _apart(config: Config, folder: Path, steps: int) -> dict[str, Any]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(our_turn, config, folder, steps).result()
-
-
 def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: list[float]) -> dict[str, Any]:
     settings = {
         "model": config.model.model_dump(),
@@ -165,10 +161,7 @@ def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: l
         "rates": rates,
         "warmup": WARMUP,
         "steps": steps,
-        "mode": torch.mode,
-        "attention": torch.attention,
-        "chunks": torch.chunks,
-        "remat": torch.remat,
+        **asdict(torch),
     }
     (folder / "torch.json").write_text(json.dumps(settings), encoding="utf-8")
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
