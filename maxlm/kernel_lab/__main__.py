@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,24 +23,15 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
 
     leave_chips_alone()
     from maxlm.hardware.topologies import parse
-    from maxlm.kernel_lab.attention import attention_cases
-    from maxlm.kernel_lab.cases import Case, shape_of
-    from maxlm.kernel_lab.gated_mlp import gated_mlp_cases
-    from maxlm.kernel_lab.grouped_matmul import grouped_matmul_cases
-    from maxlm.kernel_lab.matmul import matmul_cases
+    from maxlm.kernel_lab.cases import CASES
+    from maxlm.kernel_lab.problems import shape_of
     from maxlm.kernels.platform import CORES
 
     target = parse(topology)
     device, clock_hz = devices(target)[0], target.chip.clock_hz
     assert clock_hz is not None, "every TPU has a clock"
     bandwidth = target.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
-    cases: Mapping[str, Callable[..., Sequence[Case]]] = {
-        "attention": attention_cases,
-        "grouped_matmul": grouped_matmul_cases,
-        "gated_mlp": gated_mlp_cases,
-        "matmul": matmul_cases,
-    }
-    for case in cases[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
+    for case in CASES[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
         written = compiled(case, device, Path(folder))
         for kernel in case.kernels:
             counted = count(kernel, written, bandwidth / clock_hz) if written else {}

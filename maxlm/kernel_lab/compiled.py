@@ -11,8 +11,8 @@ from rich.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import chip_named
 from maxlm.kernel_lab import hopper
-from maxlm.kernel_lab.cases import shape_of, useful
 from maxlm.kernel_lab.counted import table
+from maxlm.kernel_lab.problems import shape_of, useful
 from maxlm.telemetry.formatting import percent
 
 CHIP = "h200"

@@ -154,8 +154,7 @@ def main(operation: str, implementation: str, name: str, heads: str = "8") -> No
     """Attention: one sequence, at most `heads` query heads, by `implementation`; others use the implementation that a GPU gets."""
     os.environ.update(_DUMP)  # before jax is loaded
     make_ready()
-    from maxlm.kernel_lab.cases import shape_of
-    from maxlm.kernel_lab.problems import PROBLEMS, attention_problem
+    from maxlm.kernel_lab.problems import PROBLEMS, attention_problem, shape_of
 
     shape = shape_of(operation, name)
     if operation == "attention":

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from maxlm.hardware.chips import Chip, chip_named, chip_of
-from maxlm.kernel_lab.cases import SHAPES
+from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
-from maxlm.kernel_lab.problems import PROBLEMS, Problem
+from maxlm.kernel_lab.problems import PROBLEMS, Problem, shape_of
 from maxlm.telemetry.formatting import percent
 
 FIND_DEVICE = "import jax; print(jax.devices()[0].device_kind)"  # in a process of its own, since it claims the chip
@@ -46,7 +45,8 @@ class Row:
     milliseconds: float = 0.0
     tflops: float = 0.0  # TFLOP/s
     peak: float | None = None  # share of it
-    ratio: float | None = None  # of its time to ours
+    temporaries_mib: float | None = None  # memory beside operands and results
+    ratio: float | None = None  # of its median time to that of ours
 
 
 def present() -> str:
@@ -57,42 +57,32 @@ def present() -> str:
     return chip.name.lower() if chip else ""
 
 
-def rows(operation: str, shape: str, chip: str, *, tiny: bool = False) -> Iterator[Row]:
-    """The implementation that is chosen here, and its alternatives; `tiny`: shapes that a CPU can compute."""
-    for result in measure(operation, [shape], ROUNDS, chip_named(chip), tiny=tiny):
-        at = (operation, shape, chip, result["kernel"])
-        if "failed" in result:
-            yield Row(*at, problem=result["failed"])
-        else:
-            yield Row(*at, milliseconds=result["ms"], tflops=result["tflops"], peak=result["of_peak"], ratio=result["ratio"])
+def rows(operation: str, name: str, chip_name: str, *, rounds: int = 0, tiny: bool = False) -> Iterator[Row]:
+    """The implementation that is chosen here, and its alternatives, forward and backward; `tiny`: at a shape that a CPU can compute.
 
-
-def measure(operation: str, names: Sequence[str], rounds: int, chip: Chip | None, *, tiny: bool = False) -> Iterator[dict[str, Any]]:
-    """A row for each candidate at the shapes of these names, all if there are none; the first two, made small, if `tiny`.
-
-    Forward and backward, one candidate after the other in every round, so that all see the same machine. `chip`: of whose peak shares are
-    taken, none where it is None. A ratio is of medians, the other seconds over ours.
+    One after the other in each of `rounds` (0: ROUNDS), so that all see the same machine. Without a chip there are no shares of its peak.
     """
-    shapes = [shape for shape in SHAPES[operation] if not names or shape.name in names]
-    for shape in shapes[: 2 if tiny else None]:
-        problem = PROBLEMS[operation](_small(operation, shape) if tiny else shape)
-        with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
-            operands = (*_normal(problem.sizes), *map(jnp.asarray, problem.given))
-            programs, failed = _compile(problem, operands)
-            seconds = _time(programs, operands, rounds)
-        for name, median in seconds.items():
-            rate, memory = problem.flops / median, programs[name].memory_analysis()
-            yield {
-                "shape": shape.name,
-                "kernel": name,
-                "ms": 1e3 * median,
-                "tflops": rate / 1e12,
-                "of_peak": rate / chip.peak_bf16_flops_per_device if chip else None,
-                "mib_beside": memory.temp_size_in_bytes / 2**20 if memory else None,
-                "ratio": median / seconds["ours"] if "ours" in seconds and name != "ours" else None,
-            }
-        for name, why in failed.items():
-            yield {"shape": shape.name, "kernel": name, "failed": why}
+    shape, chip = shape_of(operation, name), chip_named(chip_name) if chip_name else None
+    problem = PROBLEMS[operation](_small(operation, shape) if tiny else shape)
+    with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
+        operands = (*_normal(problem.sizes), *map(jnp.asarray, problem.given))
+        programs, problems = _compile(problem, operands)
+        medians = _time(programs, operands, rounds or ROUNDS)
+    for candidate, seconds in medians.items():
+        rate, memory = problem.flops / seconds, programs[candidate].memory_analysis()
+        yield Row(
+            operation,
+            name,
+            chip_name,
+            candidate,
+            milliseconds=1e3 * seconds,
+            tflops=rate / 1e12,
+            peak=rate / chip.peak_bf16_flops_per_device if chip else None,
+            temporaries_mib=memory.temp_size_in_bytes / 2**20 if memory else None,
+            ratio=seconds / medians["ours"] if "ours" in medians and candidate != "ours" else None,
+        )
+    for candidate, why in problems.items():
+        yield Row(operation, name, chip_name, candidate, problem=why)
 
 
 def _small(operation: str, shape: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Operations at real shapes, with the alternatives to our kernels: what is timed on this machine, and compiled for GPUs.
+"""Operations of the kernel lab: their real shapes, the work that these need, and the functions that are timed on this machine and
+compiled for GPUs, beside the alternatives to our kernels.
 
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
@@ -15,15 +16,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.kernel_lab.cases import useful
+from maxlm.config.errors import UserError
 from maxlm.kernels import attention, gated_mlp, grouped_matmul, linear_cross_entropy
+from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
 from maxlm.kernels.attention.shapes import AttentionShape
+from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
+from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
 from maxlm.kernels.linear_cross_entropy.shapes import CrossEntropyShape
 from maxlm.kernels.matmul.reference import gated_mlp_reference
-from maxlm.kernels.matmul.shapes import MlpShape
+from maxlm.kernels.matmul.shapes import MATMULS, MlpShape
+from maxlm.kernels.matmul.shapes import SHAPES as MLP
 
+OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
+    "attention": ("flash", "splash"),
+    "grouped_matmul": ("tpu", "megablox"),
+    "gated_mlp": ("fused", "xla"),
+    "matmul": ("xla",),
+}
+SHAPES: Mapping[str, Sequence[Any]] = {
+    "attention": ATTENTION,
+    "grouped_matmul": GROUPED,
+    "gated_mlp": MLP,
+    "matmul": MATMULS,
+    "linear_cross_entropy": LOSS,
+}
 Candidates = Mapping[str, Callable[..., jax.Array]]
+
+
+def shape_names(operation: str) -> tuple[str, ...]:
+    return tuple(shape.name for shape in SHAPES[operation])
+
+
+def shape_of(operation: str, name: str) -> Any:
+    """The shape called `name`. Raises UserError for an unknown one."""
+    shape = next((shape for shape in SHAPES[operation] if shape.name == name), None)
+    if shape is None:
+        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
+    return shape
+
+
+def useful(operation: str, shape: Any) -> tuple[float, float]:
+    """(FLOPs that masks leave, bytes) of one shape in bfloat16, forward and backward: what enters and leaves both passes, each once."""
+    match operation:
+        case "attention":  # seven matmuls; q, k, v in and out, out, its gradient and three more
+            flops = 7 * 2 * shape.pairs(shape.segments(1)) * shape.heads * shape.head_dim
+            numbers = 6 * shape.seq_len * (shape.heads + shape.groups) * shape.head_dim
+        case "grouped_matmul":  # the product and two gradients, of the same three arrays
+            flops = 3 * 2 * shape.rows * shape.d_in * shape.d_out
+            numbers = 3 * (shape.rows * (shape.d_in + shape.d_out) + shape.experts * shape.d_in * shape.d_out)
+        case _:  # nine matmuls; x, y and gradients, x again; three weights, twice, and gradients; gate and up, kept
+            flops = 9 * 2 * shape.rows * shape.d_model * shape.d_ff
+            numbers = 5 * shape.rows * shape.d_model + 9 * shape.d_model * shape.d_ff + 4 * shape.rows * shape.d_ff
+    return float(flops), 2.0 * numbers
 
 
 @dataclass(frozen=True)

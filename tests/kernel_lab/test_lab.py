@@ -14,10 +14,10 @@ from rich.console import Console
 from maxlm.config.errors import UserError
 from maxlm.kernel_lab import bundles, compiled, counted, measured
 from maxlm.kernel_lab.bundles import SPILLS, Code
-from maxlm.kernel_lab.cases import OPERATIONS, shape_of, useful
 from maxlm.kernel_lab.counted import Row
 from maxlm.kernel_lab.execute import execute
 from maxlm.kernel_lab.kernel_commands import best_of, report, show_sweep, sweep, write_table
+from maxlm.kernel_lab.problems import OPERATIONS, shape_of, useful
 from maxlm.kernels.attention.shapes import SHAPES
 
 # A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
