@@ -145,9 +145,8 @@ class Trainer:
 
     def __init__(self, settings: dict[str, Any], folder: Path, device: str) -> None:
         self.rates, self.clip = settings["rates"], settings["optimizer"]["clip_norm"]
-        self.tokens_BS, self.targets_BS = (
-            torch.from_numpy(np.load(folder / f"{name}.npy")).long().to(device) for name in ("tokens", "targets")
-        )
+        windows = torch.from_numpy(np.load(folder / "windows.npy")).long().to(device)
+        self.tokens_BS, self.targets_BS = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         dtype = getattr(torch, settings["compute"])
         with torch.device(device):
             self.llama = Llama(settings["model"], self.tokens_BS.shape[1], dtype, remat=settings["remat"])
