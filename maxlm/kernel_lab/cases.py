@@ -11,6 +11,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -243,41 +244,34 @@ def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str, *, s
     By the blocks that run, or by the best that the account of them finds.
     """
     if implementation != "fused":
-        return _gated_cases(shape, implementation, device_kind, (None, None))
-    sizes = (shape.rows, shape.d_model, shape.d_ff, 2, device_kind)
-    best = [gated.blocks_of(*sizes, weights=weights)[: SWEPT if sweep else 1] for weights in (2, 1)]
-    return [case for pair in itertools.zip_longest(*best) for case in _gated_cases(shape, implementation, device_kind, pair)]
+        return [_gated_case(shape, "forward", _xla_forward), _gated_case(shape, "backward", _xla_backward)]
+    sizes, cases = (shape.rows, shape.d_model, shape.d_ff, 2, device_kind), []
+    for part, run, name, weights in (
+        ("forward", gated.gated_forward, gated.FORWARD, 2),
+        ("backward", gated.gated_backward, gated.BACKWARD, 1),
+    ):
+        for block in gated.blocks_of(*sizes, weights=weights)[: SWEPT if sweep else 1]:
+            ours = partial(run, activation="silu", device_kind=device_kind, block=block)
+            cases.append(_gated_case(shape, part, ours, name, f"{block.rows}x{block.columns}/{block.part}"))
+    return cases
 
 
-def _gated_cases(shape: MlpShape, implementation: str, device_kind: str, blocks: Sequence[gated.Block | None]) -> Sequence[Case]:
-    """Forward and backward; of ours, those of which there are blocks."""
-
-    def forward(x_MD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> tuple[jax.Array, ...]:
-        if implementation == "fused":
-            return gated.gated_forward(x_MD, gate_DF, up_DF, activation="silu", device_kind=device_kind, block=blocks[0])
-        gate_MF, up_MF = x_MD @ gate_DF, x_MD @ up_DF
-        return jax.nn.silu(gate_MF) * up_MF, gate_MF, up_MF
-
-    def backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_MF: jax.Array) -> tuple[jax.Array, ...]:
-        if implementation == "fused":
-            return gated.gated_backward(dy_MD, down_FD, gate_MF, up_MF, activation="silu", device_kind=device_kind, block=blocks[1])
-        hidden_MF, transposed = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_MF, up_MF)
-        return hidden_MF, *transposed(jnp.einsum("MD,FD->MF", dy_MD, down_FD))
-
+def _gated_case(shape: MlpShape, part: str, run: Callable[..., tuple[jax.Array, ...]], name: str = "fusion", blocks: str = "") -> Case:
     rows, d_model, d_ff = shape.rows, shape.d_model, shape.d_ff
     leaving, entering, inside = (rows, d_model), (d_model, d_ff), (rows, d_ff)
-    operands = {forward: [leaving, entering, entering], backward: [leaving, entering[::-1], inside, inside]}
-    cases = []
-    runs: Sequence[Callable[..., tuple[jax.Array, ...]]] = (forward, backward)
-    for run, name, block in zip(runs, (gated.FORWARD, gated.BACKWARD), blocks, strict=True):
-        if implementation == "fused" and block is None:
-            continue
-        weights = 2 if run is forward else 1
-        called = f"{block.rows}x{block.columns}/{block.part}" if block else ""
-        flops = 2.0 * weights * rows * d_model * d_ff
-        kernel = Kernel(run.__name__, name if implementation == "fused" else "fusion", [], flops, called)
-        cases.append(Case(from_hbm(run), [(size, "bfloat16") for size in operands[run]], [kernel], LIKE_A_STEP))
-    return cases
+    operands = [leaving, entering, entering] if part == "forward" else [leaving, entering[::-1], inside, inside]
+    flops = 2.0 * (2 if part == "forward" else 1) * rows * d_model * d_ff
+    return Case(from_hbm(run), [(size, "bfloat16") for size in operands], [Kernel(part, name, [], flops, blocks)], LIKE_A_STEP)
+
+
+def _xla_forward(x_MD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> tuple[jax.Array, ...]:
+    gate_MF, up_MF = x_MD @ gate_DF, x_MD @ up_DF
+    return jax.nn.silu(gate_MF) * up_MF, gate_MF, up_MF
+
+
+def _xla_backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_MF: jax.Array) -> tuple[jax.Array, ...]:
+    hidden_MF, transposed = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_MF, up_MF)
+    return hidden_MF, *transposed(jnp.einsum("MD,FD->MF", dy_MD, down_FD))
 
 
 # --- plain matmuls
