@@ -10,19 +10,20 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxlm.compiler.aot import devices, leave_chips_alone
+from maxlm.hardware.topologies import parse
+from maxlm.kernel_lab import bundles, execute
+
 if TYPE_CHECKING:
     from maxlm.kernel_lab.cases import Case, Kernel
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
-    from maxlm.compiler.aot import devices, leave_chips_alone
-    from maxlm.kernel_lab.bundles import DUMPS
-
-    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(DUMPS)}"
+    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(bundles.DUMPS)}"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
 
     leave_chips_alone()
-    from maxlm.hardware.topologies import parse
+    # These load jax, which reads the environment.
     from maxlm.kernel_lab.cases import CASES
     from maxlm.kernel_lab.problems import shape_of
     from maxlm.kernels.platform import CORES
@@ -43,8 +44,6 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from maxlm.kernel_lab.bundles import DUMPED
-
     mesh = Mesh([device], ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     before = set(folder.iterdir())
@@ -58,15 +57,13 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
         return {}
     written: dict[str, dict[str, Path]] = defaultdict(dict)
     for path in sorted(set(folder.iterdir()) - before):
-        if match := DUMPED.fullmatch(path.name):
+        if match := bundles.DUMPED.fullmatch(path.name):
             written[match["operation"]][match["dump"]] = path
     return written
 
 
 def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
     """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
-    from maxlm.kernel_lab import bundles, execute
-
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
     for paths in (paths for name, paths in written.items() if kernel.name in name):
         code = bundles.read(*(paths[dump].read_text(encoding="utf-8") for dump in bundles.DUMPS))
