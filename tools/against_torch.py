@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ WARMUP = 5  # steps, the first of which compiles
 # How far losses may be apart, relative: of the first step, and of all, where the batch is learned by heart and rounding shows.
 # Gradient norms may be ten times as far apart.
 TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-2)}
+PLAIN: dict[str, dict[str, Any]] = {  # settings that tools/torch_llama.py has
+    "model": {"activation": "swiglu", "norm": "rmsnorm", "norm_position": "pre", "qk_norm": False, "bias": "none", "softcap": None}
+    | {"learned_positions": None, "attention_scale": None, "scale_embeddings": False},
+    "train": {"microbatches": 1, "z_loss": 0.0},
+    "optimizer": {"name": "adamw"},
+}
 
 
 @dataclass(frozen=True)
@@ -51,24 +57,13 @@ class Torch:
 def check(config: Config, torch: Torch) -> None:
     """Raises UserError when torch is missing, or when tools/torch_llama.py does not compute what `config` says."""
     model = config.model
-    plain = {
-        "model.activation": (model.activation, "swiglu"),
-        "model.norm": (model.norm, "rmsnorm"),
-        "model.norm_position": (model.norm_position, "pre"),
-        "model.qk_norm": (model.qk_norm, False),
-        "model.bias": (model.bias, "none"),
-        "model.learned_positions": (model.learned_positions, None),
-        "model.layer_pattern": (set(model.layer_pattern), {"global"}),
-        "model.attention_scale": (model.attention_scale, None),
-        "model.softcap": (model.softcap, None),
-        "model.scale_embeddings": (model.scale_embeddings, False),
-        "train.microbatches": (config.train.microbatches, 1),
-        "train.z_loss": (config.train.z_loss, 0.0),
-        "optimizer.name": (config.optimizer.name, "adamw"),
-    }
-    for field, (value, needed) in plain.items():
-        if value != needed:
-            raise UserError(f"{field} = {value}: the torch model of this benchmark has only {needed}; add {field}={needed}.")
+    for section, needed in PLAIN.items():
+        for field, plain in needed.items():
+            if (value := getattr(getattr(config, section), field)) != plain:
+                name = f"{section}.{field}"
+                raise UserError(f"{name} = {value}: the torch model of this benchmark has only {plain}; add {name}={plain}.")
+    if set(model.layer_pattern) != {"global"}:
+        raise UserError(f"model.layer_pattern = {model.layer_pattern}: the torch model of this benchmark has only global layers.")
     if model.rope.scaling is not None and model.rope.scaling.kind != "llama3":
         raise UserError(f"model.rope.scaling.kind = {model.rope.scaling.kind}: the torch model of this benchmark has only llama3.")
     try:
@@ -83,10 +78,13 @@ def race(config: Config, torch: Torch, rounds: int, steps: int) -> dict[str, Any
     """Medians of `rounds` turns each, taken alternately. Raises UserError when torch fails, AssertionError when the two do not agree."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_batch(config, folder)
+        shape = (config.train.global_batch, config.data.seq_len + 1)
+        windows = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)  # none of which ends a document
+        np.save(folder / "windows.npy", windows)
         ours, theirs = [], []
         for number in range(rounds):
-            ours.append(_apart(config, folder, steps))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                ours.append(pool.submit(our_turn, config, folder, steps).result())
             theirs.append(_torch_turn(config, torch, folder, steps, ours[0]["rates"]))
             _agree(ours[-1], theirs[-1], config.precision.compute)
             print(f"round {number + 1}: {1e3 * ours[-1]['step_s']:.1f} and {1e3 * theirs[-1]['step_s']:.1f} ms a step", file=sys.stderr)
@@ -119,8 +117,7 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     device = jax.devices()[0]
     program = build_program(config, build_mesh(config, [device]))
-    tokens, targets = (np.load(folder / f"{name}.npy") for name in ("tokens", "targets"))
-    windows = np.concatenate([tokens, targets[:, -1:]], axis=1)
+    windows = np.load(folder / "windows.npy")
     with jax.set_mesh(program.mesh):
         state = program.init()
         _write_weights(state.params, folder / "weights")
@@ -152,11 +149,6 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _apart(config: Config, folder: Path, steps: int) -> dict[str, Any]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(our_turn, config, folder, steps).result()
-
-
 def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: list[float]) -> dict[str, Any]:
     settings = {
         "model": config.model.model_dump(),
@@ -165,10 +157,7 @@ def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: l
         "rates": rates,
         "warmup": WARMUP,
         "steps": steps,
-        "mode": torch.mode,
-        "attention": torch.attention,
-        "chunks": torch.chunks,
-        "remat": torch.remat,
+        **asdict(torch),
     }
     (folder / "torch.json").write_text(json.dumps(settings), encoding="utf-8")
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
@@ -178,14 +167,6 @@ def _torch_turn(config: Config, torch: Torch, folder: Path, steps: int, rates: l
         raise UserError(f"torch's turn ended with code {done.returncode}; what it said is above.")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
-
-
-def _write_batch(config: Config, folder: Path) -> None:
-    """Random tokens, none of which ends a document."""
-    shape = (config.train.global_batch, config.data.seq_len + 1)
-    ids = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
-    np.save(folder / "tokens.npy", ids[:, :-1])
-    np.save(folder / "targets.npy", ids[:, 1:])
 
 
 def _write_weights(params: Any, folder: Path) -> None:

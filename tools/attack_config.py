@@ -6,8 +6,8 @@ A case passes if it is refused by one line (exit code 2, no traceback, within 2 
 value that was written is the value in the resolved config, or differs from it for a reason in `ACCEPTED`.
 """
 
-import argparse
 import contextlib
+import functools
 import io
 import math
 import random
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
@@ -103,34 +104,30 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
             yield from keys(inner, f"{prefix}{name}.")
 
 
-# --- configs: the operators. Each makes one case out of the text of a resolved config.
+# --- configs: the operators. Each makes one case out of a shipped config.
+
+RUNS = sorted(str(path.relative_to(SHIPPED).with_suffix("")) for path in (SHIPPED / "runs").glob("*.yml"))
+EVERY_KEY = tuple(keys())
 
 
-class Bases:
-    """Shipped configs: names, resolved texts and resolved values."""
-
-    def __init__(self) -> None:
-        self.names = sorted(str(path.relative_to(SHIPPED).with_suffix("")) for path in (SHIPPED / "runs").glob("*.yml"))
-        self._texts: dict[str, str] = {}
-
-    def text(self, name: str) -> str:
-        if name not in self._texts:
-            self._texts[name] = dump(load(name).config)
-        return self._texts[name]
+@functools.cache
+def text_of(name: str) -> str:
+    """The resolved config."""
+    return dump(load(name).config)
 
 
-def override(rng: random.Random, bases: Bases) -> Case:
-    return Case("override", rng.choice(bases.names), overrides=(f"{rng.choice(EVERY_KEY)}={rng.choice(POOL)}",))
+def override(rng: random.Random) -> Case:
+    return Case("override", rng.choice(RUNS), overrides=(f"{rng.choice(EVERY_KEY)}={rng.choice(POOL)}",))
 
 
-def overrides(rng: random.Random, bases: Bases) -> Case:
+def overrides(rng: random.Random) -> Case:
     pairs = {rng.choice(EVERY_KEY): rng.choice(POOL) for _ in range(3)}
-    return Case("three overrides", rng.choice(bases.names), overrides=tuple(f"{key}={value}" for key, value in pairs.items()))
+    return Case("three overrides", rng.choice(RUNS), overrides=tuple(f"{key}={value}" for key, value in pairs.items()))
 
 
-def likely(rng: random.Random, bases: Bases) -> Case:
+def likely(rng: random.Random) -> Case:
     """An override with a value of the right kind, which often is accepted."""
-    name = rng.choice(bases.names)
+    name = rng.choice(RUNS)
     key, value = rng.choice(list(flatten(load(name).config.model_dump(mode="json"))))
     if isinstance(value, bool):
         new: Any = str(not value).lower()
@@ -141,78 +138,71 @@ def likely(rng: random.Random, bases: Bases) -> Case:
     return Case("likely override", name, overrides=(f"{key}={new}",))
 
 
-def odd_override(rng: random.Random, bases: Bases) -> Case:
+def odd_override(rng: random.Random) -> Case:
     key = rng.choice((*ODD_KEYS, "a." * 800 + "b", "train.", "model.foo", "optimizer.lr", f"{rng.choice(EVERY_KEY)}x"))
-    return Case(
-        "misspelt override", rng.choice(bases.names), overrides=(f"{key}={rng.choice(POOL)}",), misspelt=key not in (*EVERY_KEY, "extends")
-    )
+    wrong = key not in (*EVERY_KEY, "extends")
+    return Case("misspelt override", rng.choice(RUNS), overrides=(f"{key}={rng.choice(POOL)}",), misspelt=wrong)
 
 
-def no_override(rng: random.Random, bases: Bases) -> Case:
-    return Case(
-        "no override",
-        rng.choice(bases.names),
-        overrides=(rng.choice(("train.steps", "=", "", "=1", ".=1", "a..b=1", "--x", "\ud800")),),
-        misspelt=True,
-    )
+def no_override(rng: random.Random) -> Case:
+    text = rng.choice(("train.steps", "=", "", "=1", ".=1", "a..b=1", "--x", "\ud800"))
+    return Case("no override", rng.choice(RUNS), overrides=(text,), misspelt=True)
 
 
-def replaced(rng: random.Random, bases: Bases) -> Case:
-    """A setting, or a section, of a file gets another value."""
-    lines = bases.text(rng.choice(bases.names)).splitlines()
+def garbled(rng: random.Random) -> Case:
+    text = list(text_of(rng.choice(RUNS)))
+    for _ in range(rng.choice((1, 1, 3, 10))):
+        text[rng.randrange(len(text))] = rng.choice((*"{}[]:,#&*!|>'\"%@`-? \n\t\0", "é", "\u2028", "\ufeff", "\x85"))
+    return Case("characters changed", "case", {"case": "".join(text)})
+
+
+def cut(rng: random.Random) -> Case:
+    text = text_of(rng.choice(RUNS))
+    return Case("cut short", "case", {"case": text[: rng.randrange(len(text))]})
+
+
+def edited(edit: Callable[[list[str], random.Random], None], rng: random.Random) -> Case:
+    """A file whose lines are edited by one of the functions below. A key that is misspelt or there twice must be refused."""
+    lines = text_of(rng.choice(RUNS)).splitlines()
+    edit(lines, rng)
+    return Case(edit.__name__.replace("_", " "), "case", {"case": "\n".join(lines) + "\n"}, misspelt=edit in (misspell_key, double_key))
+
+
+def replace_value(lines: list[str], rng: random.Random) -> None:
+    """A setting, or a section, gets another value."""
     number = rng.randrange(len(lines))
     head, _, _ = lines[number].partition(":")
     indent = len(head) - len(head.lstrip())
     rest = number + 1
     while rest < len(lines) and (len(lines[rest]) - len(lines[rest].lstrip()) > indent or lines[rest].lstrip().startswith("- ")):
         rest += 1
-    changed = [*lines[:number], f"{head}: {rng.choice(POOL)}", *lines[rest:]]
-    return Case("value in a file", "case", {"case": "\n".join(changed) + "\n"})
+    lines[number:rest] = [f"{head}: {rng.choice(POOL)}"]
 
 
-def misspelt(rng: random.Random, bases: Bases) -> Case:
-    lines = bases.text(rng.choice(bases.names)).splitlines()
+def misspell_key(lines: list[str], rng: random.Random) -> None:
     number = rng.choice([n for n, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("- ")])
     head = lines[number].partition(":")[0]
     name = head.strip()
     wrong = rng.choice((name + "x", name[:-1] or "q", name.upper(), name[::-1] + "_", f"{name} {name}", "é" * 50000))
     lines.insert(number, f"{head[: len(head) - len(name)]}{wrong}: {rng.choice(('null', '1', 'a'))}")
-    return Case("misspelt key in a file", "case", {"case": "\n".join(lines) + "\n"}, misspelt=True)
 
 
-def removed(rng: random.Random, bases: Bases) -> Case:
-    lines = bases.text(rng.choice(bases.names)).splitlines()
+def remove_line(lines: list[str], rng: random.Random) -> None:
     del lines[rng.randrange(len(lines))]
-    return Case("line removed", "case", {"case": "\n".join(lines) + "\n"})
 
 
-def doubled(rng: random.Random, bases: Bases) -> Case:
-    lines = bases.text(rng.choice(bases.names)).splitlines()
+def double_key(lines: list[str], rng: random.Random) -> None:
     number = rng.choice([n for n, line in enumerate(lines) if line.lstrip().partition(":")[2] and not line.lstrip().startswith("- ")])
-    return Case("key twice", "case", {"case": "\n".join([*lines[: number + 1], *lines[number:]]) + "\n"}, misspelt=True)
+    lines.insert(number, lines[number])
 
 
-def odd_line(rng: random.Random, bases: Bases) -> Case:
-    lines = bases.text(rng.choice(bases.names)).splitlines()
+def insert_odd_line(lines: list[str], rng: random.Random) -> None:
     lines.insert(rng.randrange(len(lines) + 1), rng.choice(ODD_LINES))
-    return Case("odd line", "case", {"case": "\n".join(lines) + "\n"})
 
 
-def garbled(rng: random.Random, bases: Bases) -> Case:
-    text = list(bases.text(rng.choice(bases.names)))
-    for _ in range(rng.choice((1, 1, 3, 10))):
-        text[rng.randrange(len(text))] = rng.choice((*"{}[]:,#&*!|>'\"%@`-? \n\t\0", "é", "\u2028", "\ufeff", "\x85"))
-    return Case("characters changed", "case", {"case": "".join(text)})
-
-
-def cut(rng: random.Random, bases: Bases) -> Case:
-    text = bases.text(rng.choice(bases.names))
-    return Case("cut short", "case", {"case": text[: rng.randrange(len(text))]})
-
-
-def extends(rng: random.Random, bases: Bases) -> Case:
+def extends(rng: random.Random) -> Case:
     """Circles, forks, chains, and what is no name."""
-    base = rng.choice(bases.names)
+    base = rng.choice(RUNS)
     size = rng.choice((1, 2, 23, 40, 500))
     kind = rng.choice(("circle", "fork", "chain", "wide", "odd"))
     if kind == "circle":
@@ -229,11 +219,11 @@ def extends(rng: random.Random, bases: Bases) -> Case:
     return Case("extends: odd", "f0", {"f0": f"extends: {odd}\n"})
 
 
-EVERY_KEY = tuple(keys())
-OPERATORS: tuple[Callable[[random.Random, Bases], Case], ...] = (
+OPERATORS: tuple[Callable[[random.Random], Case], ...] = (
     *(override,) * 6,
     *(likely,) * 4,
-    *(overrides, odd_override, no_override, replaced, replaced, misspelt, removed, doubled, odd_line, garbled, cut, extends),
+    *(overrides, odd_override, no_override, garbled, cut, extends),
+    *(functools.partial(edited, edit) for edit in (replace_value, replace_value, misspell_key, remove_line, double_key, insert_odd_line)),
 )
 
 
@@ -408,10 +398,10 @@ def judge_process(arguments: list[str]) -> Ending:
 
 def attack(configs: int, commands: int, processes: int, seed: int) -> list[tuple[str, str, Ending]]:
     """(what was attacked, the case, how it ended), of every case. The current folder must be one to write in."""
-    rng, bases, folder = random.Random(seed), Bases(), Path.cwd()
+    rng, folder = random.Random(seed), Path.cwd()
     found: list[tuple[str, str, Ending]] = []
     for number in range(configs):
-        case = rng.choice(OPERATORS)(rng, bases)
+        case = rng.choice(OPERATORS)(rng)
         found.append((case.operator, f"case {number}: {case.name} {case.overrides} {list(case.files)[:3]}", judge(case, folder)))
     for _ in range(commands):
         arguments = command_line(rng)
@@ -425,35 +415,33 @@ def attack(configs: int, commands: int, processes: int, seed: int) -> list[tuple
 def summary(found: list[tuple[str, str, Ending]]) -> Table:
     """Cases by what was attacked and how they ended."""
     table = Table("attack", "ending", "cases", "failed", title="mutated configs and command lines")
-    counted = Counter((name, ending.outcome, bool(ending.problem)) for name, _, ending in found)
-    for name, outcome in sorted({(name, outcome) for name, outcome, _ in counted}):
-        failed = counted[name, outcome, True]
-        table.add_row(name, outcome, f"{failed + counted[name, outcome, False]:,}", f"[red]{failed}[/red]" if failed else "0")
+    cases = Counter((name, ending.outcome) for name, _, ending in found)
+    failed = Counter((name, ending.outcome) for name, _, ending in found if ending.problem)
+
+    def add(name: str, outcome: str, number: int, bad: int) -> None:
+        table.add_row(name, outcome, f"{number:,}", f"[red]{bad}[/red]" if bad else "0")
+
+    for key in sorted(cases):
+        add(*key, cases[key], failed[key])
     table.add_section()
-    bad = sum(1 for _, _, ending in found if ending.problem)
-    table.add_row("all", "", f"{len(found):,}", f"[red]{bad}[/red]" if bad else "0")
+    add("all", "", cases.total(), failed.total())
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--configs", type=int, default=5000)
-    parser.add_argument("--commands", type=int, default=500)
-    parser.add_argument("--processes", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+def main(configs: int = 5000, commands: int = 500, processes: int = 20, seed: int = 0) -> None:
+    """Attack the config loader and the command line with mutated input; print how it ended, and exit with 1 if any case failed."""
     console, started = Console(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        found = attack(asked.configs, asked.commands, asked.processes, asked.seed)
-    for name, case, ending in found:
-        if ending.problem:
-            console.print(f"{name}: {ending.outcome}: {case[:400]!r}\n    {ending.problem}", markup=False, highlight=False)
+        found = attack(configs, commands, processes, seed)
+    failed = [one for one in found if one[2].problem]
+    for name, case, ending in failed:
+        console.print(f"{name}: {ending.outcome}: {case[:400]!r}\n    {ending.problem}", markup=False, highlight=False)
     console.print(summary(found))
     for reason, meaning in ACCEPTED.items():
         console.print(f"{reason}: {meaning}", markup=False, highlight=False)
     console.print(f"{math.ceil(time.monotonic() - started)} s")
-    return 1 if any(ending.problem for _, _, ending in found) else 0
+    raise typer.Exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -9,7 +9,6 @@ read equals what was written), `silent` (different content was read without an e
 the checkpoint of another.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -17,7 +16,6 @@ import logging
 import os
 import random
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -400,29 +399,19 @@ def table_of(rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def main() -> int:
-    """Run the program. Returns 1 if a trial was silent or a traceback."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, help="an empty folder; default: a temporary one")
-    arguments = parser.parse_args()
+def main(trials: int = 2000, seed: int = 0, directory: Path | None = None) -> None:
+    """Damage stores and checkpoints in an empty folder, by default a temporary one; exit with 1 if a trial was silent or a traceback."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     console = Console()
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
-        rows = attack(
-            arguments.trials,
-            arguments.seed,
-            arguments.directory or Path(folder),
-            lambda done: status.update(f"{done:,} of {arguments.trials:,}"),
-        )
+        rows = attack(trials, seed, directory or Path(folder), lambda done: status.update(f"{done:,} of {trials:,}"))
     console.print(table_of(rows))
     bad = [row for row in rows if row["outcome"] in BAD]
     for row in bad[:40]:
         console.print(f"{row['outcome']}: {row['what']}: {row['reason'][:400]}", markup=False, soft_wrap=True)
-    return int(bool(bad))
+    raise typer.Exit(1 if bad else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

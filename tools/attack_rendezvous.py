@@ -54,17 +54,12 @@ class Strangers:
         self.recorded = recorded_hello(secret) if secret else b""
         self.counts: Counter[str] = Counter()
         self.admitted: list[str] = []
-        self._secret_in_use = bool(secret)
-
-    def kinds(self) -> list[Act]:
-        """Return the kinds of attack; those that claim an identity only if a secret can refute it."""
-        always: list[Act] = [self.garbage, self.http, self.brackets, self.infinity, self.slow, self.idle, self.half_handshake, self.reset]
-        return [*always, self.wrong_count, *([self.replay, self.impostor] if self._secret_in_use else [])]
 
     def plan(self, count: int) -> list[tuple[Act, int, str]]:
-        """Return (kind, seed, source address) of each stranger."""
+        """Return (kind, seed, source address) of each stranger. Some kinds claim an identity: only if a secret can refute it."""
         addresses = [f"127.0.0.{number}" for number in range(1, 12)]
-        kinds = self.kinds()
+        kinds: list[Act] = [self.garbage, self.http, self.brackets, self.infinity, self.slow, self.idle, self.half_handshake, self.reset]
+        kinds += [self.wrong_count, *([self.replay, self.impostor] if self.recorded else [])]
         return [(self.random.choice(kinds), self.random.getrandbits(32), self.random.choice(addresses)) for _ in range(count)]
 
     def run(self, act: Act, seed: int, address: str) -> None:

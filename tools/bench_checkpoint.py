@@ -9,7 +9,6 @@ not counted. Exit code 1 if all saves together were blocked for 5% of their writ
 state it may not overwrite yet is host memory: it needs as much again, fresh from the kernel.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
@@ -67,17 +67,11 @@ def measure(megabytes: int, saves: int, directory: str) -> list[dict[str, float]
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--directory", help="where to write; default: a temporary folder")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        rows = measure(arguments.megabytes, arguments.saves, directory)
-    table = Table(
-        "save", "blocked ms", "written ms", "blocked / written", "step ms", "next step ms", title=f"{arguments.megabytes} MB of state"
-    )
+def main(megabytes: int = 500, saves: int = 5, directory: str | None = None) -> None:
+    """Save a state several times, in a folder made in `directory` and deleted; exit with 1 if training was blocked for too long."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        rows = measure(megabytes, saves, folder)
+    table = Table("save", "blocked ms", "written ms", "blocked / written", "step ms", "next step ms", title=f"{megabytes} MB of state")
     for number, row in enumerate(rows):
         table.add_row(
             str(number) if number else "0 (compiles)",
@@ -90,10 +84,10 @@ def main() -> int:
     Console().print(table)
     ratio = sum(row["blocked_s"] for row in rows[1:]) / sum(row["written_s"] for row in rows[1:])
     medians = {name: round(statistics.median(row[name] for row in rows[1:]), 4) for name in rows[0]}
-    result = {"megabytes": arguments.megabytes, "device": jax.devices()[0].device_kind, **medians, "blocked_ratio": round(ratio, 4)}
+    result = {"megabytes": megabytes, "device": jax.devices()[0].device_kind, **medians, "blocked_ratio": round(ratio, 4)}
     print(json.dumps(result))
-    return 0 if ratio < LIMIT else 1
+    raise typer.Exit(0 if ratio < LIMIT else 1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    typer.run(main)

@@ -8,13 +8,12 @@ every chunk is read from the file and checked; `then` has them in TensorStore's 
 on the cores it may use; on more than one core the result is not a claim and says so.
 """
 
-import argparse
 import os
-import sys
 import tempfile
 import time
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -62,27 +61,23 @@ def measure(path: str, seq_len: int, batch_tokens: int, seconds: float) -> tuple
     return speed(0, first_epoch), speed(first_epoch, None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    options = parser.parse_args()
+def main(tokens: int = 20_000_000, batch_tokens: int = 65_536, seconds: float = 5.0) -> None:
+    """Measure batches of a store of random documents, for so many seconds each; exit with 1 if one is below the goal."""
     cores = len(os.sched_getaffinity(0))
-    title = f"{options.tokens:,} tokens, batches of {options.batch_tokens:,}, {cores} core{'s' if cores > 1 else ''}"
+    title = f"{tokens:,} tokens, batches of {batch_tokens:,}, {cores} core{'s' if cores > 1 else ''}"
     table = Table("seq_len", "first, M tokens/s", "then, M tokens/s", "of the goal of 5", title=title)
     slowest = float("inf")
     with tempfile.TemporaryDirectory() as path:
-        write_store(path, options.tokens)
+        write_store(path, tokens)
         for seq_len in SEQ_LENS:
-            first, then = measure(path, seq_len, options.batch_tokens, options.seconds)
+            first, then = measure(path, seq_len, batch_tokens, seconds)
             slowest = min(slowest, first, then)
             table.add_row(str(seq_len), f"{first / 1e6:.1f}", f"{then / 1e6:.1f}", f"{min(first, then) / GOAL:.1f}x")
     Console().print(table)
     if cores > 1:
         print(f"on {cores} cores this is no claim about one: run it under taskset -c 0")
-    return int(slowest < GOAL)
+    raise typer.Exit(1 if slowest < GOAL else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -32,10 +32,8 @@ PUBLISHED_BYTES = 40e9
 STATE_BYTES = 16  # a parameter
 EXACT = 0.02  # of the layers found
 MODEL = {"vocab_size": 50304, "d_model": 2048, "n_heads": 16, "d_ff": 8192, "activation": "gelu", "norm": "layernorm", "bias": "all"}
+MODEL |= {"learned_positions": {"max_seq_len": 256}, "tie_embeddings": True}
 PARAMETERS_A_LAYER = 50.4e6
-POSITIONS = {"learned_positions": {"max_seq_len": 256}, "tie_embeddings": True}
-
-
 ALL, HALF = 0, -1
 
 
@@ -64,7 +62,7 @@ WAYS = (
 def config_of(way: Way, devices: int, layers: int) -> Config:
     return Config.model_validate(
         {
-            "model": {**MODEL, **POSITIONS, "n_layers": layers},
+            "model": {**MODEL, "n_layers": layers},
             "data": {"store": "unused", "seq_len": 256},
             "train": {"steps": 10, "global_batch": 16 * devices, "microbatches": way.microbatches},
             "mesh": {axis: {ALL: devices, HALF: devices // 2}.get(size, size) for axis, size in way.mesh.items()},

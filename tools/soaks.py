@@ -89,13 +89,11 @@ def _case(test: str) -> tuple[str, str]:
 
 def _passed(report: Path) -> set[tuple[str, str]]:
     """Cases of a JUnit report without failure or error; a skipped case counts as passed."""
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    failed = {_key(case) for case in cases if case.find("failure") is not None or case.find("error") is not None}
-    return {_key(case) for case in cases} - failed
-
-
-def _key(case: ElementTree.Element) -> tuple[str, str]:
-    return case.get("classname", ""), case.get("name", "")
+    passed: dict[tuple[str, str], bool] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = case.get("classname", ""), case.get("name", "")
+        passed[name] = passed.get(name, True) and case.find("failure") is None and case.find("error") is None
+    return {name for name, well in passed.items() if well}
 
 
 def run_with_second_try(folder: Path, tests: list[str], limit_s: float, workers: int) -> int:

@@ -113,28 +113,22 @@ class Llama(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
 
+WHOLE = {"embedding": "embedding_VD", "final_norm": "final_norm.scale_D", "output": "output_VD"}  # torch's name: maxlm's
+OF_LAYERS = {f"{name}_norm": f"{name}_norm.scale_D" for name in ("attention", "mlp")}
+OF_LAYERS |= {"query": "attention.query_DHK", "key": "attention.key_DGK", "value": "attention.value_DGK", "out": "attention.out_HKD"}
+OF_LAYERS |= {"gate": "mlp.gate_DF", "up": "mlp.up_DF", "down": "mlp.down_FD"}
+
+
 def load_weights(llama: Llama, folder: Path) -> None:
-    """Weights as maxlm lays them out, layers stacked in front, matrices [in, out], into torch's [out, in]."""
-
-    def stack(name: str) -> Tensor:
-        return torch.from_numpy(np.load(folder / f"layers.0.{name}.npy"))
-
-    in_place = {"attention_norm.scale_D": "attention_norm", "mlp_norm.scale_D": "mlp_norm"}
-    into = {f"attention.{name}_D{heads}K": name for name, heads in (("query", "H"), ("key", "G"), ("value", "G"))}
-    into |= {f"mlp.{name}": name.partition("_")[0] for name in ("gate_DF", "up_DF", "down_FD")}
+    """Weights as maxlm lays them out: layers stacked in front, and matrices [in, out] with heads apart, in torch [out, in]."""
     with torch.no_grad():
-        llama.embedding.weight.copy_(torch.from_numpy(np.load(folder / "embedding_VD.npy")))
-        llama.final_norm.weight.copy_(torch.from_numpy(np.load(folder / "final_norm.scale_D.npy")))
-        if llama.output is not None:
-            llama.output.weight.copy_(torch.from_numpy(np.load(folder / "output_VD.npy")))
-        for theirs, mine in in_place.items():
-            for layer, weight in zip(llama.layers, stack(theirs), strict=True):
-                layer.get_submodule(mine).weight.copy_(weight)
-        for theirs, mine in into.items():
-            for layer, weight in zip(llama.layers, stack(theirs), strict=True):
-                layer.get_submodule(mine).weight.copy_(weight.flatten(1).T)
-        for layer, weight in zip(llama.layers, stack("attention.out_HKD"), strict=True):
-            layer.out.weight.copy_(weight.flatten(0, 1).T)
+        for mine, theirs in WHOLE.items():
+            if getattr(llama, mine) is not None:
+                getattr(llama, mine).weight.copy_(torch.from_numpy(np.load(folder / f"{theirs}.npy")))
+        for mine, theirs in OF_LAYERS.items():
+            for layer, stacked in zip(llama.layers, np.load(folder / f"layers.0.{theirs}.npy"), strict=True):
+                weight = layer.get_submodule(mine).weight
+                weight.copy_(torch.from_numpy(stacked.reshape(weight.shape[::-1]).T))
 
 
 def choose_attention(name: str) -> None:
@@ -151,9 +145,8 @@ class Trainer:
 
     def __init__(self, settings: dict[str, Any], folder: Path, device: str) -> None:
         self.rates, self.clip = settings["rates"], settings["optimizer"]["clip_norm"]
-        self.tokens_BS, self.targets_BS = (
-            torch.from_numpy(np.load(folder / f"{name}.npy")).long().to(device) for name in ("tokens", "targets")
-        )
+        windows = torch.from_numpy(np.load(folder / "windows.npy")).long().to(device)
+        self.tokens_BS, self.targets_BS = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         dtype = getattr(torch, settings["compute"])
         with torch.device(device):
             self.llama = Llama(settings["model"], self.tokens_BS.shape[1], dtype, remat=settings["remat"])

@@ -35,7 +35,6 @@ class Row:
 
     name: str
     topology: str
-    compile_topology: str
     mesh: Mapping[str, int]
     settings: tuple[str, ...]
     flags: tuple[str, ...]
@@ -44,11 +43,8 @@ class Row:
     tflops: float | None = None
     params: float = 0
     attention: int = 0
-    batch: int = 0
-    sequence: int = 0
     note: str = ""
     lacks: str = ""
-    missing: str = ""
     does_not_fit: str = ""
 
     @property
@@ -57,8 +53,15 @@ class Row:
         if self.step_s is not None:
             return self.step_s
         assert self.tflops, f"{self.name} has neither step_s nor tflops"
-        a_token = 6e9 * self.params + 12 * self.attention * self.sequence
-        return a_token * self.batch * self.sequence / (self.tflops * 1e12)
+        settings = dict(setting.split("=", 1) for setting in self.settings)
+        batch, sequence = int(settings["per_device_batch_size"]), int(settings["max_target_length"])
+        a_token = 6e9 * self.params + 12 * self.attention * sequence
+        return a_token * batch * sequence / (self.tflops * 1e12)
+
+    @property
+    def compile_topology(self) -> str:
+        """MaxText's name of the topology: Cloud TPU's, but for v5e, which that calls v5litepod."""
+        return str(topologies.accelerator(topologies.parse(self.topology))).replace("v5litepod", "v5e")
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ def _row(entry: dict, document: dict) -> Row:
     new = [flag for flag in " ".join(swaps.values()).split() if flag not in kept]
     forced = ["--xla_tpu_no_crash_on_oom=true"] if "does_not_fit" in entry else []
     flags = (*kept, *new, *forced)
-    return Row(**{**entry, "settings": texts["settings"], "flags": flags})
+    whole = {"fsdp": topologies.parse(entry["topology"]).devices}
+    return Row(**{"mesh": whole, **entry, "settings": texts["settings"], "flags": flags})
 
 
 def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
@@ -138,15 +142,17 @@ def _page(rows: list[Row], folder: Path) -> str:
     done = {result.row.name for result in results}
     within = sum(abs(result.error) <= AIM for result in results)
     head = ["| row | published s | predicted s | error | within 15% | source |", "|---|---|---|---|---|---|"]
-    parts = [INTRO.format(date=datetime.date.today(), within=within, rows=len(results)).rstrip()]
-    parts += ["\n".join(head + [_line(result) for result in results])]
-    parts += ["## Where the predicted time goes", "\n".join([*PARTS, *map(_parts, results)])]
-    misses = [f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM]
-    parts += ["## What the misses lack", "\n".join(misses)] if misses else []
-    notes = [f"- {row.name}: {' '.join(_notes(row))}" for row in rows if row.name in done and any(_notes(row))]
-    parts += ["## Notes", "\n".join(notes)] if notes else []
-    missing = [f"- {row.name}: published {row.seconds:.3f} s; {row.missing or 'not compiled yet'}" for row in rows if row.name not in done]
-    parts += ["## Not done", "\n".join(missing)] if missing else []
+    notes = {row.name: " ".join(_notes(row)) for row in rows if row.name in done}
+    sections = {
+        "Where the predicted time goes": [*PARTS, *map(_parts, results)],
+        "What the misses lack": [
+            f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM
+        ],
+        "Notes": [f"- {name}: {note}" for name, note in notes.items() if note],
+        "Not done": [f"- {row.name}: published {row.seconds:.3f} s; not compiled yet" for row in rows if row.name not in done],
+    }
+    parts = [INTRO.format(date=datetime.date.today(), within=within, rows=len(results)).rstrip(), "\n".join([*head, *map(_line, results)])]
+    parts += [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
     return "\n\n".join(parts) + "\n"
 
 

@@ -7,41 +7,32 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from maxlm.compiler.aot import devices, leave_chips_alone
+from maxlm.hardware.topologies import parse
+from maxlm.kernel_lab import bundles, execute
 
 if TYPE_CHECKING:
     from maxlm.kernel_lab.cases import Case, Kernel
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
-    from maxlm.compiler.aot import devices, leave_chips_alone
-    from maxlm.kernel_lab.bundles import DUMPS
-
-    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(DUMPS)}"
+    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(bundles.DUMPS)}"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
 
     leave_chips_alone()
-    from maxlm.hardware.topologies import parse
-    from maxlm.kernel_lab.attention import attention_cases
-    from maxlm.kernel_lab.cases import Case, shape_of
-    from maxlm.kernel_lab.gated_mlp import gated_mlp_cases
-    from maxlm.kernel_lab.grouped_matmul import grouped_matmul_cases
-    from maxlm.kernel_lab.matmul import matmul_cases
+    # These load jax, which reads the environment.
+    from maxlm.kernel_lab.cases import CASES
+    from maxlm.kernel_lab.problems import shape_of
     from maxlm.kernels.platform import CORES
 
     target = parse(topology)
     device, clock_hz = devices(target)[0], target.chip.clock_hz
     assert clock_hz is not None, "every TPU has a clock"
     bandwidth = target.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
-    cases: Mapping[str, Callable[..., Sequence[Case]]] = {
-        "attention": attention_cases,
-        "grouped_matmul": grouped_matmul_cases,
-        "gated_mlp": gated_mlp_cases,
-        "matmul": matmul_cases,
-    }
-    for case in cases[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
+    for case in CASES[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
         written = compiled(case, device, Path(folder))
         for kernel in case.kernels:
             counted = count(kernel, written, bandwidth / clock_hz) if written else {}
@@ -52,8 +43,6 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
     """Files of each operation's machine code by `DUMPS`, the last of each; empty if the chip's memory is too small for the case."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from maxlm.kernel_lab.bundles import DUMPED
 
     mesh = Mesh([device], ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -68,15 +57,13 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
         return {}
     written: dict[str, dict[str, Path]] = defaultdict(dict)
     for path in sorted(set(folder.iterdir()) - before):
-        if match := DUMPED.fullmatch(path.name):
+        if match := bundles.DUMPED.fullmatch(path.name):
             written[match["operation"]][match["dump"]] = path
     return written
 
 
 def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
     """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
-    from maxlm.kernel_lab import bundles, execute
-
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
     for paths in (paths for name, paths in written.items() if kernel.name in name):
         code = bundles.read(*(paths[dump].read_text(encoding="utf-8") for dump in bundles.DUMPS))

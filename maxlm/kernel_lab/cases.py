@@ -1,33 +1,38 @@
-"""Cases that the kernel lab compiles: an operation at a real shape, forward and backward, by one of its implementations."""
+"""Cases that the kernel lab compiles for a TPU: an operation at a real shape, forward and backward, by one of its implementations.
 
+- attention: ours and splash
+- grouped_matmul: ours and megablox, of the jax wheel
+- gated_mlp: matmuls that end in something elementwise, ours and what XLA makes of the same
+- matmul: the plain matmuls of a training step, as XLA makes them. There is no kernel of ours to compare: one written in Pallas was no
+  faster (docs/benchmarks.md has the figures).
+"""
+
+import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from maxlm.config.errors import UserError
-from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
-from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
-from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
-from maxlm.kernels.matmul.shapes import MATMULS
-from maxlm.kernels.matmul.shapes import SHAPES as MLP
+from maxlm.hardware.xla_flags import VMEM
+from maxlm.kernels.attention import splash
+from maxlm.kernels.attention import tpu as flash
+from maxlm.kernels.attention.blocks import Blocks
+from maxlm.kernels.attention.shapes import AttentionShape
+from maxlm.kernels.grouped_matmul import group_metadata
+from maxlm.kernels.grouped_matmul import tpu as grouped
+from maxlm.kernels.grouped_matmul.shapes import GroupedShape
+from maxlm.kernels.matmul import tpu as gated
+from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape
+from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
-    "attention": ("flash", "splash"),
-    "grouped_matmul": ("tpu", "megablox"),
-    "gated_mlp": ("fused", "xla"),
-    "matmul": ("xla",),
-}
-SHAPES: Mapping[str, Sequence[Any]] = {
-    "attention": ATTENTION,
-    "grouped_matmul": GROUPED,
-    "gated_mlp": MLP,
-    "matmul": MATMULS,
-    "linear_cross_entropy": LOSS,
-}
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
+LIKE_A_STEP = {VMEM[0].name: str(VMEM[0].value)}  # options of the compiler, as in the training step of chips that have as much VMEM
 
 
 @dataclass(frozen=True)
@@ -64,29 +69,244 @@ def from_hbm(run: Callable[..., Any], scalars: int = 0) -> Callable[..., Any]:
     return constrained
 
 
-def shape_names(operation: str) -> tuple[str, ...]:
-    return tuple(shape.name for shape in SHAPES[operation])
+# --- attention
+
+HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
+BLOCKS = (Blocks(1024, 1024), Blocks(512, 512), Blocks(256, 256))  # that are compared; to compile more forward takes minutes, for 2% on v6e
 
 
-def shape_of(operation: str, name: str) -> Any:
-    """The shape called `name`. Raises UserError for an unknown one."""
-    shape = next((shape for shape in SHAPES[operation] if shape.name == name), None)
-    if shape is None:
-        raise UserError(f"No {operation} shape {name}: there are {', '.join(shape_names(operation))}.")
-    return shape
+def attention_cases(shape: AttentionShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
+    """Gradients of one sequence's attention, by the blocks that run or by all that fit."""
+    chosen = flash.sizes_of(shape.seq_len, shape.head_dim, shape.window, device_kind)
+    if not sweep:
+        return [_attention_case(shape, implementation, device_kind, chosen)]
+    pairs = dict.fromkeys([chosen, *(blocks.within(shape.seq_len) for blocks in BLOCKS)])
+    fitting = [pair for pair in pairs if not flash.why_not(shape.seq_len, shape.head_dim, device_kind, pair)]
+    return [_attention_case(shape, implementation, device_kind, pair) for pair in fitting]
 
 
-def useful(operation: str, name: str) -> tuple[float, float]:
-    """(FLOPs that masks leave, bytes) of one shape in bfloat16, forward and backward: what enters and leaves both passes, each once."""
-    shape = shape_of(operation, name)
-    match operation:
-        case "attention":  # seven matmuls; q, k, v in and out, out, its gradient and three more
-            flops = 7 * 2 * shape.pairs(shape.segments(1)) * shape.heads * shape.head_dim
-            numbers = 6 * shape.seq_len * (shape.heads + shape.groups) * shape.head_dim
-        case "grouped_matmul":  # the product and two gradients, of the same three arrays
-            flops = 3 * 2 * shape.rows * shape.d_in * shape.d_out
-            numbers = 3 * (shape.rows * (shape.d_in + shape.d_out) + shape.experts * shape.d_in * shape.d_out)
-        case _:  # nine matmuls; x, y and gradients, x again; three weights, twice, and gradients; gate and up, kept
-            flops = 9 * 2 * shape.rows * shape.d_model * shape.d_ff
-            numbers = 5 * shape.rows * shape.d_model + 9 * shape.d_model * shape.d_ff + 4 * shape.rows * shape.d_ff
-    return float(flops), 2.0 * numbers
+def _attention_case(shape: AttentionShape, implementation: str, device_kind: str, blocks: Blocks) -> Case:
+    share = shape.heads // shape.groups
+    groups, segments = min(HEADS_OF_A_CASE, shape.groups), shape.segments(1)
+    heads = groups * share
+    at = {"scale": shape.head_dim**-0.5, "mask": shape.mask, "softcap": shape.softcap}
+    if implementation == "flash":
+        ranges = [np.asarray(flash.block_ranges(jnp.stack([jnp.asarray(segments)] * 2, axis=1), block)) for block in blocks]
+        scalars = {flash.FORWARD: [ranges[0]], flash.BACKWARD: [ranges[1]]}
+
+        def run(*operands: jax.Array) -> jax.Array:
+            return flash.attention_flash(*operands, **at, device_kind=device_kind, blocks=blocks)[0]
+    else:
+        kernel = splash.splash_kernel(heads, shape.seq_len, shape.mask, shape.softcap, interpret=False, device_kind=device_kind)
+        infos = {"splash_mha_fwd": kernel.fwd_mask_info, "splash_mha_dkv": kernel.dkv_mask_info}
+        scalars = {
+            part: [np.asarray(array) for array in (info.data_next, info.block_mask, info.mask_next) if array is not None]
+            for part, info in infos.items()
+            if info is not None
+        }
+
+        def run(*operands: jax.Array) -> jax.Array:
+            return splash.attention_splash(*operands, **at, device_kind=device_kind)
+
+    def gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.grad(lambda q, k, v: run(q, k, v, operands[3]).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*operands[:3])
+
+    pair = 2 * heads * shape.head_dim * shape.pairs(segments)
+    flops = dict(zip(("forward", "backward"), (2 * pair, 5 * pair), strict=True))  # matmuls of them: two, and five
+    called = map(str, blocks) if implementation == "flash" else ("", "")
+    kernels = [
+        Kernel(part, name, own, flops[part], of_part) for part, (name, own), of_part in zip(flops, scalars.items(), called, strict=True)
+    ]
+    sequence = (1, shape.seq_len)
+    queries, keys = (*sequence, heads, shape.head_dim), (*sequence, groups, shape.head_dim)
+    # All VMEM is the kernels': alone in a program, what they read would lie there, and take no time to come.
+    options = {"xla_tpu_scoped_vmem_limit_kib": str(5 * VMEM_BYTES[device_kind] // 4 >> 10)}
+    return Case(gradients, [(queries, "bfloat16"), (keys, "bfloat16"), (keys, "bfloat16"), (sequence, "int32")], kernels, options)
+
+
+# --- grouped matmul
+
+PARTS = ("forward", "dx", "dw")
+Parts = Mapping[str, tuple[str, Sequence[np.ndarray], str]]  # of each its kernel's name, the scalars that it branches on, and its blocks
+Tiling = tuple[int, int, int]  # rows; of the weights what is contracted and columns, of their gradient its rows and columns
+
+_MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # its package gives this name to a function
+
+
+def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
+    """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    if implementation != "tpu":
+        megablox = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
+        return [_grouped_case(shape, (shape.experts, deep, wide), megablox, device_kind)]
+    choices = (
+        grouped.product_tiles(rows, deep, wide, 2, device_kind),
+        grouped.product_tiles(rows, wide, deep, 2, device_kind),
+        grouped.weights_tiles(rows, deep, wide, 2, device_kind),
+    )
+    best = [list(itertools.islice(tiles, SWEPT if sweep else 1)) for tiles in choices]
+    rounds = range(max(map(len, best)))  # of the shorter lists the last again
+    sizes_E = jnp.asarray(shape.group_sizes())
+    tiles_of_round = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
+    weights = (deep, shape.experts * wide)  # side by side
+    return [_grouped_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tiles_of_round]
+
+
+def _grouped_case(shape: GroupedShape, weights: tuple[int, ...], made: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    (run, parts), sizes_E = made, shape.group_sizes()
+    kernels = [Kernel(part, name, own, 2.0 * rows * deep * wide, blocks) for part, (name, own, blocks) in parts.items()]
+    operands = [((rows, deep), "bfloat16"), (weights, "bfloat16"), ((rows, wide), "bfloat16"), (sizes_E.shape, "int32")]
+    # Megablox asks for no VMEM of its own: it takes what the compiler gives a kernel, by default too little for wide tiles.
+    options = {"xla_tpu_scoped_vmem_limit_kib": str(VMEM_BYTES[device_kind] >> 10)}
+    return Case(from_hbm(run, scalars=1), operands, kernels, options)
+
+
+def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[grouped.Tiles], kind: str) -> tuple[Callable[..., Any], Parts]:
+    rows = shape.rows
+
+    def run(x_MK: jax.Array, w_KG: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> tuple[jax.Array, ...]:
+        return (
+            grouped.product(x_MK, w_KG, group_sizes_E, device_kind=kind, tiles=tiles[0]),
+            grouped.product(dout_MN, w_KG, group_sizes_E, transposed=True, device_kind=kind, tiles=tiles[1]),
+            grouped.weights_gradient(x_MK, dout_MN, group_sizes_E, device_kind=kind, tiles=tiles[2]),
+        )
+
+    parts = {}
+    for part, name, own in zip(PARTS, (grouped.FORWARD, grouped.ROWS, grouped.WEIGHTS), tiles, strict=True):
+        plan = (group_metadata.group_visits if part == "dw" else group_metadata.row_visits)(sizes_E, rows, own.rows)
+        parts[part] = (name, [np.asarray(array) for array in (plan.total, *plan.scalars)], f"{own.rows}x{own.deep}x{own.wide}")
+    return run, parts
+
+
+def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
+    rows, deep, wide = shape.rows, shape.d_in, shape.d_out
+    height = 256 if shape.skew is not None and rows // shape.experts <= 512 else 512
+    choices = (
+        _product_tiling(deep, wide, height, kind),
+        _product_tiling(wide, deep, height, kind),
+        (1024 if shape.skew is None and rows // shape.experts > 1024 else height, min(deep, 2048), min(_share(wide, kind), 2048)),
+    )
+    tilings = dict(zip(PARTS, choices, strict=True))
+
+    def run(x_MK: jax.Array, w_EKN: jax.Array, dout_MN: jax.Array, group_sizes_E: jax.Array) -> list[jax.Array]:
+        # Not jitted by itself, a kernel has the name of the scope.
+        gmm, tgmm = (getattr(_MEGABLOX, name).__wrapped__ for name in ("gmm", "tgmm"))
+        calls = {
+            "forward": lambda tiling: gmm(x_MK, w_EKN, group_sizes_E, jnp.bfloat16, tiling),
+            "dx": lambda tiling: gmm(dout_MN, w_EKN, group_sizes_E, jnp.bfloat16, tiling, transpose_rhs=True),
+            "dw": lambda tiling: tgmm(x_MK.T, dout_MN, group_sizes_E, jnp.bfloat16, tiling),
+        }
+        out = []
+        for part, call in calls.items():
+            with jax.named_scope(f"megablox_{part}"):
+                out.append(call(tilings[part]))
+        return out
+
+    parts = {}
+    for part, tiling in tilings.items():
+        metadata, total = _MEGABLOX.make_group_metadata(
+            group_sizes=sizes_E,
+            m=rows,
+            tm=tiling[0],
+            start_group=jnp.int32(0),
+            num_nonzero_groups=shape.experts,
+            visit_empty_groups=part == "dw",
+        )
+        scalars = [np.asarray(array) for array in (total, *metadata, np.zeros(1, np.int32))]
+        parts[part] = (f"megablox_{part}", scalars, "x".join(map(str, tiling)))
+    return run, parts
+
+
+def _product_tiling(deep: int, wide: int, height: int, kind: str) -> Tiling:
+    """The best found on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns for which there is room."""
+    contracted = deep if deep <= 4096 else 1792
+    for columns in (4096, 2048, 1024, 512) if contracted <= 2048 else (2048, 1024, 512):
+        tiling = (height, contracted, min(_share(wide, kind), columns))
+        moving = height * contracted + contracted * tiling[2] + height * tiling[2]
+        if 4 * moving + 4 * height * tiling[2] <= 0.9 * VMEM_BYTES[kind]:
+            return tiling
+    raise AssertionError("every shape of the lab fits into every chip")
+
+
+def _share(wide: int, kind: str) -> int:
+    """Columns that leave a tile to every core."""
+    cores = CORES.get(kind, 1)
+    return wide if wide % (cores * LANES) else wide // cores
+
+
+# --- gated feed-forward layer
+
+
+def gated_mlp_cases(shape: MlpShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
+    """Forward: both matmuls and what the next one reads. Backward: the first matmul, and the gradients of gate and up.
+
+    By the blocks that run, or by the best that the account of them finds.
+    """
+    if implementation != "fused":
+        return [_gated_case(shape, "forward", _xla_forward), _gated_case(shape, "backward", _xla_backward)]
+    sizes, cases = (shape.rows, shape.d_model, shape.d_ff, 2, device_kind), []
+    for part, run, name, weights in (
+        ("forward", gated.gated_forward, gated.FORWARD, 2),
+        ("backward", gated.gated_backward, gated.BACKWARD, 1),
+    ):
+        for block in gated.blocks_of(*sizes, weights=weights)[: SWEPT if sweep else 1]:
+            ours = partial(run, activation="silu", device_kind=device_kind, block=block)
+            cases.append(_gated_case(shape, part, ours, name, f"{block.rows}x{block.columns}/{block.part}"))
+    return cases
+
+
+def _gated_case(shape: MlpShape, part: str, run: Callable[..., tuple[jax.Array, ...]], name: str = "fusion", blocks: str = "") -> Case:
+    rows, d_model, d_ff = shape.rows, shape.d_model, shape.d_ff
+    leaving, entering, inside = (rows, d_model), (d_model, d_ff), (rows, d_ff)
+    operands = [leaving, entering, entering] if part == "forward" else [leaving, entering[::-1], inside, inside]
+    flops = 2.0 * (2 if part == "forward" else 1) * rows * d_model * d_ff
+    return Case(from_hbm(run), [(size, "bfloat16") for size in operands], [Kernel(part, name, [], flops, blocks)], LIKE_A_STEP)
+
+
+def _xla_forward(x_MD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> tuple[jax.Array, ...]:
+    gate_MF, up_MF = x_MD @ gate_DF, x_MD @ up_DF
+    return jax.nn.silu(gate_MF) * up_MF, gate_MF, up_MF
+
+
+def _xla_backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_MF: jax.Array) -> tuple[jax.Array, ...]:
+    hidden_MF, transposed = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_MF, up_MF)
+    return hidden_MF, *transposed(jnp.einsum("MD,FD->MF", dy_MD, down_FD))
+
+
+# --- plain matmuls
+
+_FORMS = {"": ((1,), (0,)), "right": ((1,), (1,)), "left": ((0,), (0,))}  # the transposed operand: contracted dims
+
+
+def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
+    """x W, the same with a residual and with a bias added, dy W^T, and x^T dy. There are no blocks to sweep."""
+    rows, deep, wide = (shape.rows, shape.d_in, shape.d_out)
+    entering, weights, leaving = (rows, deep), (deep, wide), (rows, wide)
+    parts: dict[str, tuple[str, list[tuple[int, int]]]] = {
+        "forward": ("", [entering, weights]),
+        "residual": ("", [entering, weights, leaving]),
+        "bias": ("", [entering, weights, (1, wide)]),
+        "dx": ("right", [leaving, weights]),
+        "dw": ("left", [entering, leaving]),
+    }
+    flops = 2.0 * rows * deep * wide
+    return [
+        Case(from_hbm(_matmul(transposed)), [(size, "bfloat16") for size in sizes], [Kernel(part, "fusion", [], flops)], LIKE_A_STEP)
+        for part, (transposed, sizes) in parts.items()
+    ]
+
+
+def _matmul(transposed: str) -> Callable[..., jax.Array]:
+    def run(left: jax.Array, right: jax.Array, *added: jax.Array) -> jax.Array:
+        return sum(added, jax.lax.dot_general(left, right, (_FORMS[transposed], ((), ()))))
+
+    return run
+
+
+CASES: Mapping[str, Callable[..., Sequence[Case]]] = {
+    "attention": attention_cases,
+    "grouped_matmul": grouped_matmul_cases,
+    "gated_mlp": gated_mlp_cases,
+    "matmul": matmul_cases,
+}

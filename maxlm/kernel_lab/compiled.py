@@ -11,8 +11,8 @@ from rich.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import chip_named
 from maxlm.kernel_lab import hopper
-from maxlm.kernel_lab.cases import useful
 from maxlm.kernel_lab.counted import table
+from maxlm.kernel_lab.problems import shape_of, useful
 from maxlm.telemetry.formatting import percent
 
 CHIP = "h200"
@@ -51,7 +51,7 @@ def rows(operation: str, shape: str, chip_name: str = CHIP) -> Iterator[Row]:
     if missing := hopper.missing():
         raise UserError(f"Kernels cannot be compiled for an H200: {missing}.")
     chip = chip_named(chip_name)
-    flops, moved = useful(operation, shape)
+    flops, moved = useful(operation, shape_of(operation, shape))
     least = 1e3 * flops / chip.peak_bf16_flops, 1e3 * moved / chip.hbm_bytes_per_s
     kernels = hopper.kernels_of(operation, "hopper", shape, HEADS)
     if not kernels:

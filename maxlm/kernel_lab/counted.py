@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from maxlm.config.errors import UserError
 from maxlm.hardware.topologies import parse
-from maxlm.kernel_lab.cases import OPERATIONS
+from maxlm.kernel_lab.problems import OPERATIONS
 from maxlm.telemetry.formatting import percent
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
@@ -67,7 +67,7 @@ def rows(operation: str, shape: str, chip: str) -> Iterator[Row]:
     for name in ours:
         for row in count(operation, name, shape, chip):
             other = others.get(row.part)
-            yield Row(**{**vars(row), "ratio": row.total / other if other and not row.problem else None})
+            yield replace(row, ratio=row.total / other if other and not row.problem else None)
     yield from theirs
 
 
@@ -82,20 +82,18 @@ def count(operation: str, implementation: str, shape: str, chip: str, *, sweep: 
     counted = {}
     for line in done.stdout.splitlines():
         kernel = json.loads(line)
-        counted[kernel["part"], kernel["blocks"]] = _row(kernel, Row(operation, shape, chip, kernel["part"], implementation))
+        row = Row(operation, shape, chip, kernel["part"], implementation, blocks=kernel["blocks"])
+        counted[row.part, row.blocks] = _filled(row, kernel) if "cycles" in kernel else replace(row, problem=NO_ROOM)
     return list(counted.values())
 
 
-def _row(kernel: Mapping[str, Any], row: Row) -> Row:
-    at = {**vars(row), "blocks": kernel["blocks"]}
-    if "cycles" not in kernel:
-        return Row(**{**at, "problem": NO_ROOM})
+def _filled(row: Row, kernel: Mapping[str, Any]) -> Row:
     cycles, chip = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip
     assert chip.clock_hz is not None, "every TPU has a clock"
     peak = chip.peak_bf16_flops_per_device / chip.clock_hz  # FLOPs a cycle
     same = {name: kernel[name] for name in ("cycles", "waited", "moved", "slots", "vmem", "smem")}
     shares = {name: kernel[name] / cycles for name in ("matrix", "spills")}
-    return Row(**{**at, **same, **shares, "peak": kernel["flops"] / (cycles + kernel["waited"]) / peak})
+    return replace(row, **same, **shares, peak=kernel["flops"] / (cycles + kernel["waited"]) / peak)
 
 
 def show(results: Sequence[Row], console: Console) -> None:

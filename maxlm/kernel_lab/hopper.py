@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from maxlm.hardware.topologies import parse
 
 if TYPE_CHECKING:
     import jax
+
+    from maxlm.kernel_lab.problems import Problem
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
 _KERNEL = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
@@ -79,21 +81,22 @@ def _printed(operation: str, implementation: str, shape: str, heads: int) -> lis
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def compile_for_h200(function: Callable[..., Any], arguments: Sequence["jax.ShapeDtypeStruct"]) -> tuple[Memory, list[Kernel]]:
-    """Memory and Mosaic GPU kernels of `jit(function)`. Only in a process whose jax was not loaded yet: see `main`."""
+def compile_for_h200(problem: "Problem") -> tuple[Memory, list[Kernel]]:
+    """Memory and Mosaic GPU kernels of our step, in bfloat16. Only in a process whose jax was not loaded yet: see `main`."""
     targets = devices(parse("h200:1x1x1"))
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(targets, ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=whole) for argument in arguments]
+    arguments = [*((size, "bfloat16") for size in problem.sizes), *((array.shape, array.dtype) for array in problem.given)]
+    placed = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in arguments]
     with tempfile.TemporaryFile() as output, jax.set_mesh(mesh):
         sys.stdout.flush()
         stdout = os.dup(1)
         os.dup2(output.fileno(), 1)  # the compiler prints from C++
         try:
-            lowered = jax.jit(function).lower(*placed)
+            lowered = jax.jit(problem.step("ours")).lower(*placed)
             show_tools()
             memory: Any = lowered.compile().memory_analysis()  # never None on a GPU
         finally:
@@ -147,12 +150,20 @@ def _kernel(text: str, warnings: Sequence[tuple[str, str]]) -> Kernel:
     return Kernel(named[1], named[2], int(registers[1]), stack, stores, loads, mine, dict(Counter(_OPCODE.findall(text))))
 
 
-def main(operation: str, implementation: str, shape: str, heads: str = "8") -> None:
+def main(operation: str, implementation: str, name: str, heads: str = "8") -> None:
+    """Attention: one sequence, at most `heads` query heads, by `implementation`; others use the implementation that a GPU gets."""
     os.environ.update(_DUMP)  # before jax is loaded
     make_ready()
-    from maxlm.kernel_lab.gpu_cases import gpu_case
+    from maxlm.kernel_lab.problems import PROBLEMS, attention_problem, shape_of
 
-    memory, kernels = compile_for_h200(*gpu_case(operation, shape, implementation, int(heads)))
+    shape = shape_of(operation, name)
+    if operation == "attention":
+        groups = max(int(heads) * shape.groups // shape.heads, 1)
+        shape = replace(shape, heads=groups * shape.heads // shape.groups, groups=groups)
+        problem = attention_problem(shape, implementation)
+    else:
+        problem = PROBLEMS[operation](shape)
+    memory, kernels = compile_for_h200(problem)
     for printed in (asdict(memory), *map(asdict, kernels)):
         print(json.dumps(printed))
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware import chips as hardware
 from maxlm.kernel_lab import compiled, counted, measured
-from maxlm.kernel_lab.cases import OPERATIONS, shape_names, shape_of
 from maxlm.kernel_lab.counted import Row, table
+from maxlm.kernel_lab.problems import OPERATIONS, shape_names, shape_of
 from maxlm.kernels.attention.blocks import TABLE, padded
 from maxlm.telemetry.formatting import percent
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from maxlm.config.errors import UserError
 from maxlm.kernel_lab import bundles, compiled, counted, measured
 from maxlm.kernel_lab.bundles import SPILLS, Code
-from maxlm.kernel_lab.cases import OPERATIONS, useful
 from maxlm.kernel_lab.counted import Row
 from maxlm.kernel_lab.execute import execute
 from maxlm.kernel_lab.kernel_commands import best_of, report, show_sweep, sweep, write_table
+from maxlm.kernel_lab.problems import OPERATIONS, shape_of, useful
 from maxlm.kernels.attention.shapes import SHAPES
 
 # A loop over the scalars of the one operand, n + 1 of them: where one is 7, a matmul runs; the jump over it has four delay slots.
@@ -281,7 +281,7 @@ def test_kernels_for_hopper_need_its_compiler(monkeypatch):
 
 def test_the_least_work_is_that_of_both_passes():
     """Of the grouped matmul three products of three arrays, each read or written once."""
-    flops, moved = useful("grouped_matmul", "mixtral-up")
+    flops, moved = useful("grouped_matmul", shape_of("grouped_matmul", "mixtral-up"))
     rows, deep, wide, experts = 16384, 4096, 14336, 8
     assert flops == 6 * rows * deep * wide
     assert moved == 2 * 3 * (rows * deep + rows * wide + experts * deep * wide)
