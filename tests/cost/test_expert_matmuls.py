@@ -31,7 +31,7 @@ COUNTED = {
     ("v6e", "qwen3-up-drawn"): (838, 836, 1118),
     ("v6e", "deepseek-v3-up-drawn"): (2089, 2117, 2223),
     ("v6e", "deepseek-v2-lite-up-drawn"): (884, 881, 1183),
-    ("tpu7x", "mixtral-up-drawn"): (4067, 5441, 6071),
+    ("tpu7x", "mixtral-up-drawn"): (4023, 5441, 5853),
     ("tpu7x", "qwen3-up-drawn"): (503, 544, 767),
     ("tpu7x", "deepseek-v3-up-drawn"): (1965, 1904, 2906),
     ("tpu7x", "deepseek-v2-lite-up-drawn"): (733, 704, 1002),
