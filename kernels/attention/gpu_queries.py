@@ -106,18 +106,10 @@ class _QueryTile:
         @pl.loop(0, self.tiles)
         def _(t: Index) -> None:
             slot, tokens = self.slot(t), pl.ds((self.last - t) * shape.keys, shape.keys)
-
-            @pl.when(t >= self.stages)
-            def _() -> None:
-                plgpu.barrier_wait(refs.k_free.at[slot])
-
+            pl.when(t >= self.stages)(lambda: plgpu.barrier_wait(refs.k_free.at[slot]))
             plgpu.copy_gmem_to_smem(refs.k.at[self.b, tokens, head], refs.k_tile.at[slot], refs.k_full.at[slot])
             plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.key_segments.at[slot], refs.k_full.at[slot])
-
-            @pl.when(t >= self.stages)
-            def _() -> None:
-                plgpu.barrier_wait(refs.v_free.at[slot])
-
+            pl.when(t >= self.stages)(lambda: plgpu.barrier_wait(refs.v_free.at[slot]))
             plgpu.copy_gmem_to_smem(refs.v.at[self.b, tokens, head], refs.v_tile.at[slot], refs.v_full.at[slot])
 
         @pl.loop(jnp.maximum(self.tiles - self.stages, 0), self.tiles)
@@ -231,15 +223,13 @@ class _ForwardTile(_QueryTile):
     def _await_keys(self, t: Index) -> None:
         """Wait for a tile of keys, unless it is beyond the last."""
 
-        @pl.when(t < self.tiles)
-        def _() -> None:
-            plgpu.barrier_wait(self.refs.k_full.at[self.slot(t)])
+        pl.when(t < self.tiles)(lambda: plgpu.barrier_wait(self.refs.k_full.at[self.slot(t)]))
 
     def _first(self) -> tuple[_Sums, jax.Array]:
         refs, shape, slot = self.refs, self.shape, self.slot(jnp.int32(0))
         top = hopper.laid_out(jnp.full((ROWS,), _FIRST_MAXIMUM, jnp.float32), BY_ROW, shape)
         total = hopper.laid_out(jnp.zeros((ROWS,), jnp.float32), BY_ROW, shape)
-        mixed = hopper.laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
+        mixed = hopper.zeros((ROWS, shape.head_dim), jnp.float32, shape)
 
         self._await_keys(jnp.int32(0))
         plgpu.barrier_wait(refs.turn.at[self.group])
@@ -338,7 +328,7 @@ class _DqTile(_QueryTile):
         ):
             plgpu.copy_gmem_to_smem(source, tile.at[mine], full)
         plgpu.barrier_wait(full)
-        zero = hopper.laid_out(jnp.zeros((ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, shape)
+        zero = hopper.zeros((ROWS, shape.head_dim), jnp.float32, shape)
         total = jax.lax.fori_loop(jnp.int32(0), self.tiles, self._step, zero)
         refs.q_tile[mine] = (total * shape.scale).astype(refs.dq.dtype)
         plgpu.commit_smem()

@@ -140,11 +140,7 @@ class _ProductBlock(Block):
             return [(refs.x_tile.at[slot, pl.ds(mine * SHARE, SHARE)], refs.w_tile.at[slot], 1 if shape.transposed else None)]
 
         pl.when(self._has_weights(v))(lambda: self._store(mine, v, j, self.sums(first, products)[0].astype(dtype)))
-
-        @pl.when(jnp.logical_not(self._has_weights(v)))
-        def _() -> None:
-            zeros = jnp.zeros((SHARE, shape.columns), dtype)
-            self._store(mine, v, j, hopper.laid_out(zeros, plgpu.Layout.WGMMA, shape))
+        pl.when(jnp.logical_not(self._has_weights(v)))(lambda: self._store(mine, v, j, hopper.zeros((SHARE, shape.columns), dtype, shape)))
 
     def _store(self, mine: Index, v: Index, j: Index, value: jax.Array) -> None:
         """Store those of this warpgroup's rows of a tile that belong to the visit."""
@@ -292,11 +288,7 @@ class _WeightsBlock(Block):
                 plgpu.copy_smem_to_gmem(leaving_ref, refs.dw.at[pl.ds(column + mine * SHARE, SHARE), pl.ds(across, PIECE)])
 
         pl.when(deep > 0)(lambda: store(self.sums(first, products, deep, prepare)[0]))
-
-        @pl.when(deep == 0)
-        def _() -> None:
-            zeros = jnp.zeros((SHARE, shape.columns), jnp.float32)
-            store(hopper.laid_out(zeros, plgpu.Layout.WGMMA, shape))
+        pl.when(deep == 0)(lambda: store(hopper.zeros((SHARE, shape.columns), jnp.float32, shape)))
 
     def _keep(self, ref: Ref, low: Index, high: Index) -> None:
         """Rows from `low` to before `high` of a tile of a stage; others become 0, whatever is in them."""
