@@ -144,7 +144,7 @@ def attention_flash(
     `blocks`: instead of those of the table.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
-    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
+    heads_first = [to_lanes(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
     width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
@@ -162,7 +162,7 @@ def chunk_forward(
     """See `chunk_attention`; segments of queries, then of keys; `options`: `mask` and fields of `_Shape`."""
     batch, heads, seq_len, head_dim = q_BHSK.shape
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=False)
-    out_BSN, lse_BHS = _forward(_padded(q_BHSK), _padded(k_BGSK), _padded(v_BGSK), segments_B2S, shape)
+    out_BSN, lse_BHS = _forward(to_lanes(q_BHSK), to_lanes(k_BGSK), to_lanes(v_BGSK), segments_B2S, shape)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
 
@@ -170,9 +170,9 @@ def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: 
     """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
     batch, _, seq_len, head_dim = q_BHSK.shape
-    out_BSN, dout_BSN = (_padded(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
+    out_BSN, dout_BSN = (to_lanes(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
-    q_BHSK, k_BGSK, v_BGSK = (_padded(x) for x in (q_BHSK, k_BGSK, v_BGSK))
+    q_BHSK, k_BGSK, v_BGSK = (to_lanes(x) for x in (q_BHSK, k_BGSK, v_BGSK))
     dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
@@ -186,7 +186,8 @@ def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], 
     return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
 
 
-def _padded(x: jax.Array) -> jax.Array:
+def to_lanes(x: jax.Array) -> jax.Array:
+    """`x`, its last dim padded with zeros to a multiple of `LANES`."""
     missing = padded(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 

@@ -13,8 +13,7 @@ from maxlm.compiler.aot import available_hbm
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.hardware.topologies import Topology, near, parse
-from maxlm.planning.explore import Search, begin, explore
-from maxlm.planning.frontier import Point, points
+from maxlm.planning.explore import Point, Search, begin, explore, points
 from maxlm.planning.layouts import Layout, layouts
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json

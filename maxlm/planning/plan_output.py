@@ -12,7 +12,7 @@ from rich.table import Table
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.hardware.chips import GIB
-from maxlm.planning.frontier import Point, rows
+from maxlm.planning.explore import Point, rows
 from maxlm.planning.plan import Plan, Scale, describe, machine_name
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
