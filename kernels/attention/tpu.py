@@ -7,9 +7,11 @@ reduces over sublanes, which costs additions and no shuffles, and what belongs t
 """
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.blocks import DEFAULT, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
@@ -28,10 +29,52 @@ from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
 
+TABLE = Path(__file__).with_name("blocks.json")
 _NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what masks keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
 _MASKED = -1e30
 _FIRST_MAXIMUM = -1e29  # above _MASKED: a row that attends to nothing keeps weights of 0, not of 1
+
+
+# Block sizes: the best by counted cycles, by chip, in blocks.json, which `maxlm kernels sweep --operation attention --write` writes.
+# Results do not depend on them: any block gives the same attention.
+
+
+class Blocks(NamedTuple):
+    """Tokens of a block of queries, and of keys."""
+
+    forward: int
+    backward: int
+
+    def within(self, seq_len: int) -> "Blocks":
+        """The largest blocks up to these that are multiples of `LANES` and divide the sequence, itself a multiple of `LANES`."""
+        return Blocks(*(max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0) for most in self))
+
+
+DEFAULT = Blocks(1024, 512)  # for a chip that the table lacks: the best on v6e
+
+
+def blocks_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
+    """Block sizes by the table's row for the chip, with or without a window, and the nearest head dim (the lower of two as near);
+    `DEFAULT` where the chip has no row. A window makes large blocks dearer: much of those at its ends is masked.
+    """
+    at = (device_kind, window is not None)
+    rows = {dim: blocks for (*where, dim), blocks in table().items() if tuple(where) == at}
+    width = padded(head_dim)
+    most = rows[min(rows, key=lambda dim: (abs(dim - width), dim))] if rows else DEFAULT
+    return most.within(seq_len)
+
+
+def padded(head_dim: int) -> int:
+    """The head dim rounded up to a multiple of `LANES`, as the kernels take it."""
+    return -(-head_dim // LANES) * LANES
+
+
+@functools.cache
+def table() -> dict[tuple[str, bool, int], Blocks]:
+    """Blocks by device kind, whether there is a window, and padded head dim."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["blocks"]
+    return {(row["device_kind"], row["windowed"], row["head_dim"]): Blocks(row["forward"], row["backward"]) for row in rows}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Collective, Network
-from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
+from maxlm.cost.pricing import GpuPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip
 from maxlm.hardware.topologies import Topology, is_tpu
@@ -90,7 +90,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
     device. `top`: number of operations to list.
     """
-    pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
+    pricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
     segments = list(_segments(root, 1))
     costs = _costs([(item, times) for segment, times in segments for item in segment.timed], pricing)
@@ -128,7 +128,7 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
         yield from _segments(inner, times * turns)
 
 
-def _costs(timed: list[tuple[Timed, int]], pricing: OpPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> list[OpCost]:
     costs = []
     for item, times in timed:
         flops = times * pricing.flops(item.op, item.computation)

@@ -8,8 +8,8 @@ import numpy as np
 
 from maxlm.kernel_lab.cases import Case, Kernel
 from maxlm.kernels.attention import splash, tpu
-from maxlm.kernels.attention.blocks import Blocks
 from maxlm.kernels.attention.shapes import AttentionShape
+from maxlm.kernels.attention.tpu import Blocks
 from maxlm.kernels.platform import VMEM_BYTES
 
 HEADS_OF_A_CASE = 2  # groups of heads that are compiled, one for each core of a megacore chip; all of them cost the same
