@@ -132,11 +132,7 @@ class Block:
     def take(self, step: Index) -> Index:
         """The stage for a step, once it is free."""
         slot = slot_of(step)
-
-        @pl.when(step >= STAGES)
-        def _() -> None:
-            plgpu.barrier_wait(self.refs.free.at[slot])
-
+        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(self.refs.free.at[slot]))
         return slot
 
     def sums(
@@ -173,10 +169,7 @@ class Block:
                     a, b = (plgpu.transpose_ref(x, (1, 0)) if turned == place else x for place, x in enumerate(ab))
                     plgpu.wgmma(sum_ref, a, b)
                 plgpu.wgmma_wait(number)
-
-                @pl.when(k > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(free.at[slot_of(first + k - 1)])
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(first + k - 1)]))
 
             found = [sum_ref[...] for sum_ref in sums_ref]
             plgpu.barrier_arrive(free.at[slot_of(first + deep - 1)])
@@ -194,6 +187,11 @@ class Block:
 
 def laid_out(x: jax.Array, layout: Any, shape: Any) -> jax.Array:
     return x if shape.interpret else plgpu.layout_cast(x, layout)
+
+
+def zeros(dims: tuple[int, int], dtype: Any, shape: Any) -> jax.Array:
+    """Zeros in registers as wgmma lays a tile out."""
+    return laid_out(jnp.zeros(dims, dtype), plgpu.Layout.WGMMA, shape)
 
 
 def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.gpu_dkv import dkv
-from maxlm.kernels.attention.gpu_dq import dq
-from maxlm.kernels.attention.gpu_forward import forward
+from maxlm.kernels.attention.gpu_keys import dkv
+from maxlm.kernels.attention.gpu_queries import dq, forward
 from maxlm.kernels.attention.gpu_tiles import BLOCK, Shape
 from maxlm.kernels.attention.gradients import Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask

@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Tiles of ROWS keys that a thread block of `gpu_dkv` holds, one for each warpgroup; one for both where registers hold only dv
+        """Tiles of ROWS keys that a thread block of `gpu_keys` holds, one for each warpgroup; one for both where registers hold only dv
         or dk of a tile.
         """
         return 1 if self.head_dim == 256 else 2

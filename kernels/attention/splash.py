@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.attention.gradients import SAVED
 from maxlm.kernels.attention.mask import Mask
-from maxlm.kernels.attention.tpu import LANES
+from maxlm.kernels.attention.tpu import to_lanes
+from maxlm.kernels.platform import LANES
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim
 
@@ -33,7 +34,7 @@ def attention_splash(
     """See `maxlm.kernels.attention`; one device's share, queries and keys at the same places. S must be a multiple of 128."""
     head_dim = q_BSHK.shape[-1]
     kernel = splash_kernel(q_BSHK.shape[2], q_BSHK.shape[1], mask, softcap, interpret=interpret, device_kind=device_kind)
-    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
+    heads_first = [to_lanes(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK * jnp.asarray(scale, q_BSHK.dtype), k_BSGK, v_BSGK)]
     attend: Any = jax.vmap(kernel)  # typed as if it might return its residuals
     out_BHSK = attend(*heads_first, splash.SegmentIds(segments_BS, segments_BS))
     return jnp.where((segments_BS != 0)[..., None, None], jnp.swapaxes(out_BHSK[..., :head_dim], 1, 2), 0)
@@ -71,8 +72,3 @@ def _block_mask(mask: Mask, shape: tuple[int, int]) -> masks.Mask:
     if mask.window is None:
         return masks.CausalMask(shape) if causal else masks.FullMask(shape)
     return masks.LocalMask(shape, (mask.window - 1, 0 if causal else mask.window - 1), 0)
-
-
-def _padded(x: jax.Array) -> jax.Array:
-    missing = -x.shape[-1] % LANES
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -7,9 +7,11 @@ reduces over sublanes, which costs additions and no shuffles, and what belongs t
 """
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from maxlm.kernels.attention.blocks import DEFAULT, Blocks, blocks_of, padded
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
@@ -28,10 +29,52 @@ from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
 
+TABLE = Path(__file__).with_name("blocks.json")
 _NONE, _ORDER, _APART, _ALL = "none", "order", "apart", "all"  # what masks keys: nothing; causality; documents and window; all of these
 _SAFE = 64  # the exponent up to which weights may be summed: values of up to 2**63 times that are still float32
 _MASKED = -1e30
 _FIRST_MAXIMUM = -1e29  # above _MASKED: a row that attends to nothing keeps weights of 0, not of 1
+
+
+# Block sizes: the best by counted cycles, by chip, in blocks.json, which `maxlm kernels sweep --operation attention --write` writes.
+# Results do not depend on them: any block gives the same attention.
+
+
+class Blocks(NamedTuple):
+    """Tokens of a block of queries, and of keys."""
+
+    forward: int
+    backward: int
+
+    def within(self, seq_len: int) -> "Blocks":
+        """The largest blocks up to these that are multiples of `LANES` and divide the sequence, itself a multiple of `LANES`."""
+        return Blocks(*(max(b for b in range(LANES, min(seq_len, most) + 1, LANES) if seq_len % b == 0) for most in self))
+
+
+DEFAULT = Blocks(1024, 512)  # for a chip that the table lacks: the best on v6e
+
+
+def blocks_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
+    """Block sizes by the table's row for the chip, with or without a window, and the nearest head dim (the lower of two as near);
+    `DEFAULT` where the chip has no row. A window makes large blocks dearer: much of those at its ends is masked.
+    """
+    at = (device_kind, window is not None)
+    rows = {dim: blocks for (*where, dim), blocks in table().items() if tuple(where) == at}
+    width = padded(head_dim)
+    most = rows[min(rows, key=lambda dim: (abs(dim - width), dim))] if rows else DEFAULT
+    return most.within(seq_len)
+
+
+def padded(head_dim: int) -> int:
+    """The head dim rounded up to a multiple of `LANES`, as the kernels take it."""
+    return -(-head_dim // LANES) * LANES
+
+
+@functools.cache
+def table() -> dict[tuple[str, bool, int], Blocks]:
+    """Blocks by device kind, whether there is a window, and padded head dim."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["blocks"]
+    return {(row["device_kind"], row["windowed"], row["head_dim"]): Blocks(row["forward"], row["backward"]) for row in rows}
 
 
 @dataclass(frozen=True)
@@ -144,7 +187,7 @@ def attention_flash(
     `blocks`: instead of those of the table.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
-    heads_first = [_padded(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
+    heads_first = [to_lanes(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
     width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
     shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
@@ -162,7 +205,7 @@ def chunk_forward(
     """See `chunk_attention`; segments of queries, then of keys; `options`: `mask` and fields of `_Shape`."""
     batch, heads, seq_len, head_dim = q_BHSK.shape
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=False)
-    out_BSN, lse_BHS = _forward(_padded(q_BHSK), _padded(k_BGSK), _padded(v_BGSK), segments_B2S, shape)
+    out_BSN, lse_BHS = _forward(to_lanes(q_BHSK), to_lanes(k_BGSK), to_lanes(v_BGSK), segments_B2S, shape)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
 
@@ -170,9 +213,9 @@ def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: 
     """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
     batch, _, seq_len, head_dim = q_BHSK.shape
-    out_BSN, dout_BSN = (_padded(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
+    out_BSN, dout_BSN = (to_lanes(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
-    q_BHSK, k_BGSK, v_BGSK = (_padded(x) for x in (q_BHSK, k_BGSK, v_BGSK))
+    q_BHSK, k_BGSK, v_BGSK = (to_lanes(x) for x in (q_BHSK, k_BGSK, v_BGSK))
     dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
@@ -186,7 +229,8 @@ def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], 
     return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
 
 
-def _padded(x: jax.Array) -> jax.Array:
+def to_lanes(x: jax.Array) -> jax.Array:
+    """`x`, its last dim padded with zeros to a multiple of `LANES`."""
     missing = padded(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
@@ -214,17 +258,12 @@ def _last_block(j: Index, shape: _Shape) -> Index:
     return jnp.minimum(((j + 1) * shape.block + shape.window - 2) // shape.block - shape.blocks_ahead, shape.blocks - 1)
 
 
-def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4 B blocks"]:
+def block_ranges(segments_B2S: Int[Array, "B 2 S"], block: int) -> Int[Array, "4 B*blocks"]:
     """The smallest and largest document of every `block` queries, then of keys, which is what the kernels branch on; padding is a
-    document 0.
+    document 0. Blocks of all rows are side by side: SMEM pads the last dim to 128.
     """
     blocks_2BXT = jnp.swapaxes(segments_B2S, 0, 1).reshape(2, segments_B2S.shape[0], -1, block)
-    return jnp.stack([blocks_2BXT.min(-1), blocks_2BXT.max(-1)], axis=1).reshape(4, *blocks_2BXT.shape[1:3])
-
-
-def _rows_in_line(ranges_4BX: jax.Array) -> jax.Array:
-    """Ranges as [4, B blocks]: in SMEM the last dim is padded to 128, which 1,024 rows of one block each would fill."""
-    return ranges_4BX.reshape(4, -1)
+    return jnp.stack([blocks_2BXT.min(-1), blocks_2BXT.max(-1)], axis=1).reshape(4, -1)
 
 
 def _overlap(ranges_ref: Ref, b: Index, i: Index, j: Index, blocks: int) -> tuple[jax.Array, jax.Array]:
@@ -313,7 +352,7 @@ def _forward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(_rows_in_line(block_ranges(segments_B2S, shape.block)), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
     return out_BSN, lse[:, :, 0]
 
 
@@ -493,7 +532,7 @@ def _backward(
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
         ),
         interpret=shape.interpret,
-    )(_rows_in_line(block_ranges(segments_B2S, shape.block)), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
+    )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)
 
 
 def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:

@@ -1,6 +1,5 @@
 """Attention in plain XLA operations: the portable form. Long sequences go in blocks of queries, so scores never fill memory."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +30,20 @@ def attention_xla(
     logsumexp: bool,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; the logsumexp only if requested. Of `mask`, documents are always told apart by segment id."""
-    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap, "logsumexp": logsumexp}
-    keys: dict[str, Any] = {"k_BTGK": k_BTGK, "v_BTGV": v_BTGV, "key_at": key_at, "prefix_BT": prefix_BT}
-    attend: Callable[..., Any] = functools.partial(_attend, **keys, **options)
+
+    def attend(q_BSHK: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
+        weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
+        out_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
+        # Padding must give 0.
+        out_BSGRV = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRV, 0)
+        out_BSHV = out_BSGRV.reshape(*q_BSHK.shape[:3], -1)
+        if not logsumexp:
+            return out_BSHV, None
+        lse_BHS = jax.nn.logsumexp(scores_BGRST, axis=-1).reshape(out_BSHV.shape[0], -1, out_BSHV.shape[1])
+        blind_BHS = (query_at[0] == 0)[:, None] | (lse_BHS <= jnp.finfo(jnp.float32).min / 2)
+        return out_BSHV, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
+
     return _in_blocks(attend, q_BSHK, *query_at)
 
 
@@ -91,32 +101,6 @@ def _in_blocks(attend: Callable[..., Any], *rows: jax.Array) -> tuple[jax.Array,
 def _split(x: jax.Array) -> jax.Array:
     blocked = x.reshape(x.shape[0], x.shape[1] // QUERY_BLOCK, QUERY_BLOCK, *x.shape[2:])
     return jnp.moveaxis(blocked, 1, 0)
-
-
-def _attend(
-    q_BSHK: jax.Array,
-    *query_at: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGV: jax.Array,
-    key_at: At,
-    prefix_BT: jax.Array | None,
-    scale: float,
-    mask: Mask,
-    softcap: float | None,
-    logsumexp: bool,
-) -> tuple[jax.Array, jax.Array | None]:
-    batch, queries, heads, _ = q_BSHK.shape
-    scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
-    weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
-    out_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
-    # Padding must give 0.
-    out_BSGRV = jnp.where((query_at[0] != 0)[:, :, None, None, None], out_BSGRV, 0)
-    out_BSHV = out_BSGRV.reshape(*q_BSHK.shape[:3], -1)
-    if not logsumexp:
-        return out_BSHV, None
-    lse_BHS = jax.nn.logsumexp(scores_BGRST, axis=-1).reshape(batch, heads, queries)
-    blind_BHS = (query_at[0] == 0)[:, None] | (lse_BHS <= jnp.finfo(jnp.float32).min / 2)
-    return out_BSHV, jnp.where(blind_BHS, -jnp.inf, lse_BHS)
 
 
 def _scores(

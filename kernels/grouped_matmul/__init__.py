@@ -89,6 +89,3 @@ def _check(x: jax.Array, w_KG: jax.Array, group_sizes_E: jax.Array, *, transpose
             raise ValueError(
                 f"grouped_matmul: group_sizes of {sizes_E.min()} to {sizes_E.max()} rows, {sizes_E.sum()} in all, for {len(x)} rows"
             )
-
-
-__all__ = ["grouped_matmul"]

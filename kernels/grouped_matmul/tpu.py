@@ -303,9 +303,7 @@ def _weights_kernel(tiles: Tiles, *refs: Ref) -> None:
         def _() -> None:
             sum_ref[...] = jnp.zeros_like(sum_ref)  # before the first of perhaps several pieces
 
-        @pl.when(visit.high > visit.low)
-        def _() -> None:
-            visit.on_pieces([DEEP_PIECE], functools.partial(add, masked=True))
+        pl.when(visit.high > visit.low)(lambda: visit.on_pieces([DEEP_PIECE], functools.partial(add, masked=True)))
 
         @pl.when(visit.high <= visit.low)
         def _() -> None:

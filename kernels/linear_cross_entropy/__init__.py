@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
-from maxlm.kernels.linear_cross_entropy.xla import Sums, chunked
 from maxlm.kernels.platform import multiplied
 
-# B batch, S sequence, D model width, V vocabulary
+# B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
+
+_Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
 
 
 class CrossEntropySums(NamedTuple):
@@ -64,7 +65,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     layout: Layout | None = None,
 ) -> CrossEntropySums:
-    """Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
+    """_Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
 
     Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32.
     A token of weight 0 contributes nothing. `softcap` c bends logits to c * tanh(logit / c). Under a `layout`, one
@@ -105,7 +106,7 @@ _loss.defvjp(_forward, _backward)
 
 def _run(
     static: _Static, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, gradients: bool
-) -> tuple[Sums, jax.Array, jax.Array]:
+) -> tuple[_Sums, jax.Array, jax.Array]:
     layout, local = static.layout, functools.partial(_local, static, gradients)
     if not layout.all:
         return local(x, w, targets, weights)
@@ -118,7 +119,7 @@ def _run(
 
 def _local(
     static: _Static, gradients: bool, x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[Sums, jax.Array, jax.Array]:
+) -> tuple[_Sums, jax.Array, jax.Array]:
     """One device's share: gather what is split, work through the chunks, reduce what is partial."""
     layout = static.layout
     options: dict[str, Any] = {"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
@@ -126,7 +127,7 @@ def _local(
         x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
     if layout.embed:
         w = jax.lax.all_gather(w, layout.embed, axis=1, tiled=True)
-    sums, dx, dw = chunked(x, w, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
+    sums, dx, dw = _chunked(x, w, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
     token_axes = (*layout.batch, *layout.seq)
     if token_axes:
         sums = jax.lax.psum(sums, token_axes)
@@ -141,7 +142,63 @@ def _local(
     return sums, dx, dw.astype(w.dtype)
 
 
-__all__ = ["CrossEntropySums", "Layout", "linear_cross_entropy"]
+def _chunked(
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+    *,
+    chunks: int,
+    z_loss: float,
+    softcap: float | None,
+    vocab_axes: tuple[str, ...],
+    gradients: bool,
+) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "V D"]]:
+    """(total, nll, z) sums of one device's share and, if asked for, the gradients of `total`: dx in x's dtype, dw in float32.
+
+    With the vocabulary split over `vocab_axes`, dx is this shard's part and must be summed over them by the caller.
+    """
+    first_id = jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
+    parts = tuple(_split(a, chunks) for a in (x_BSD, targets_BS, weights_BS))
+    zero = jnp.zeros((), jnp.float32)
+    dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
+
+    def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
+        logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
+        if softcap is not None:
+            logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
+        top_Bs = jnp.max(logits_BsV, axis=-1)
+        top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
+        exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
+        is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
+        partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
+        total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
+        lse_Bs = top_Bs + jnp.log(total_Bs)
+        nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
+        sums = (nll + z_loss * z, nll, z)
+        if not gradients:
+            return sums, jnp.zeros(()), jnp.zeros(())
+        dlogits_BsV = exp_BsV * ((1 + 2 * z_loss * lse_Bs) / total_Bs)[..., None] - is_target_BsV
+        if softcap is not None:
+            dlogits_BsV *= 1 - (logits_BsV / softcap) ** 2
+        dlogits_BsV = (dlogits_BsV * weights_Bs[..., None]).astype(x_BsD.dtype)
+        dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
+        # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
+        dw_DV = jnp.einsum("BsD,BsV->DV", *multiplied(x_BsD, dlogits_BsV), preferred_element_type=jnp.float32)
+        return sums, dx_BsD, dw_DV.T
+
+    def body(carry: tuple[_Sums, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[_Sums, jax.Array], jax.Array]:
+        sums, dw = carry
+        chunk_sums, dx_BsD, chunk_dw = one(*part)
+        return (jax.tree.map(jnp.add, sums, chunk_sums), dw + chunk_dw), dx_BsD
+
+    (sums, dw_VD), dx_CBsD = jax.lax.scan(body, ((zero, zero, zero), dw_VD), parts)
+    dx_BSD = jnp.moveaxis(dx_CBsD, 0, 1).reshape(x_BSD.shape) if gradients else zero
+    return sums, dx_BSD, dw_VD
+
+
+def _split(a: jax.Array, chunks: int) -> jax.Array:
+    return jnp.moveaxis(a.reshape(a.shape[0], chunks, a.shape[1] // chunks, *a.shape[2:]), 1, 0)
 
 
 def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], softcap: float | None) -> Float[Array, "B S V"]:

@@ -142,6 +142,3 @@ def _on_each_device(spec: _MatmulSpec, kernel: Any, specs: tuple[P, ...], *opera
 
     split = bool(spec.layout.batch or spec.layout.hidden)
     return on_each_device(run, specs, (_specs(spec.layout)[1],) * 3, split=split)(*operands)
-
-
-__all__ = ["MlpLayout", "gated_mlp", "gated_mlp_problem"]

@@ -131,12 +131,8 @@ def gated_forward(
 
     `block`: another than that of `block_of`, to be compared with it.
     """
-    (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
-    block = block or block_of(rows, d_model, d_ff, x_MD.dtype.itemsize, device_kind, weights=2)
-    assert block is not None, "why_not says so"
-    kernel = functools.partial(_forward_kernel, block, ACTIVATIONS[activation], _between(x_MD.dtype, device_kind))
     operands = [(x_MD, "rows"), (gate_DF, "columns"), (up_DF, "columns")]
-    return _call(kernel, FORWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
+    return _call(_forward_kernel, FORWARD, 2, gate_DF.shape[1], operands, activation, device_kind, interpret, block)
 
 
 def _forward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
@@ -163,12 +159,8 @@ def gated_backward(
     block: Block | None = None,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
     """(act(gate) * up, and the gradients of gate and up) where that times down has the gradient dy. `block`: as for `gated_forward`."""
-    (rows, d_model), d_ff = dy_MD.shape, down_FD.shape[0]
-    block = block or block_of(rows, d_model, d_ff, dy_MD.dtype.itemsize, device_kind, weights=1)
-    assert block is not None, "why_not says so"
-    kernel = functools.partial(_backward_kernel, block, ACTIVATIONS[activation], _between(dy_MD.dtype, device_kind))
     operands = [(dy_MD, "rows"), (down_FD, "turned"), (gate_MF, "inside"), (up_MF, "inside")]
-    return _call(kernel, BACKWARD, block, (rows, d_model, d_ff), operands, device_kind, interpret)
+    return _call(_backward_kernel, BACKWARD, 1, down_FD.shape[0], operands, activation, device_kind, interpret, block)
 
 
 def _backward_kernel(block: Block, act: Callable[[jax.Array], jax.Array], between: jnp.dtype, *refs: Ref) -> None:
@@ -192,22 +184,22 @@ def _in_parts(block: Block, run: Callable[[pl.Slice], None]) -> None:
         pl.loop(0, block.rows // block.part)(lambda i: run(pl.Slice(pl.multiple_of(i * block.part, LANES), block.part)))
 
 
-def _between(dtype: jnp.dtype, kind: str) -> jnp.dtype:
-    """Dtype of elementwise operations between matmuls."""
-    return dtype if kind in WIDE else jnp.dtype(jnp.float32)
-
-
 def _call(
     kernel: Callable[..., None],
     name: str,
-    block: Block,
-    sizes: tuple[int, int, int],
+    weights: int,
+    d_ff: int,
     operands: list[tuple[jax.Array, str]],
+    activation: str,
     kind: str,
     interpret: bool,
+    block: Block | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three results [M, F], block by block. Each operand comes with the part that a block reads: its rows, its columns, or both."""
-    (rows, d_model, d_ff), dtype = sizes, operands[0][0].dtype
+    (rows, d_model), dtype = operands[0][0].shape, operands[0][0].dtype
+    block = block or block_of(rows, d_model, d_ff, dtype.itemsize, kind, weights=weights)
+    assert block is not None, "why_not says so"
+    between = dtype if kind in WIDE else jnp.dtype(jnp.float32)  # of elementwise operations between matmuls
     across, down = d_ff // block.columns, rows // block.rows
 
     def spec(shape: tuple[int, int], at: Callable[[Index, Index], tuple[Index, Index]]) -> pl.BlockSpec:
@@ -222,7 +214,7 @@ def _call(
     }
     again = (down - 1) * block.weights * d_model * d_ff if block.rows_stay else (across - 1) * rows * d_model
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, block, ACTIVATIONS[activation], between),
         name=name,
         out_shape=(jax.ShapeDtypeStruct((rows, d_ff), dtype),) * 3,
         grid=(down, across) if block.rows_stay else (across, down),

@@ -63,9 +63,9 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def output_console() -> Console:
-    """The console for results: as wide as the terminal, or `LOG_WIDTH` in a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=LOG_WIDTH)
+    """The console for results: as wide as the terminal, or `LOG_WIDTH` in a file or a pipe, where long lines stay whole."""
+    terminal = Console().is_terminal
+    return Console(markup=False, highlight=False, soft_wrap=not terminal, width=None if terminal else LOG_WIDTH)
 
 
 def load_for_machine(

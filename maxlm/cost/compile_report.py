@@ -140,7 +140,7 @@ def show(report: Report, console: Console) -> None:
     if report.remarks:
         _title(console, "Warnings" if report.step.fits else "Why, and what to do")
         for remark in report.remarks:
-            _line(console, f"- {remark}")
+            console.print(f"- {remark}")
     elif not report.step.fits:
         _ways(report, console)
 
@@ -151,11 +151,11 @@ def _header(report: Report, console: Console) -> None:
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
     parts = f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""
     batch = f"{config.train.global_batch:,} x {config.data.seq_len:,}{parts}"
-    _line(console, f"{config.run.name}: {count(report.parameters)} parameters, {count(config.tokens_per_step)} tokens a step ({batch})")
+    console.print(f"{config.run.name}: {count(report.parameters)} parameters, {count(config.tokens_per_step)} tokens a step ({batch})")
     where = f"{_counted(topology.chips, 'chip')} on {_counted(topology.hosts, 'host')}"
-    _line(console, f"{slices}{topology.name}: {where}; mesh {mesh}")
+    console.print(f"{slices}{topology.name}: {where}; mesh {mesh}")
     verb = "compiled" if report.step.fits else "refused by the compiler"
-    _line(console, f"{verb}{' before,' if report.step.cached else ''} in {duration(report.step.seconds)}")
+    console.print(f"{verb}{' before,' if report.step.cached else ''} in {duration(report.step.seconds)}")
 
 
 def _memory(report: Report, console: Console) -> None:
@@ -176,7 +176,7 @@ def _memory(report: Report, console: Console) -> None:
         rows.append(("free", "", size(step.available - step.needed), percent(1 - step.needed / step.available)))
     _table(console, ("", "", ">", ">"), rows)
     if step.memory is not None and step.memory.host:
-        _line(console, f"  and {size(step.memory.host)} of host memory")
+        console.print(f"  and {size(step.memory.host)} of host memory")
 
 
 def _time(report: Report, console: Console) -> None:
@@ -197,9 +197,9 @@ def _time(report: Report, console: Console) -> None:
         "exposed communication": ("!", cost.exposed_s),
     }
     width = max(10, min(console.width - 6, 72))
-    _line(console, f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
+    console.print(f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
-    _line(console, "  " + "   ".join(parts))
+    console.print("  " + "   ".join(parts))
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]
@@ -227,7 +227,7 @@ def _communication(report: Report, console: Console) -> None:
         table.append((*row, place(traffic.where)))
     _table(console, ("axis", "collective", ">count", ">MB a step", "link", ">time", ">exposed", "where"), table)
     if len(rows) > len(longest):
-        _line(console, f"  and {len(rows) - len(longest)} smaller ones (--json lists them)")
+        console.print(f"  and {len(rows) - len(longest)} smaller ones (--json lists them)")
 
 
 def _ways(report: Report, console: Console) -> None:
@@ -236,7 +236,7 @@ def _ways(report: Report, console: Console) -> None:
         return
     _title(console, "It would fit with, each checked by compiling:")
     for way in report.suggestions:
-        _line(console, f"  {way}   ({size(way.used)} of {size(way.available)})")
+        console.print(f"  {way}   ({size(way.used)} of {size(way.available)})")
 
 
 def _bar(shares: list[tuple[str, float]], width: int) -> str:
@@ -261,12 +261,7 @@ def _table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _title(console: Console, text: str) -> None:
-    console.print()
-    console.print(text, style="bold", markup=False, highlight=False)
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    console.print(f"\n{text}", style="bold")
 
 
 def _counted(number: int, thing: str) -> str:

@@ -21,7 +21,7 @@ Place = tuple[int, tuple[int, ...]]  # slice (of GPUs: host), and where in it al
 
 def axis_links(mesh: "Mesh", topology: Topology) -> Mapping[str, AxisLinks]:
     """Links of every axis of more than one device, read off the coordinates of the devices along it."""
-    return {axis: links_of(line, topology) for axis, line in _lines(mesh).items() if len(line) > 1}
+    return _links(_lines(mesh), topology)
 
 
 def within_slice(mesh: "Mesh", topology: Topology) -> tuple[dict[str, int], Mapping[str, AxisLinks]]:
@@ -32,9 +32,11 @@ def within_slice(mesh: "Mesh", topology: Topology) -> tuple[dict[str, int], Mapp
     lines = _lines(mesh)
     if topology.is_tpu:
         lines = {axis: [place for place in line if place[0] == line[0][0]] for axis, line in lines.items()}
-    return {axis: len(line) for axis, line in lines.items()}, {
-        axis: links_of(line, topology) for axis, line in lines.items() if len(line) > 1
-    }
+    return {axis: len(line) for axis, line in lines.items()}, _links(lines, topology)
+
+
+def _links(lines: Mapping[str, Sequence[Place]], topology: Topology) -> Mapping[str, AxisLinks]:
+    return {axis: links_of(line, topology) for axis, line in lines.items() if len(line) > 1}
 
 
 def _lines(mesh: "Mesh") -> dict[str, list[Place]]:

@@ -12,9 +12,8 @@ import jax
 from maxlm.config.axes import mesh_axes_of
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import LANES, Chip
-from maxlm.kernels.attention.blocks import padded
 from maxlm.kernels.attention.mask import CAUSAL
-from maxlm.kernels.attention.tpu import computed_pairs
+from maxlm.kernels.attention.tpu import computed_pairs, padded
 from maxlm.models import parameter_axes
 from maxlm.models.attention import layer_mask
 from maxlm.models.block import Block

@@ -1,7 +1,6 @@
 """Seconds, FLOPs and kind of one operation of a compiled program, on a TPU and on a GPU."""
 
 import re
-from abc import ABC, abstractmethod
 
 from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip
@@ -19,7 +18,7 @@ _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of t
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
 
 
-class OpPricing(ABC):
+class _Pricing:
     """Cost of single operations. `assumed` and `uncharged` as in `StepCost`; `peak`: FLOP/s of a device, `hbm`: bytes/s that it reaches."""
 
     def __init__(self, module: Module, chip: Chip, hbm_share: float) -> None:
@@ -28,15 +27,8 @@ class OpPricing(ABC):
         self.assumed: set[str] = set()
         self.uncharged: set[str] = set()
 
-    @abstractmethod
-    def seconds(self, op: Op, computation: Computation) -> float: ...
-    @abstractmethod
-    def kind(self, op: Op, computation: Computation) -> str: ...
-    @abstractmethod
-    def flops(self, op: Op, computation: Computation) -> int: ...
 
-
-class TpuPricing(OpPricing):
+class TpuPricing(_Pricing):
     """Seconds of operations on a TPU: XLA's own cycles, and for Pallas kernels the FLOPs that they state."""
 
     def __init__(self, module: Module, chip: Chip) -> None:
@@ -100,7 +92,7 @@ def _is_attention(op: Op) -> bool:
     return bool(ATTENTION.search(op.name) or ATTENTION.search(op.where)) and not _GROUPED.search(op.name)
 
 
-class GpuPricing(OpPricing):
+class GpuPricing(_Pricing):
     """Seconds of operations on a GPU: XLA:GPU states no cycles, so each takes as long as its FLOPs or its bytes, whichever is longer."""
 
     def __init__(self, module: Module, chip: Chip) -> None:

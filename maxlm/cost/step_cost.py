@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
-from maxlm.cost.network import AxisLinks, Network
-from maxlm.cost.pricing import GpuPricing, OpPricing, TpuPricing
+from maxlm.cost.network import AxisLinks, Collective, Network
+from maxlm.cost.pricing import GpuPricing, TpuPricing
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip
 from maxlm.hardware.topologies import Topology, is_tpu
@@ -90,7 +90,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
     device. `top`: number of operations to list.
     """
-    pricing: OpPricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
+    pricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
     segments = list(_segments(root, 1))
     costs = _costs([(item, times) for segment, times in segments for item in segment.timed], pricing)
@@ -128,7 +128,7 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
         yield from _segments(inner, times * turns)
 
 
-def _costs(timed: list[tuple[Timed, int]], pricing: OpPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> list[OpCost]:
     costs = []
     for item, times in timed:
         flops = times * pricing.flops(item.op, item.computation)
@@ -162,57 +162,44 @@ def program_cost(program: "Program", module: Module, topology: Topology) -> Step
 
 def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -> StepCost:
     """`cost`, the transfers between slices over mesh `axis` added to its communication."""
-    rows: dict[tuple[str, str], Traffic] = {}
     times = {run.computation: run.times for run in module.executed()}  # of computations that run
-    for computation in module.computations.values():
-        if computation.name not in times:
-            continue
-        for op, seconds, exposed in _transfers(computation, module, topology):
-            n = times[computation.name]
-            opcode = text_of(_TRANSFER_TYPE, op.attributes).lower().replace("_", "-") or "transfer"
-            old = rows.get((opcode, op.where)) or Traffic((axis,), opcode, op.where, "async", "dcn", 0, 0, 0.0, 0.0)
-            rows[opcode, op.where] = replace(
-                old,
-                count=old.count + n,
-                bytes=old.bytes + n * op.shapes[0].bytes,
-                seconds=old.seconds + n * seconds,
-                exposed_s=old.exposed_s + n * exposed,
-            )
-    traffic = sorted((*cost.traffic, *rows.values()), key=lambda row: -row.seconds)
-    exposed_s = sum(row.exposed_s for row in rows.values())
-    hidden_s = sum(row.seconds - row.exposed_s for row in rows.values())
-    return replace(cost, traffic=tuple(traffic), exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
+    ran = (computation for computation in module.computations.values() if computation.name in times)
+    rows = _traffic([(span, times[one.name]) for one in ran for span in _transfers(one, module, topology, axis)])
+    exposed_s = sum(row.exposed_s for row in rows)
+    hidden_s = sum(row.seconds - row.exposed_s for row in rows)
+    traffic = tuple(sorted((*cost.traffic, *rows), key=lambda row: -row.seconds))
+    return replace(cost, traffic=traffic, exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
 
 
-def _transfers(computation: Computation, module: Module, topology: Topology) -> Iterator[tuple[Op, float, float]]:
-    """(send, seconds it takes, seconds the chip waits for it) of each transfer, along the schedule."""
-    sent: dict[str, tuple[Op, float, float]] = {}  # rendezvous -> send, seconds, when it is through
+def _transfers(computation: Computation, module: Module, topology: Topology, axis: str) -> Iterator[CollectiveSpan]:
+    """Each transfer, and how long the chip waits for it, along the schedule."""
+    sent: dict[str, tuple[Collective, float]] = {}  # rendezvous -> transfer, when it is through
     now = free = 0.0
     clock_hz = topology.chip.clock_hz
     assert clock_hz is not None, "only programs for TPUs are compiled for one slice"
     for op in computation.ops:
         rendezvous = text_of(_RENDEZVOUS, op.attributes)
         if op.opcode == "send" and rendezvous:
-            seconds = _transfer_s(op, topology)
-            free = max(now, free) + seconds
-            sent[rendezvous] = (op, seconds, free)
+            transfer = _transfer(op, topology, axis)
+            free = max(now, free) + transfer.seconds
+            sent[rendezvous] = (transfer, free)
         elif op.opcode == "recv-done":
             recv = computation.by_name.get(op.operands[0])
-            transfer = sent.pop(text_of(_RENDEZVOUS, recv.attributes), None) if recv is not None else None
-            if transfer is not None:
-                send, seconds, through = transfer
-                exposed = min(max(0.0, through - now), seconds)
-                now = max(now, through)
-                yield send, seconds, exposed
+            through = sent.pop(text_of(_RENDEZVOUS, recv.attributes), None) if recv is not None else None
+            if through is not None:
+                transfer, end = through
+                yield CollectiveSpan(transfer, min(max(0.0, end - now), transfer.seconds))
+                now = max(now, end)
         else:
             inside = sum(op.turns * module.cycles(callee) for callee in module.called(op))
             now += ((op.cycles or 0) + inside) / clock_hz
-    for send, seconds, _ in sent.values():  # read in another computation, or never
-        yield send, seconds, seconds
+    for transfer, _ in sent.values():  # read in another computation, or never
+        yield CollectiveSpan(transfer, transfer.seconds)
 
 
-def _transfer_s(send: Op, topology: Topology) -> float:
-    """Seconds of a ring over the slices, each chip at its share of the network's bandwidth."""
-    rounds = 2 if text_of(_TRANSFER_TYPE, send.attributes) == "ALL_REDUCE" else 1
-    others = (topology.slices - 1) / topology.slices
-    return rounds * others * send.shapes[0].bytes / topology.chip.dcn_bytes_per_s + DCN_S
+def _transfer(send: Op, topology: Topology, axis: str) -> Collective:
+    """A ring over the slices, each chip at its share of the network's bandwidth."""
+    kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, topology.slices
+    seconds = (2 if kind == "ALL_REDUCE" else 1) * (slices - 1) / slices * payload / topology.chip.dcn_bytes_per_s + DCN_S
+    opcode = kind.lower().replace("_", "-") or "transfer"
+    return Collective(send.name, opcode, "async", payload, slices, (axis,), send.where, seconds, "dcn", ("dcn",))

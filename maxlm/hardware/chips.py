@@ -1,6 +1,6 @@
 """Peak arithmetic, memory and links of each accelerator, with the source of every figure. No jax here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
@@ -55,6 +55,30 @@ class Chip:
         """Bytes of memory of what jax calls a device."""
         return self.hbm_bytes // self.devices_per_chip
 
+
+_A100 = Chip(
+    name="A100-40GB",
+    device_kinds=("NVIDIA A100-SXM4-40GB",),
+    peak_bf16_flops=312e12,
+    hbm_bytes=40_000_000_000,
+    hbm_bytes_per_s=1.555e12,
+    ici_bytes_per_s_per_link=2.5e10,
+    ici_links=12,
+    dcn_bytes_per_s=2.5e10,
+    source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
+)
+_H100 = Chip(
+    name="H100",
+    device_kinds=("NVIDIA H100 80GB HBM3",),
+    peak_bf16_flops=989e12,
+    hbm_bytes=80_000_000_000,
+    hbm_bytes_per_s=3.35e12,
+    ici_bytes_per_s_per_link=2.5e10,
+    ici_links=18,
+    dcn_bytes_per_s=5e10,
+    source="NVIDIA H100 data sheet (SXM5, without sparsity); DGX H100 (400 Gbit/s a GPU)",
+    driver_bytes=84_942_979_072,
+)
 
 # Clocks: the published peak over the FLOPs a cycle of the matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and each core of tpu7x 4
 # times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
@@ -134,49 +158,15 @@ CHIPS: tuple[Chip, ...] = (
         clock_hz=2.2e9,
         host_bytes_per_s=3.2e10,
     ),
-    Chip(
-        name="A100-40GB",
-        device_kinds=("NVIDIA A100-SXM4-40GB",),
-        peak_bf16_flops=312e12,
-        hbm_bytes=40_000_000_000,
-        hbm_bytes_per_s=1.555e12,
-        ici_bytes_per_s_per_link=2.5e10,
-        ici_links=12,
-        dcn_bytes_per_s=2.5e10,
-        source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
-    ),
-    Chip(
-        name="A100-80GB",
-        device_kinds=("NVIDIA A100-SXM4-80GB",),
-        peak_bf16_flops=312e12,
-        hbm_bytes=80_000_000_000,
-        hbm_bytes_per_s=2.039e12,
-        ici_bytes_per_s_per_link=2.5e10,
-        ici_links=12,
-        dcn_bytes_per_s=2.5e10,
-        source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
-    ),
-    Chip(
-        name="H100",
-        device_kinds=("NVIDIA H100 80GB HBM3",),
-        peak_bf16_flops=989e12,
-        hbm_bytes=80_000_000_000,
-        hbm_bytes_per_s=3.35e12,
-        ici_bytes_per_s_per_link=2.5e10,
-        ici_links=18,
-        dcn_bytes_per_s=5e10,
-        source="NVIDIA H100 data sheet (SXM5, without sparsity); DGX H100 (400 Gbit/s a GPU)",
-        driver_bytes=84_942_979_072,
-    ),
-    Chip(
+    _A100,
+    replace(_A100, name="A100-80GB", device_kinds=("NVIDIA A100-SXM4-80GB",), hbm_bytes=80_000_000_000, hbm_bytes_per_s=2.039e12),
+    _H100,
+    replace(
+        _H100,
         name="H200",
         device_kinds=("NVIDIA H200",),
-        peak_bf16_flops=989e12,
         hbm_bytes=141_000_000_000,
         hbm_bytes_per_s=4.8e12,
-        ici_bytes_per_s_per_link=2.5e10,
-        ici_links=18,
-        dcn_bytes_per_s=5e10,
         source="NVIDIA H200 data sheet (SXM5, without sparsity); DGX H200 (400 Gbit/s a GPU)",
         driver_bytes=151_397_597_184,
     ),

@@ -1,9 +1,10 @@
 """FLOPs of compiled matmuls and attention kernels, from their shapes."""
 
-import itertools
 import math
 import re
 from functools import lru_cache
+
+import numpy as np
 
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
@@ -104,17 +105,6 @@ def _pairs(width: int, results: int, size: int, stride: int, before: int, dilate
     """Number of (place of the result, place in the window) that fall on one of `width` numbers, not on padding or in a gap."""
     if stride == dilated == spread == 1 and before == 0 and results + size - 1 <= width:
         return results * size
-    count = 0
-    for place in range(size):
-        offset = place * spread - before
-        first = max(0, -(offset // stride))  # the first result whose window reaches the numbers here
-        last = min(results - 1, ((width - 1) * dilated - offset) // stride)
-        count += len(_on_numbers(first, last, stride, offset, dilated))
-    return count
-
-
-def _on_numbers(first: int, last: int, stride: int, offset: int, dilated: int) -> range:
-    """The results from `first` to `last` that fall on a number: those with result * stride + offset a multiple of `dilated`."""
-    turn = dilated // math.gcd(stride, dilated)
-    start = next((r for r in itertools.islice(itertools.count(first), turn) if (r * stride + offset) % dilated == 0), last + 1)
-    return range(start, last + 1, turn)
+    starts, end = np.arange(results) * stride - before, (width - 1) * dilated
+    places = (starts + place * spread for place in range(size))
+    return sum(int(np.count_nonzero((at >= 0) & (at <= end) & (at % dilated == 0))) for at in places)

@@ -35,7 +35,6 @@ _PAREN = re.compile(r"[()]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _WHERE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_CHANNEL = re.compile(r"channel_id=(\d+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|called_computations|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -71,7 +70,6 @@ class CostEstimate:
     """A Pallas kernel's own `pl.CostEstimate`, for one call."""
 
     flops: int
-    transcendentals: int
     bytes_accessed: int
 
 
@@ -89,7 +87,6 @@ class Op:
     target: str  # of a custom call
     stated: CostEstimate | None
     groups: str  # replica_groups or source_target_pairs, as written
-    channel: int | None
     calls: tuple[str, ...]  # computations it names; of a while loop its body first, then its condition
     start: str  # of a -done: the operation that began it, "" where a loop carries it in
     index: int | None  # of a parameter or a get-tuple-element
@@ -135,29 +132,30 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """An operation that runs: `times` a step, at `position` in `computation`. `asynchronous`: the -start in whose background it runs."""
+    """An operation of `computation` that runs, `times` a step."""
 
     op: Op
     times: int
     computation: str
-    position: int
-    asynchronous: str
 
 
 @dataclass(frozen=True)
 class Module:
     """A compiled program."""
 
-    name: str
     computations: Mapping[str, Computation]
     entry: str
 
-    def executed(self) -> Iterator[Executed]:
-        """Every operation that runs, in schedule order, into loops, calls, and the longer branch of a conditional.
+    def executed(self, computation: str = "", times: int = 1) -> Iterator[Executed]:
+        """Every operation that runs with `computation`, by default the entry, into loops, calls, and the longer branch of a conditional.
 
-        The operation that calls comes before what it calls. What a fusion holds is not listed: the fusion is what runs.
+        In schedule order; one that calls comes before what it calls. What a fusion holds is not listed: the fusion is what runs.
         """
-        yield from self._walk(self.entry, 1, "")
+        name = computation or self.entry
+        for op in self.computations[name].ops:
+            yield Executed(op, times, name)
+            for callee in self.called(op):
+                yield from self.executed(callee, times * op.turns)
 
     def called(self, op: Op) -> tuple[str, ...]:
         """The computations the chip enters when it runs `op`: a loop's body, a callee, the longer branch; none for a fusion."""
@@ -171,22 +169,7 @@ class Module:
 
     def cycles(self, computation: str) -> int:
         """Cycles of `computation`, run once, by XLA's estimates."""
-        return sum(run.times * (run.op.cycles or 0) for run in self._walk(computation, 1, ""))
-
-    def inside(self, computation: str) -> Iterator[Op]:
-        """Every operation of a fused `computation` and of those it calls in turn."""
-        for op in self.computations[computation].ops:
-            yield op
-            for callee in op.calls:
-                yield from self.inside(callee)
-
-    def _walk(self, name: str, times: int, asynchronous: str) -> Iterator[Executed]:
-        for position, op in enumerate(self.computations[name].ops):
-            yield Executed(op, times, name, position, asynchronous)
-            turns = op.turns
-            background = op.name if op.opcode.endswith("-start") else asynchronous
-            for callee in self.called(op):
-                yield from self._walk(callee, times * turns, background)
+        return sum(run.times * (run.op.cycles or 0) for run in self.executed(computation))
 
 
 def read(text: str) -> Module:
@@ -211,7 +194,7 @@ def read(text: str) -> Module:
                 f"This compiled program is incomplete: {computation.name} calls {missing}, which is not in it; write it again in full."
             )
     counted = {name: _with_trips(computation, computations) for name, computation in computations.items()}
-    return Module(first.split()[1].rstrip(","), counted, entry)
+    return Module(counted, entry)
 
 
 def _computations(text: str) -> tuple[dict[str, Computation], str]:
@@ -277,7 +260,6 @@ def _op(line: str) -> Op:
         target=text_of(_TARGET, attributes),
         stated=_stated(backend) if opcode == "custom-call" else None,
         groups=text_of(_GROUPS, attributes),
-        channel=_number(_CHANNEL, attributes),
         calls=_calls(attributes),
         start="",
         index=index,
@@ -316,7 +298,7 @@ def _stated(backend: str) -> CostEstimate | None:
     if not match:
         return None
     figures = {key: int(value) for key, value in _FIGURE.findall(match.group(1))}
-    return CostEstimate(figures.get("flops", 0), figures.get("transcendentals", 0), figures.get("bytes_accessed", 0))
+    return CostEstimate(figures.get("flops", 0), figures.get("bytes_accessed", 0))
 
 
 def text_of(pattern: re.Pattern[str], text: str) -> str:
@@ -336,8 +318,6 @@ def _with_trips(computation: Computation, computations: Mapping[str, Computation
     XLA may take the first turn out of a loop, which then starts at 1, and unrolls rings of matmuls (windowed einsum), which then step by 2.
     Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
     """
-    if not any(op.opcode == "while" and op.trips is None for op in computation.ops):
-        return computation
     ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
     return replace(computation, ops=ops)
 

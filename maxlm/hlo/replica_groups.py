@@ -4,11 +4,12 @@ A device's number is its position in the flattened mesh: XLA's replica groups co
 from the mesh. The axis names XLA writes ('axis_0') are its own, so the members of a group determine its axes.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
+
+import numpy as np
 
 from maxlm.config.errors import UserError
 
@@ -30,17 +31,15 @@ def device_groups(text: str) -> Groups:
 
     For source_target_pairs, the pairs. Raises UserError on an unknown form.
     """
-    mesh = _MESH.match(text)
-    iota = _IOTA.match(text)
-    listed = _LISTED.findall(text)
     if text == "{}":
         return ()
-    if mesh:
-        return _of_mesh(mesh.group(1), mesh.group(2) or "", mesh.group(3))
-    if iota:
-        dims, order = _numbers(iota.group(1)), _iota(_numbers(iota.group(2)), _numbers(iota.group(3) or ""))
-        if len(dims) == 2 and math.prod(dims) == len(order):
-            return _rows(order, dims[1])
+    if mesh := _MESH.match(text):
+        return _of_mesh(mesh[1], mesh[2] or "", mesh[3])
+    if iota := _IOTA.match(text):
+        dims, devices = _numbers(iota[1]), _iota(iota[2], iota[3])
+        if len(dims) == 2 and math.prod(dims) == devices.size:
+            return _groups(devices.reshape(dims))
+    listed = _LISTED.findall(text)
     if listed and text == "{" + ",".join("{" + group + "}" for group in listed) + "}":
         return tuple(map(_numbers, listed))
     raise _unknown(text)
@@ -53,13 +52,13 @@ def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...
     No groups at all means every device in one. Groups of one device are no axis: ().
     """
     sizes = [size for _, size in mesh]
-    devices = math.prod(sizes)
-    groups = groups or (tuple(range(devices)),)
-    if max(map(max, groups)) >= devices:
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    groups = groups or (tuple(range(devices.size)),)
+    if max(map(max, groups)) >= devices.size:
         return UNKNOWN
     varied = _varied(groups[0], sizes)
-    whole = {frozenset(group) for group in groups}
-    return tuple(mesh[i][0] for i in varied) if whole == set(_along(varied, tuple(sizes))) else UNKNOWN
+    same = set(map(frozenset, groups)) == set(map(frozenset, _along(devices, varied)))
+    return tuple(mesh[axis][0] for axis in varied) if same else UNKNOWN
 
 
 @lru_cache(maxsize=4096)
@@ -74,54 +73,37 @@ def axes_of_pairs(pairs: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str
 
 def _of_mesh(axes: str, device_ids: str, named: str) -> Groups:
     sizes = {name: int(size) for name, size in _AXIS_SIZE.findall(axes)}
-    count = math.prod(sizes.values())
     order = _ORDER.match(device_ids)
-    devices = _iota(_numbers(order.group(1)), _numbers(order.group(2) or "")) if order else _numbers(device_ids) or tuple(range(count))
-    # Each axis is cut into (above, itself, below) where only a part of it is named.
-    parts: list[int] = []
-    chosen: dict[int, None] = {}
+    devices = _iota(order[1], order[2]) if order else np.array(_numbers(device_ids) or range(math.prod(sizes.values())))
     wanted = {name: (int(above or 1), int(size or sizes[name])) for name, above, size in _AXIS.findall(named) if name in sizes}
-    if len(wanted) != len(_AXIS.findall(named)) or len(devices) != count:
+    if len(wanted) != len(_AXIS.findall(named)) or devices.size != math.prod(sizes.values()):
         raise _unknown(f"mesh[{axes}] {{{named}}}")
+    parts: list[int] = []  # each axis is cut into (above, itself, below): only a part of it may be named
     for name, size in sizes.items():
         above, itself = wanted.get(name, (1, 1))
-        if name in wanted:
-            chosen[len(parts) + 1] = None
-        parts += [above, itself, size // (above * itself)] if name in wanted else [1, 1, size]
-    return tuple(tuple(devices[place] for place in group) for group in _ordered(tuple(chosen), parts))
+        parts += [above, itself, size // (above * itself)]
+    return _along(devices.reshape(parts), [3 * place + 1 for place, name in enumerate(sizes) if name in wanted])
 
 
-def _iota(dims: tuple[int, ...], permutation: tuple[int, ...]) -> tuple[int, ...]:
-    """0, 1, 2, ... laid out as an array of `dims`, its dims permuted, and flattened."""
-    permutation = permutation or tuple(range(len(dims)))
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    return tuple(sum(place) for place in itertools.product(*(range(0, strides[i] * dims[i], strides[i]) for i in permutation)))
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    """0, 1, 2, ... laid out as an array of `dims`, its dims permuted."""
+    devices = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return devices.transpose(_numbers(permutation)) if permutation else devices
 
 
-def _ordered(axes: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
-    """The groups of an array of `sizes` along `axes`: one for each place in the other axes."""
-    rest = [i for i in range(len(sizes)) if i not in axes]
-    order = _iota(tuple(sizes), (*rest, *axes))
-    return list(_rows(order, math.prod(sizes[i] for i in axes)))
+def _along(devices: np.ndarray, axes: Sequence[int]) -> Groups:
+    """The groups of an array of devices along `axes`: one for each place in the other axes."""
+    last = np.moveaxis(devices, axes, range(-len(axes), 0))
+    return _groups(last.reshape(-1, math.prod(devices.shape[axis] for axis in axes)))
 
 
-@lru_cache(maxsize=256)
-def _along(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[frozenset[int], ...]:
-    return tuple(map(frozenset, _ordered(axes, list(sizes))))
-
-
-def _varied(devices: Iterable[int], sizes: list[int]) -> tuple[int, ...]:
+def _varied(devices: tuple[int, ...], sizes: Sequence[int]) -> list[int]:
     """The axes along which the coordinates of `devices` differ."""
-    varying = []
-    for axis, size in enumerate(sizes):
-        below = math.prod(sizes[axis + 1 :])
-        if len({device // below % size for device in devices}) > 1:
-            varying.append(axis)
-    return tuple(varying)
+    return [axis for axis, places in enumerate(np.unravel_index(devices, sizes)) if np.ptp(places)]
 
 
-def _rows(order: tuple[int, ...], width: int) -> Groups:
-    return tuple(order[i : i + width] for i in range(0, len(order), width))
+def _groups(devices: np.ndarray) -> Groups:
+    return tuple(map(tuple, devices.tolist()))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

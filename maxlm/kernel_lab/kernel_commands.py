@@ -16,7 +16,7 @@ from maxlm.hardware import chips as hardware
 from maxlm.kernel_lab import compiled, counted, measured
 from maxlm.kernel_lab.counted import Row, table
 from maxlm.kernel_lab.problems import OPERATIONS, shape_names, shape_of
-from maxlm.kernels.attention.blocks import TABLE, padded
+from maxlm.kernels.attention.tpu import TABLE, padded
 from maxlm.telemetry.formatting import percent
 
 CHIPS = (*counted.TOPOLOGIES, compiled.CHIP)

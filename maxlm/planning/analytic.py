@@ -1,7 +1,7 @@
 """Analytic model of a step: time and memory of a layout without compiling it, in a fraction of a millisecond.
 
 Its constants were read off Llama 3.1 8B as XLA compiled it for v5p (libtpu 0.0.42; seconds of `cost.step_cost`). They only rank layouts:
-the best are compiled, and what was compiled corrects the others (`calibrate`). The two `least_*` figures are true lower bounds, by which
+the best are compiled, and what was compiled corrects the others (`explore`). The two `least_*` figures are true lower bounds, by which
 layouts are dropped.
 """
 

@@ -13,8 +13,7 @@ from maxlm.compiler.aot import available_hbm
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.hardware.topologies import Topology, near, parse
-from maxlm.planning.explore import Search, begin, explore
-from maxlm.planning.frontier import Point, points
+from maxlm.planning.explore import Point, Search, begin, explore, points
 from maxlm.planning.layouts import Layout, layouts
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
@@ -113,7 +112,7 @@ def _best(search: Search) -> Point | None:
 def _show(arguments: tuple[str, ...], config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
     console = output_console()
     tokens = machines[0].scale.tokens if machines else 0
-    console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold", highlight=False)
+    console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold")
     table = layout_table("", "chips", "run", "chip-hours", "step", "MFU")
     cheapest = math.inf
     for machine in machines:
@@ -127,16 +126,16 @@ def _show(arguments: tuple[str, ...], config: Config, machines: Sequence[Machine
             _name(topology), f"{topology.chips:,}", *figures, status, describe(point.layout), style="" if point.compiled else "dim"
         )
     console.print(table)
-    console.print("*: no other is both faster and cheaper. Nothing was measured.", style="dim", highlight=False)
+    console.print("*: no other is both faster and cheaper. Nothing was measured.", style="dim")
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
-        console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim", highlight=False)
+        console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
     if machines:
         fastest = machines[0].topology
         many = f" --slices {fastest.slices}" if fastest.slices > 1 else ""
         name, *overrides = arguments
         again = " ".join([f"maxlm plan {name} --topology {fastest.name}{many}", *overrides])
-        console.print(f"For the layout in full: {again}", highlight=False, markup=False)
+        console.print(f"For the layout in full: {again}")
 
 
 def _name(topology: Topology) -> str:

@@ -20,9 +20,7 @@ from maxlm.models import step_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
-from maxlm.planning.calibrate import Trial
-from maxlm.planning.explore import Search
-from maxlm.planning.frontier import Point, points
+from maxlm.planning.explore import Point, Search, Trial, points
 from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.verify import Compiler
 from maxlm.telemetry.formatting import duration

@@ -2,20 +2,26 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import find, load
+from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip
 from maxlm.hardware.topologies import is_tpu, near, parse
+from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import duration
 
 if TYPE_CHECKING:
+    from maxlm.planning.layouts import Layout
     from maxlm.planning.plan import Plan
 
 
@@ -97,7 +103,6 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     """Write config and chart of the chosen layout: (their paths, None), or (None, the error)."""
     from maxlm.planning.plan import machine_name
     from maxlm.planning.plan_output import draw
-    from maxlm.planning.plan_yaml import as_yaml, write
 
     chosen, config = plan.chosen, request.file
     if chosen is None:
@@ -106,7 +111,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     size = f"{chosen.verdict.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     remark = f"Chosen by `maxlm plan` for {machine}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
     try:
-        write(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
+        _write_config(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
         star = next(point for point in plan.points if point.compiled and point.layout == chosen.layout)
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, star, plan.search.available)
     except UserError as error:
@@ -114,3 +119,49 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     except OSError as error:
         return None, UserError(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
     return (config, chart), None
+
+
+def as_yaml(name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str) -> str:
+    """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, and `layout`; headed by `remark`."""
+    values = dict(flatten(loaded.config.model_dump(mode="json")))
+    overrides = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
+    sections: dict[str, Any] = {"extends": [_parent(name, out)]}
+    for key, value in {**overrides, **layout.settings(loaded.config)}.items():
+        if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in overrides:
+            continue
+        *path, last = key.split(".")
+        section = sections
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = list(value) if isinstance(value, tuple) else value
+    text = StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 120
+    yaml.dump(sections, text)
+    return "".join(f"# {line}\n" for line in remark.splitlines()) + text.getvalue()
+
+
+def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
+    """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
+    try:
+        before = path.read_text(encoding="utf-8") if path.exists() else None
+        if before == text:
+            return f"{path} is up to date"
+        if before is not None and not may_replace:
+            raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
+    return f"{path} {'replaced' if before is not None else 'written'}"
+
+
+def _parent(name: str, out: Path) -> str:
+    """Name of the config `name` in a file at `out`: shipped ones as the user gave it, others as a relative path."""
+    path = find(name).resolve()
+    for root in (Path("configs").resolve(), SHIPPED):
+        if path.is_relative_to(root):
+            return path.relative_to(root).with_suffix("").as_posix()
+    if path.suffix != ".yml":
+        return str(path)
+    return Path(os.path.relpath(path, out.absolute().parent)).with_suffix("").as_posix()

@@ -12,7 +12,7 @@ from rich.table import Table
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.hardware.chips import GIB
-from maxlm.planning.frontier import Point, rows
+from maxlm.planning.explore import Point, rows
 from maxlm.planning.plan import Plan, Scale, describe, machine_name
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
@@ -24,28 +24,24 @@ MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     """Print the frontier, the chosen layout, and the paths of the config and the chart that were `written`."""
     console, search = output_console(), plan.search
-
-    def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-    line(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", "bold")
+    console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
-    line(f"{search.counted:,} layouts: {dropped}, {len(search.trials)} compiled; {search.end}.")
+    console.print(f"{search.counted:,} layouts: {dropped}, {len(search.trials)} compiled; {search.end}.")
     console.print()
     show_frontier(rows(plan.points), plan.scale, console)
     console.print()
     chosen = plan.chosen
     if chosen is None:
         advice = "No compiled layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
-        line(advice if search.trials else "No layout was compiled: these are predictions.", "bold")
+        console.print(advice if search.trials else "No layout was compiled: these are predictions.", style="bold")
         return
     step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
-    line(f"Chosen: {describe(chosen.layout)}", "bold")
-    line(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_compare_to_own(plan)}")
+    console.print(f"Chosen: {describe(chosen.layout)}", style="bold")
+    console.print(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_compare_to_own(plan)}")
     if written is not None:
         config, chart = written
-        line(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
+        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
 
 
 def _compare_to_own(plan: Plan) -> str:
@@ -71,7 +67,7 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console) -> No
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
     note = "*: no other is both faster and smaller. Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
-    console.print(note, style="dim", highlight=False)
+    console.print(note, style="dim")
 
 
 def layout_table(*figures: str) -> Table:

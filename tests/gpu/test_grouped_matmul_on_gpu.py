@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import grouped_matmul
-from maxlm.kernels.grouped_matmul import gpu_product
+from maxlm.kernels.grouped_matmul import gpu
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
 from maxlm.kernels.hopper import DEVICES
 
@@ -53,4 +53,4 @@ def test_equals_the_definition(shape, seed, transposed):
 
 def test_is_chosen():
     sizes = jnp.full(16, ROWS // 16, jnp.int32)
-    assert gpu_product.FORWARD in jax.jit(grouped_matmul).lower(*operands(256, 256, 16)[:2], sizes).as_text()
+    assert gpu.FORWARD in jax.jit(grouped_matmul).lower(*operands(256, 256, 16)[:2], sizes).as_text()

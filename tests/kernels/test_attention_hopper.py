@@ -12,9 +12,8 @@ from test_attention import logsumexp_reference, operands, reference, run
 from maxlm.kernel_lab import hopper
 from maxlm.kernels.attention import CAUSAL, Mask
 from maxlm.kernels.attention.gpu import attention_hopper, why_not
-from maxlm.kernels.attention.gpu_dkv import DKV
-from maxlm.kernels.attention.gpu_dq import DQ
-from maxlm.kernels.attention.gpu_forward import FORWARD
+from maxlm.kernels.attention.gpu_keys import DKV
+from maxlm.kernels.attention.gpu_queries import DQ, FORWARD
 from maxlm.kernels.attention.gpu_tiles import BLOCK, block_bounds, query_bounds
 from maxlm.kernels.attention.reference import visible
 

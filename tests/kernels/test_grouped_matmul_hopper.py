@@ -9,7 +9,7 @@ from hopper_interpreter import interpreting
 from maxlm.kernel_lab import hopper
 from maxlm.kernels import grouped_matmul
 from maxlm.kernels import hopper as tiles
-from maxlm.kernels.grouped_matmul import gpu, gpu_product, gpu_weights
+from maxlm.kernels.grouped_matmul import gpu
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
 
 # M rows, E experts, K and N what weights map from and to
@@ -82,7 +82,7 @@ def test_is_refused_where_there_is_no_hopper():
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel():
     """What is chosen there for a layer's gradients: nothing is spilled, and no wgmma waits for another for the compiler's sake."""
     kernels = hopper.kernels_of("grouped_matmul", "hopper", "mixtral-up")
-    for name in (gpu_product.FORWARD, gpu_product.BY_ROWS, gpu_weights.WEIGHTS):
+    for name in (gpu.FORWARD, gpu.BY_ROWS, gpu.WEIGHTS):
         (kernel,) = (kernel for kernel in kernels if name in kernel.name)
         assert kernel.target == "sm_90a"
         assert kernel.opcodes["HGMMA"] >= 4

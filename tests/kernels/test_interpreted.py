@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.kernels import attention_and_logsumexp
-from maxlm.kernels.attention import Mask, blocks, tpu
+from maxlm.kernels.attention import Mask, tpu
 
 
 def test_a_race_is_found(capfd):
@@ -35,7 +35,7 @@ def test_a_race_is_found(capfd):
     ("wide", "options"), [(False, {}), (True, {"mask": Mask(window=100), "softcap": 5.0})], ids=["narrow", "wide, window"]
 )
 def test_attention(wide, options, monkeypatch, capfd):
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     monkeypatch.setattr(tpu, "WIDE", ("",) if wide else ())
     keys, heads = jax.random.split(jax.random.key(0), 3), (4, 2, 2)
     qkv = [jax.random.normal(key, (1, 512, h, 128), jnp.bfloat16) for key, h in zip(keys, heads, strict=True)]

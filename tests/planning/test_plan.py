@@ -18,7 +18,7 @@ from maxlm.hardware.topologies import parse
 from maxlm.planning import explore
 from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.plan import analytic_model
-from maxlm.planning.plan_yaml import as_yaml
+from maxlm.planning.plan_command import as_yaml
 from maxlm.planning.verify import Compiler, Verdict, verify
 
 TINY = """

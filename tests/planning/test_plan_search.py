@@ -7,9 +7,7 @@ import pytest
 from test_plan_model import LARGE, analytic
 
 from maxlm.config.loader import load
-from maxlm.planning.calibrate import Trial, predict
-from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, begin, explore
-from maxlm.planning.frontier import points, rows
+from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, Trial, begin, explore, points, predict, rows
 from maxlm.planning.layouts import layout_of, layouts
 from maxlm.planning.verify import Verdict
 

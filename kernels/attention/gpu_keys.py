@@ -125,11 +125,7 @@ class _Columns:
         def fetch(head: Index, i: Index, step: Index, nothing_carried: None) -> None:
             slot, tokens = self._slot(step), pl.ds(i * shape.queries, shape.queries)
             full = refs.q_full.at[slot]
-
-            @pl.when(step >= SLOTS)
-            def _() -> None:
-                plgpu.barrier_wait(refs.free.at[slot])
-
+            pl.when(step >= SLOTS)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
             plgpu.copy_gmem_to_smem(refs.q.at[self.b, tokens, head], refs.q_tile.at[slot], full)
             plgpu.copy_gmem_to_smem(refs.segments.at[self.b, tokens], refs.query_segments.at[slot], full)
             plgpu.copy_gmem_to_smem(refs.lse.at[self.b, head, tokens], refs.lse_row.at[slot], full)
@@ -165,7 +161,7 @@ class _Columns:
         return pl.ds((self.j * self.shape.parts + part) * ROWS, ROWS)
 
     def _zero(self) -> jax.Array:
-        return hopper.laid_out(jnp.zeros((ROWS, self.shape.head_dim), jnp.float32), plgpu.Layout.WGMMA, self.shape)
+        return hopper.zeros((ROWS, self.shape.head_dim), jnp.float32, self.shape)
 
     def _store(self, total: jax.Array, tile_ref: Ref, ref: Ref, part: Index) -> None:
         tile_ref[part] = total.astype(ref.dtype)
