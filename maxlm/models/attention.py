@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels.attention import Layout, Mask
-from maxlm.models.forward import DEFAULT, Forward
-from maxlm.models.layers import Angles, Norm, constant, matrix_size, rotate, score_gain, weight
+from maxlm.models.layers import BlockContext, Norm, constant, matrix_size, rotate, score_gain, weight
 from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes
@@ -56,72 +55,28 @@ class AttentionBase(nnx.Module):
         q_BSHK: Float[Array, "B S H K"],
         k_BSGK: Float[Array, "B S G K"],
         v_BSGV: Float[Array, "B S G V"],
-        segment_ids_BS: Int[Array, "B S"],
+        context: BlockContext,
         cache: Cache | None,
-        forward: Forward,
-        prefix_BS: Bool[Array, "B S"] | None,
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
         q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
-        if context_size() == 1 or forward.context != "ulysses":  # ulysses names the arrays after its exchange
+        if context_size() == 1 or context.strategy != "ulysses":  # ulysses names the arrays after its exchange
             q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
-        if cache is None:
-            attended_BSHV = self._attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, forward, prefix_BS)
-        elif forward.form == "causal":
-            attended_BSHV, cache = self._cached_attention(q_BSHK, k_BSGK, v_BSGV, cache)
+        options: dict[str, Any] = {"scale": self.scale, "mask": replace(self.mask, form=context.form), "softcap": self.softcap}
+        options["sinks_H"] = None if self.sinks_H is None else self.sinks_H[...]
+        ids_BS, prefix_BS = context.segment_ids_BS, context.prefix_BS
+        if cache is not None:
+            attended_BSHV, cache = _cached_attention(q_BSHK, k_BSGK, v_BSGV, cache, **options)
+        elif context_size() > 1:
+            strategy = context.strategy
+            attended_BSHV = context_attention(q_BSHK, k_BSGK, v_BSGV, ids_BS, prefix_BS=prefix_BS, strategy=strategy, **options)
         else:
-            raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {forward.form} ones")
+            ids: dict[str, Any] = {"query_segments_BS": ids_BS, "key_segments_BT": ids_BS, "prefix_BT": prefix_BS}
+            attended_BSHV = kernels.attention(q_BSHK, k_BSGK, v_BSGV, **ids, layout=_layout(), **options)
         attended_BSN = attended_BSHV.reshape(*q_BSHK.shape[:2], -1)
         out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
         out_BSD = linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN)
         return checkpoint_name(out_BSD, "attention_out"), cache
-
-    def _attention(
-        self,
-        q_BSHK: jax.Array,
-        k_BSGK: jax.Array,
-        v_BSGV: jax.Array,
-        segment_ids_BS: jax.Array,
-        forward: Forward,
-        prefix_BS: jax.Array | None,
-    ) -> jax.Array:
-        options = {**self._options, "mask": replace(self.mask, form=forward.form)}
-        if context_size() > 1:
-            return context_attention(q_BSHK, k_BSGK, v_BSGV, segment_ids_BS, prefix_BS=prefix_BS, strategy=forward.context, **options)
-        return kernels.attention(
-            q_BSHK,
-            k_BSGK,
-            v_BSGV,
-            query_segments_BS=segment_ids_BS,
-            key_segments_BT=segment_ids_BS,
-            prefix_BT=prefix_BS,
-            layout=_layout(),
-            **options,
-        )
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Static options of every call of attention, and sinks."""
-        sinks_H = None if self.sinks_H is None else self.sinks_H[...]
-        return {"scale": self.scale, "mask": self.mask, "softcap": self.softcap, "sinks_H": sinks_H}
-
-    def _cached_attention(self, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Attend to the cached positions and these; all are one document."""
-        start = (0, cache.length, 0, 0)
-        k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
-        v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
-        batch, new, *_ = q_BSHK.shape
-        attended_BSHV = kernels.attention(
-            q_BSHK,
-            k_BTGK,
-            v_BTGV,
-            query_segments_BS=jnp.ones((batch, new), jnp.int32),
-            key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
-            query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
-            key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
-            **self._options,
-        )
-        return attended_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
@@ -156,24 +111,18 @@ class Attention(AttentionBase):
         self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
 
     def __call__(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        angles: Angles | None,
-        segment_ids_BS: Int[Array, "B S"],
-        cache: Cache | None = None,
-        forward: Forward = DEFAULT,
-        prefix_BS: Bool[Array, "B S"] | None = None,
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """The layer's output, and `cache` with this call's keys and values added; segment id 0 is padding. `prefix_BS`: see `Mask`."""
+        """The layer's output, and `cache` with this call's keys and values added."""
         x_BSD = enter(x_BSD)
         q_BSHK = linear("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
         k_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
         v_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
-        if angles is not None:
+        if (angles := context.angles[self.local]) is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
-        return self.attend(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, cache, forward, prefix_BS)
+        return self.attend(q_BSHK, k_BSGK, v_BSGK, context, cache)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
@@ -186,7 +135,7 @@ class Attention(AttentionBase):
 
 
 def layer_mask(config: ModelConfig, *, local: bool) -> Mask:
-    """The mask of a local or global layer, for next-token prediction; `Forward.form` says where an objective wants another form."""
+    """The mask of a local or global layer, for next-token prediction; `BlockContext.form` says where an objective wants another form."""
     window = min(config.window, jnp.iinfo(jnp.int32).max) if local and config.window else None  # positions are int32
     return Mask(window=window)
 
@@ -195,3 +144,27 @@ def _layout() -> Layout:
     """Mesh axes that split attention's operands on the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))
+
+
+def _cached_attention(
+    q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, cache: Cache, *, mask: Mask, **options: Any
+) -> tuple[Float[Array, "B S H V"], Cache]:
+    """Attend to the cached positions and these; all are one document."""
+    if mask.form != "causal":
+        raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {mask.form} ones")
+    start = (0, cache.length, 0, 0)
+    k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
+    v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
+    batch, new, *_ = q_BSHK.shape
+    attended_BSHV = kernels.attention(
+        q_BSHK,
+        k_BTGK,
+        v_BTGV,
+        query_segments_BS=jnp.ones((batch, new), jnp.int32),
+        key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
+        query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
+        key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
+        mask=mask,
+        **options,
+    )
+    return attended_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)

@@ -1,17 +1,25 @@
-"""Building blocks of layers: parameter declarations, norms, rotary positions and activations."""
+"""Building blocks of layers: parameter declarations, norms, rotary positions, feed-forward layers, and inputs shared by all blocks."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from maxlm.config.schema import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config.schema import ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.kernels.attention.mask import Form
 from maxlm.kernels.platform import device
+from maxlm.models.linear import BETWEEN, ENTERING, gated_linear, linear
+from maxlm.models.saved_tensors import Matmul, matmul_by
 
-# B batch, S sequence, D width, K head dim, F = K / 2 frequencies
+# B batch, S sequence, D width, K head dim, F feed-forward width; of angles, K / 2 frequencies
+
+_HIDDEN = ("batch", "seq", "mlp")
+_STATIC = {"static": True}
 
 
 def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
@@ -22,6 +30,25 @@ def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
 def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param:
     """Declare a float32 scale or bias, initially filled with `value`."""
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
+
+
+Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockContext:
+    """Inputs shared by all blocks, which carry no gradient, and the options of a forward pass."""
+
+    angles: dict[bool, Angles | None]  # rotary angles of global (False) and local (True) layers; None with learned positions
+    segment_ids_BS: Int[Array, "B S"]  # 0 is padding
+    random_BS: UInt32[Array, "B S"] | None = None  # seed of the router's jitter for each token, in training
+    prefix_BS: Bool[Array, "B S"] | None = None  # True in the prefix of a document, for masks of form "prefix"
+    memory: MemoryConfig = field(default=MemoryConfig(remat="none"), metadata=_STATIC)  # what is saved for the backward pass
+    strategy: ContextAttention = field(default="ring", metadata=_STATIC)  # of attention where the mesh splits the sequence
+    form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
+    summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
+    generates: bool = field(default=False, metadata=_STATIC)  # token after token, with caches
 
 
 class Norm(nnx.Module):
@@ -42,9 +69,6 @@ class Norm(nnx.Module):
         if self.bias_D is not None:
             y_D += self.bias_D[...]
         return y_D.astype(x_D.dtype)
-
-
-Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
@@ -93,6 +117,50 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
         return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up
+
+
+class Mlp(nnx.Module):
+    """W_down(act(x W_gate) * (x W_up)) (Shazeer 2020, arXiv 2002.05202), or W_down(act(x W_up)) without a gate."""
+
+    def __init__(self, config: ModelConfig, hidden: int | None = None) -> None:
+        """`hidden`: the feed-forward width, default `d_ff`."""
+        width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
+        self.activation = config.activation
+        has_gate = config.activation != "gelu"
+        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if has_gate else None
+        self.up_DF = weight((width, hidden), ("embed", "mlp"), std)
+        self.down_FD = weight((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
+        biased = config.bias == "all"
+        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and has_gate else None
+        self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None
+        self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        if self.gate_DF is not None and self.up_bias_F is None:
+            out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
+            if out_BSD is not None:
+                return checkpoint_name(out_BSD, "mlp_out")
+        up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=_HIDDEN), "up")
+        if self.gate_DF is not None:
+            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=_HIDDEN)
+            hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF)
+        else:
+            hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
+        out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=_HIDDEN, writes=BETWEEN)
+        return checkpoint_name(out_BSD, "mlp_out")
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a training token, forward and backward."""
+        return 6 * matrix_size(self.gate_DF, self.up_DF, self.down_FD)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
+        gate = () if self.gate_DF is None else (matmul_by("gate", self.gate_DF, "out"),)
+        return *gate, matmul_by("up", self.up_DF, "out"), matmul_by("mlp_out", self.down_FD, "in")
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
+        return {"gate": 0, **{matmul.name: matmul.wide_out for matmul in self.matmuls()}}
 
 
 # Scaled rotary positions.

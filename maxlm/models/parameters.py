@@ -12,9 +12,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.decoder import Decoder
+from maxlm.models.decoder import Decoder, group_of
 from maxlm.models.layers import StateVariable
-from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
 
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
@@ -53,7 +52,7 @@ def abstract_decoder(config: ModelConfig) -> Decoder:
 
 
 def parameter_axes(config: ModelConfig) -> Parameters:
-    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `stack.STACKED`."""
+    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `decoder.STACKED`."""
     return _tree(config, functools.partial(_axes, config))
 
 
@@ -73,10 +72,9 @@ def _tree(config: ModelConfig, leaf: Callable[[tuple[str, ...], nnx.Variable], A
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A pytree path as the parts of a parameter's name: groups of layers stand beside the embedding, and values add no part."""
+    """A pytree path as the parts of a parameter's name; values add no part."""
     parts = tuple(str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path)
-    parts = parts[:-1] if parts[-1] == "value" else parts
-    return parts[1:] if parts[0] == "stack" else parts
+    return parts[:-1] if parts[-1] == "value" else parts
 
 
 def _get(tree: Parameters, name: tuple[str, ...]) -> Any:

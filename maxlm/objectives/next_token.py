@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.kernels import CrossEntropySums
 from maxlm.models import Decoder
-from maxlm.models.forward import Forward
 from maxlm.models.linear import unembedding_loss
 from maxlm.objectives.objective import ArraySpec, Inputs, Objective, Sums
 from maxlm.telemetry.metric import Metric
@@ -48,13 +47,13 @@ class NextToken(Objective):
             further.append(nearer._replace(tokens_BS=nearer.targets_BS, targets_BS=_shifted(nearer.targets_BS), weights_BS=weights_BS))
         return tuple(further)
 
-    def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, forward: Forward) -> tuple[Float[Array, ""], Sums]:
+    def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         nearest = self._cross_entropy(model, model.final_norm(x_BSD), inputs.batch)
         values = {"loss": nearest.nll, "z": nearest.z}
         if not inputs.targets:
             return nearest.total, self.sums(inputs.batch, values)
         tokens = [further.tokens_BS for further in inputs.targets]
-        hidden, output = model.predict_further(x_BSD, tokens, self.context(model, inputs), forward)
+        hidden, output = model.predict_further(x_BSD, tokens, self.context(model, inputs, summed))
         ahead = [self._cross_entropy(model, h_BSD, further) for h_BSD, further in zip(hidden, inputs.targets, strict=True)]
         assert self.config.model.mtp is not None, "there are targets further ahead"
         weight = self.config.model.mtp.loss_weight / len(ahead)

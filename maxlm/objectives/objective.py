@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import Config
 from maxlm.models import BlockContext, Decoder, Routing, bind, parameter_axes
-from maxlm.models.forward import Forward
+from maxlm.models.decoder import ENTRIES, join_routing
 from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.models.stack import join_routing
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric
@@ -108,21 +107,21 @@ class Objective(ABC):
         """Number that the loss of `batch` is a mean over."""
 
     @abstractmethod
-    def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, forward: Forward) -> tuple[Float[Array, ""], Sums]:
-        """(sum that is differentiated, figures) from the hidden states before the final norm."""
+    def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """(sum that is differentiated, figures) from the hidden states before the final norm. `summed`: as in `BlockContext`."""
 
     def loss(
         self, params: Parameters, model_state: Parameters, batch: Any, *, summed: tuple[str, ...] = (), training: bool = True
     ) -> tuple[Float[Array, ""], Sums]:
-        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `Forward`."""
+        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `BlockContext`."""
         config = self.config
-        inputs, forward = self.inputs(batch, training=training), self.forward(summed)
+        inputs = self.inputs(batch, training=training)
         compute = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
         model = bind(config.model, compute, model_state)
         with matmul_precision(config.precision):
             x_BSD = model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
-            output = model.stack(x_BSD, self.context(model, inputs), forward)
-            total, sums = self.head(model, output.x_BSD, inputs, forward)
+            output = model.run(ENTRIES, x_BSD, self.context(model, inputs, summed))
+            total, sums = self.head(model, output.x_BSD, inputs, summed)
         return total + output.aux_loss, sums._replace(routing=join_routing(output.routing, sums.routing))
 
     def inputs(self, batch: Any, *, training: bool = True) -> Inputs:
@@ -147,13 +146,11 @@ class Objective(ABC):
         """Arrays that the head reads beside `batch`, [B, S] each, made on the device."""
         return ()
 
-    def context(self, model: Decoder, inputs: Inputs) -> BlockContext:
-        """Inputs shared by all blocks."""
-        return BlockContext(model.angles(inputs.batch.positions_BS), inputs.batch.segment_ids_BS, inputs.batch.random_BS)
-
-    def forward(self, summed: tuple[str, ...] = ()) -> Forward:
-        """Options of the forward pass of a batch."""
-        return Forward(memory=self.config.memory, context=self.config.mesh.context_attention, summed=summed)
+    def context(self, model: Decoder, inputs: Inputs, summed: tuple[str, ...] = ()) -> BlockContext:
+        """Inputs shared by all blocks, and the options of the forward pass."""
+        batch, config = inputs.batch, self.config
+        options: dict[str, Any] = {"memory": config.memory, "strategy": config.mesh.context_attention, "summed": summed}
+        return BlockContext(model.angles(batch.positions_BS), batch.segment_ids_BS, batch.random_BS, **options)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
         """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""

@@ -34,7 +34,7 @@ def test_the_clamped_gate_has_no_gradient_beyond_its_bounds():
 def test_a_feed_forward_layer_uses_the_gate_of_its_activation():
     config = ModelConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=4, d_ff=48, init_std=1.0, activation="swiglu_clamped")
     params = init_parameters(config, 0)
-    mlp = jax.tree.map(lambda x: x[0], bind(config, params).stack.layers[0]).mlp
+    mlp = jax.tree.map(lambda x: x[0], bind(config, params).layers[0]).mlp
     x = np.random.default_rng(0).normal(size=(1, 5, 32)).astype(np.float32)
     p = {name: np.asarray(w[0], np.float64) for name, w in params["layers"]["0"]["mlp"].items()}
     wanted = clamped(x @ p["gate_DF"], x @ p["up_DF"]) @ p["down_FD"]

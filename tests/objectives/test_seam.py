@@ -48,8 +48,8 @@ class Weighted(NextToken):
     def batch_spec(self):
         return WeightedBatch(*super().batch_spec(), ArraySpec((GLOBAL_BATCH,), jnp.float32, ("batch",)))
 
-    def head(self, model, x_BSD, inputs, forward):
-        total, sums = super().head(model, x_BSD, inputs, forward)
+    def head(self, model, x_BSD, inputs, summed):
+        total, sums = super().head(model, x_BSD, inputs, summed)
         weight_B = inputs.batch.row_weight_B
         values = {**sums.added, "rows": jnp.float32(len(weight_B)), "heaviest": jnp.max(weight_B)}
         return total, self.sums(inputs.batch, values, sums.routing)

@@ -19,11 +19,9 @@ from maxlm.objectives import Sums
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
-from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.session import Session
-from maxlm.training.state import TrainState
-from maxlm.training.step import Metrics
+from maxlm.training.step import Metrics, TrainState, keep_if_finite
 
 EVERY, KEEP, TOTAL = 5, 2, 60
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
