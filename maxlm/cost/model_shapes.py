@@ -16,8 +16,8 @@ from maxlm.kernels.attention.blocks import padded
 from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs
 from maxlm.models import parameter_axes
-from maxlm.models.attention import layer_mask
 from maxlm.models.decoder import Block, FutureTokenModule
+from maxlm.models.layers import layer_mask
 from maxlm.models.moe import Moe
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul

@@ -80,7 +80,6 @@ def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""]
     """Logits after the last of the new tokens; the first is at position `start`."""
     positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
     output = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), generates=True, caches=caches)
-    assert output.caches is not None, "caches were passed"
     return logits(output.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], output.caches
 
 

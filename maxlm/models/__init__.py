@@ -1,9 +1,8 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.attention import Cache
 from maxlm.models.counts import count_active_parameters, count_parameters, counts, step_flops, token_flops
 from maxlm.models.decoder import Caches, Decoder
-from maxlm.models.layers import BlockContext
+from maxlm.models.layers import BlockContext, Cache
 from maxlm.models.parameters import (
     abstract_model_state,
     abstract_parameters,

@@ -7,12 +7,10 @@ parameters of a run are stacked over its repetitions. Groups in depth order, by 
 - `layers`: the pattern; its whole periods run in one scan, and entry i holds the i-th run of every period
 - `tail`: the last period, where the pattern does not fit a whole number of times
 - `ahead`: multi-token prediction modules, one block each, after the decoder's last layer
-
-Nothing else knows the groups, but for functions at the end of this file.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,8 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.attention import Attention, Cache
-from maxlm.models.layers import Angles, BlockContext, Mlp, Norm, matrix_size, rope_angles, weight
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, matrix_size, rope_angles, weight
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter, linear
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
@@ -40,7 +37,8 @@ STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pa
 PATTERN = ("layers", "tail")  # the layers that a pipeline divides
 ENTRIES = ("head", *PATTERN)
 Tree = Any  # nested dicts of arrays (or of shapes, specs, axes)
-Caches = dict[str, tuple[Cache, ...]]  # by entry, one a group
+Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are: caches, or others
+Caches = dict[str, tuple[Cache, ...]]
 RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None for a dense layer
 
 
@@ -82,13 +80,8 @@ class LayerGroup(NamedTuple):
     path: tuple[str, ...]  # of the blocks in the parameter tree
     local: bool
     experts: bool
-    depths: Int[np.ndarray, "*stacked"]  # depth of every block
+    depths: Int[np.ndarray, "*stacked"]  # depth of every block; its shape is that of the stack
     axes: tuple[str, ...] = ()  # logical axes of the stacked dims
-
-    @property
-    def stacked(self) -> tuple[int, ...]:
-        """Sizes of the stacked dims."""
-        return self.depths.shape
 
 
 @lru_cache(maxsize=64)
@@ -96,22 +89,21 @@ def layer_groups(config: ModelConfig, entries: tuple[str, ...] = (*ENTRIES, "ahe
     """The groups of these entries, in the order in which they run."""
     period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
     periods = (layers - dense) // period
-
-    def local(depth: int) -> bool:
-        return config.layer_pattern[depth % period] == "local"
+    ahead = range(layers, layers + config.mtp_depth)
+    kinds = config.layer_pattern * ahead.stop  # by depth, and further
 
     def runs(entry: str, depths: range, experts: bool, periods: int | None = None) -> Iterator[LayerGroup]:
-        for i, (is_local, run) in enumerate(groupby(depths, local)):
+        for i, (kind, run) in enumerate(groupby(depths, kinds.__getitem__)):
             blocks = np.array(list(run)) if periods is None else np.add.outer(period * np.arange(periods), list(run))
             several = blocks.shape[-1] > 1
             axes = STACKED[periods is None : 1 + several]
-            yield LayerGroup((entry, str(i)), is_local, experts, blocks if several else blocks[..., 0], axes)
+            yield LayerGroup((entry, str(i)), kind == "local", experts, blocks if several else blocks[..., 0], axes)
 
     groups = (
         *runs("head", range(dense), experts=False),
         *runs("layers", range(dense, dense + period), experts, periods),
         *runs("tail", range(dense + periods * period, layers), experts),
-        *(LayerGroup(("ahead", str(i), "block"), local(layers + i), experts, np.array(layers + i)) for i in range(config.mtp_depth)),
+        *(LayerGroup(("ahead", str(i), "block"), kinds[depth] == "local", experts, np.array(depth)) for i, depth in enumerate(ahead)),
     )
     return tuple(group for group in groups if group.path[0] in entries)
 
@@ -120,12 +112,9 @@ class DecoderOutput(NamedTuple):
     """Output of some blocks: hidden states, caches, auxiliary losses and router statistics."""
 
     x_BSD: Float[Array, "B S D"]
-    caches: Caches | None
+    caches: Caches  # None for each group where none were given
     aux_loss: Float[Array, ""]  # of routers, summed over tokens
     routing: Routing | None  # of layers with experts in depth order; None where there are none
-
-
-_LayerInputs = tuple[Block, Cache | None, Array | None]  # a block, its cache, and False if the block is padding
 
 
 class Decoder(nnx.Module):
@@ -135,9 +124,8 @@ class Decoder(nnx.Module):
         self.config = config
         table = (config.vocab_size, config.d_model)
         self.embedding_VD = weight(table, ("vocab", "embed"), config.init_std)
-        positions = (config.max_seq_len or 0, config.d_model)
-        learned = config.learned_positions is not None
-        self.position_PD = weight(positions, ("position", "embed_act"), config.init_std) if learned else None
+        positions = None if config.max_seq_len is None else (config.max_seq_len, config.d_model)
+        self.position_PD = weight(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
         self.final_norm = Norm(config.d_model, config)
@@ -160,32 +148,23 @@ class Decoder(nnx.Module):
         if config.learned_positions is not None:
             return {True: None, False: None}
         dim = config.latent.rope_dim if config.latent else config.head_dim
-        angles: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)
-        of_global = angles(config.rope)
-        return {False: of_global, True: angles(config.rope_local) if config.rope_local else of_global}
+        of_global = rope_angles(config.rope, dim, positions_BS)
+        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS) if config.rope_local else of_global}
 
     def run(
-        self,
-        entries: tuple[str, ...],
-        x_BSD: Float[Array, "B S D"],
-        context: BlockContext,
-        caches: Caches | None = None,
-        active: Sequence[Array] | None = None,
+        self, entries: tuple[str, ...], x_BSD: Array, context: BlockContext, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`. `active`: for each group of `layers`, False for blocks that are padding: they pass hidden
-        states through.
-        """
+        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`), which takes it and the value `beside` it."""
         new: Caches = {}
         routers: list[RouterOutput] = []
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), context)
+            period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
             blocks = getattr(self, entry)
-            none = (None,) * len(blocks)
-            layers = tuple(zip(blocks, caches[entry] if caches else none, active if active and entry == "layers" else none, strict=True))
+            layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
             x_BSD, (new[entry], reports) = jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
-        return DecoderOutput(x_BSD, new if caches else None, aux_loss, routing)
+        return DecoderOutput(x_BSD, new, aux_loss, routing)
 
     @property
     def unembedding_VD(self) -> Float[Array, "V D"]:
@@ -221,11 +200,11 @@ class Decoder(nnx.Module):
         routers: list[RouterOutput] = []
         embedded = [self._embed_tokens(tokens_BS) for tokens_BS in tokens]
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
-            x_BSD, (_, router) = _run_layer(context, module.join(x_BSD, token_BSD), (module.block, None, None))
+            x_BSD, (_, router) = run_layer(context, module.join(x_BSD, token_BSD), (module.block, None))
             hidden.append(module.final_norm(x_BSD))
             routers.append(router)
         aux_loss, routing = _join_routers(layer_groups(self.config, ("ahead",)), routers)
-        return hidden, DecoderOutput(x_BSD, None, aux_loss, routing)
+        return hidden, DecoderOutput(x_BSD, {}, aux_loss, routing)
 
     def empty_caches(self, batch: int, length: int) -> Caches:
         """Caches for `length` positions of generation."""
@@ -234,8 +213,8 @@ class Decoder(nnx.Module):
         shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
 
         def empty(group: LayerGroup) -> Cache:
-            k_BTGK, v_BTGV = (jnp.zeros((*group.stacked, *shape), dtype) for shape in shapes)
-            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.stacked, jnp.int32))
+            k_BTGK, v_BTGV = (jnp.zeros((*group.depths.shape, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.depths.shape, jnp.int32))
 
         return {entry: tuple(map(empty, layer_groups(config, (entry,)))) for entry in ENTRIES}
 
@@ -249,16 +228,14 @@ class Decoder(nnx.Module):
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    sizes = group.stacked
+    sizes = group.depths.shape
     blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(sizes)))
     return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
 
 
-def _run_groups(
-    groups: Sequence[LayerGroup], context: BlockContext, x_BSD: Array, layers: tuple[_LayerInputs, ...]
-) -> tuple[Array, tuple[tuple, tuple]]:
+def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, tuple[tuple, tuple]]:
     """One period of groups: (hidden states, (caches, what routers report))."""
-    layer, outputs = partial(_run_layer, context), []
+    outputs = []
     for group, inputs in zip(groups, layers, strict=True):
         x_BSD, output = jax.lax.scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
         outputs.append(output)
@@ -266,17 +243,12 @@ def _run_groups(
     return x_BSD, (caches, routers)
 
 
-def _run_layer(context: BlockContext, x_BSD: Array, inputs: _LayerInputs) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
-    """One block under the remat policy: (hidden states, (cache, what the router reports))."""
-    block, cache, active = inputs
-    input_BSD = x_BSD if active is None else jnp.where(active, x_BSD, 0)  # no gradient flows into padding
-    apply = rematerialise(
-        lambda block, *inputs: block(*inputs), context.memory
-    )  # a new function: JAX caches traces, and precision is traced
-    y_BSD, cache, router = apply(block, input_BSD, context, cache)
-    if active is None:
-        return y_BSD, (cache, router)
-    return jnp.where(active, y_BSD, x_BSD), (cache, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
+def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Cache | None]) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
+    """One block, with its cache, under the remat policy: (hidden states, (cache, what the router reports))."""
+    block, cache = inputs
+    apply = rematerialise(lambda block, *inputs: block(*inputs), context.memory)  # new each time: JAX caches traces by function
+    x_BSD, cache, router = apply(block, x_BSD, context, cache)
+    return x_BSD, (cache, router)
 
 
 def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
@@ -351,7 +323,7 @@ def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tre
     order = np.argsort(depths)
 
     def join(*leaves: Array) -> Array:
-        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.stacked) :]) for group, leaf in zip(groups, leaves, strict=True)]
+        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.depths.shape) :]) for group, leaf in zip(groups, leaves, strict=True)]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
         return joined if np.array_equal(order, np.arange(len(order))) else joined[order]
 
@@ -372,8 +344,8 @@ def join_routing(*parts: Routing | None) -> Routing | None:
 
 def balance_experts(config: ModelConfig, model_state: Tree, routing: Routing) -> Tree:
     """The model state after an update. Loss-free balancing (Wang 2024, arXiv 2408.15664): every bias moves `bias_rate` towards even load,
-    up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the same
-    everywhere.
+    up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the
+    same everywhere.
     """
     rate = config.moe.router.bias_rate if config.moe is not None else 0.0
     if not rate:

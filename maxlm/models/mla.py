@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import LatentConfig, ModelConfig
-from maxlm.models.attention import HEADS, AttentionBase, Cache
-from maxlm.models.layers import BlockContext, Norm, matrix_size, rotate, weight
+from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, rotate, weight
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.decoder import PATTERN, layer_groups, split_layers
+from maxlm.models.decoder import PATTERN, Block, layer_groups, run_layer, split_layers
+from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.models.router import Routing
 from maxlm.parallel.pipeline import AXIS
@@ -99,6 +100,13 @@ class StageAssignment:
         """Router statistics of all layers in depth order, from those of the stages one after another."""
         rows = (self.position_of[:, None] * self.period + np.arange(self.period)).reshape(-1)[: self.layers]
         return jax.tree.map(lambda leaf: leaf[rows], reports)
+
+
+def run_unless_padding(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Bool[Array, ""]]) -> tuple[Array, tuple]:
+    """As `run_layer`; a block that is padding, whose second input is False, passes hidden states through, and gets no gradient."""
+    block, active = inputs
+    y_BSD, (_, router) = run_layer(context, jnp.where(active, x_BSD, 0), (block, None))
+    return jnp.where(active, y_BSD, x_BSD), (None, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
 
 
 def scatter_to_stages(assignment: StageAssignment, tree: Parameters, specs: Specs = parameter_specs) -> Parameters:
@@ -203,6 +211,7 @@ def cut_periods(config: ModelConfig, padded: Parameters) -> Parameters:
 def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Blocks in each run of a period, and in each run of the incomplete last one."""
     whole, tail = (
-        {group.path[1]: group.stacked[-1] if "run" in group.axes else 1 for group in layer_groups(config, (entry,))} for entry in PATTERN
+        {group.path[1]: group.depths.shape[-1] if "run" in group.axes else 1 for group in layer_groups(config, (entry,))}
+        for entry in PATTERN
     )
     return whole, tail

@@ -79,7 +79,7 @@ def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: A
         return sums.over_devices(local), _map(partial(_reduce, local=local, add=add), axes, grads)
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
-        compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
+        compute = cast_matrices(config, params)
         specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
         rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
         run = jax.shard_map(on_device, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
@@ -111,7 +111,7 @@ def gather_layers(config: Config, params: Parameters) -> Parameters:
     Embedding and unembedding are read once a microbatch anyway.
     """
     axes = parameter_axes(config.model)
-    layers, others = split_layers(cast_matrices(params, axes, jnp.dtype(config.precision.compute)))
+    layers, others = split_layers(cast_matrices(config, params))
     return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.schema import ModelConfig, RopeConfig
 from maxlm.models import bind, init_parameters
-from maxlm.models.layers import gated, rope_angles, score_gain
+from maxlm.models.layers import gated, rope_angles, yarn_gains
 
 
 def clamped(gate, up):
@@ -68,6 +68,6 @@ def test_yarn_ramps_as_gpt_oss_and_the_paper_do(truncate):
 def test_the_temperature_is_applied_once():
     """To what is turned, or to all scores: never to both."""
     for rope in (RopeConfig(), yarn()):
-        assert score_gain(rope) == 1
-    assert score_gain(yarn(mscale_all_dim=1.0)) == pytest.approx((0.1 * np.log(32) + 1) ** 2)
+        assert yarn_gains(rope)[1] == 1
+    assert yarn_gains(yarn(mscale_all_dim=1.0))[1] == pytest.approx((0.1 * np.log(32) + 1) ** 2)
     np.testing.assert_allclose(frequencies(yarn(mscale_all_dim=1.0))[1], 1, rtol=1e-6)
