@@ -116,6 +116,12 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
             f"{where} was written by an earlier maxlm, which stored {_some([_as_parameter(name) for name in moved])} among the parameters; "
             f"now they are in {MODEL_STATE}: continue that run with the maxlm that wrote it, or use another run.name."
         )
+    renamed = [_of_before(name) for name in wanted if name not in saved and _of_before(name) in saved]
+    if renamed:
+        raise CheckpointError(
+            f"{where} was written by an earlier maxlm, which stored {_some(renamed)}; now the state of local updates is in updater: "
+            "continue that run with the maxlm that wrote it, or use another run.name."
+        )
     params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
     problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]
     if whole:
@@ -131,6 +137,11 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
 def _as_parameter(name: str) -> str:
     """Name that a leaf of the model state would have as a parameter."""
     return PARAMS + name.removeprefix(MODEL_STATE)
+
+
+def _of_before(name: str) -> str:
+    """Name that a leaf of the updater's state had: `workers`, of local updates."""
+    return "workers" + name.removeprefix("updater") if name.startswith("updater") else name
 
 
 def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:

@@ -50,14 +50,11 @@ RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICA
 
 def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
     """Mesh axes that split each dim of a tensor with these logical axes. Raises KeyError for an unknown one."""
-    for name in axes:
-        if name is not None and name not in RULES:
-            raise KeyError(f"no logical axis {name!r}: the table has {', '.join(RULES)}")
+    if unknown := [name for name in axes if name is not None and name not in RULES]:
+        raise KeyError(f"no logical axis {unknown[0]!r}: the table has {', '.join(RULES)}")
     taken = {axis for name in axes if name not in (None, "embed") for axis in RULES[name]}
-    return tuple(
-        () if name is None else tuple(axis for axis in RULES[name] if axis not in taken) if name == "embed" else RULES[name]
-        for name in axes
-    )
+    rules = [() if name is None else RULES[name] for name in axes]
+    return tuple(tuple(axis for axis in rule if name != "embed" or axis not in taken) for name, rule in zip(axes, rules, strict=True))
 
 
 class Dim(NamedTuple):

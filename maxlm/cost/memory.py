@@ -13,8 +13,8 @@ from maxlm.cost.model_shapes import layers, rows_of
 from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
+from maxlm.models.decoder import STACKED, layer_groups
 from maxlm.models.parameters import parameter_axes
-from maxlm.models.stack import STACKED, layer_groups
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -51,7 +51,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     state = program.abstract_state
     return (
         MemoryPart("state", "parameters (float32)", _bytes(state.params)),
-        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.workers))),
+        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.updater))),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
 
@@ -130,7 +130,7 @@ class _BufferNames:
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
-    stacks = {group.stacked[i:] for group in layer_groups(model) for i in (0, 1)}
+    stacks = {group.depths.shape[i:] for group in layer_groups(model) for i in (0, 1)}
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 

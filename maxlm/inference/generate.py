@@ -12,7 +12,6 @@ from maxlm.config import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels.linear_cross_entropy import logits
 from maxlm.models import Caches, Decoder, bind
-from maxlm.models.forward import Forward
 from maxlm.models.parameters import Parameters
 
 # B batch, S new positions, V vocabulary
@@ -80,8 +79,7 @@ def _run(
 def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""], caches: Caches) -> tuple[Float[Array, "B V"], Caches]:
     """Logits after the last of the new tokens; the first is at position `start`."""
     positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    output = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), forward=Forward(generates=True), caches=caches)
-    assert output.caches is not None, "caches were passed"
+    output = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), generates=True, caches=caches)
     return logits(output.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], output.caches
 
 

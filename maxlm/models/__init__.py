@@ -1,9 +1,8 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.attention import Cache
-from maxlm.models.block import BlockContext
 from maxlm.models.counts import count_active_parameters, count_parameters, counts, step_flops, token_flops
-from maxlm.models.decoder import Decoder
+from maxlm.models.decoder import Caches, Decoder
+from maxlm.models.layers import BlockContext, Cache
 from maxlm.models.parameters import (
     abstract_model_state,
     abstract_parameters,
@@ -15,7 +14,6 @@ from maxlm.models.parameters import (
     parameter_specs,
 )
 from maxlm.models.router import Routing
-from maxlm.models.stack import Caches
 
 __all__ = [
     "BlockContext",

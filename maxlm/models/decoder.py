@@ -1,21 +1,120 @@
-"""A decoder-only transformer: embedding, layers, final norm, unembedding."""
+"""A decoder-only transformer: embedding, blocks, final norm, unembedding.
 
-from collections.abc import Callable, Sequence
-from functools import partial
+Equal blocks are compiled once. A layer pattern is a sequence of runs of equal blocks (five local layers, then a global one), and the
+parameters of a run are stacked over its repetitions. Groups in depth order, by the entry of the parameter tree that holds them:
 
+- `head`: the dense layers before the first with experts
+- `layers`: the pattern; its whole periods run in one scan, and entry i holds the i-th run of every period
+- `tail`: the last period, where the pattern does not fit a whole number of times
+- `ahead`: multi-token prediction modules, one block each, after the decoder's last layer
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
-from maxlm.config.schema import ModelConfig
-from maxlm.models.block import BlockContext
-from maxlm.models.forward import Forward
-from maxlm.models.layers import Angles, Norm, rope_angles, weight
-from maxlm.models.linear import BETWEEN, embedding_lookup
-from maxlm.models.stack import Caches, DecoderOutput, LayerStack
+from maxlm.config.schema import MemoryConfig, ModelConfig
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, matrix_size, rope_angles, weight
+from maxlm.models.linear import BETWEEN, embedding_lookup, enter, linear
+from maxlm.models.mla import LatentAttention
+from maxlm.models.moe import Moe
+from maxlm.models.router import Routing
+from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 from maxlm.parallel import constrain
 
-# B batch, S sequence, P learned positions, D width, V vocabulary
+# B batch, S sequence, P learned positions, D width, V vocabulary, L layers
+
+STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run
+PATTERN = ("layers", "tail")  # the layers that a pipeline divides
+ENTRIES = ("head", *PATTERN)
+Tree = Any  # nested dicts of arrays (or of shapes, specs, axes)
+Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are: caches, or others
+Caches = dict[str, tuple[Cache, ...]]
+RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None for a dense layer
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms the output of each sublayer. `experts`: the mlp is a mixture."""
+
+    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False) -> None:
+        sandwich = config.norm_position == "sandwich"
+        self.attention_norm = Norm(config.d_model, config)
+        self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
+        self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
+        self.mlp_norm = Norm(config.d_model, config)
+        self.mlp: Mlp | Moe = Moe(config) if experts else Mlp(config)
+        self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
+
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B S D"], Cache | None, RouterOutput]:
+        x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
+        y_BSD, cache = self.attention(self.attention_norm(x_BSD), context, cache)
+        x_BSD += y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD)
+        router: RouterOutput = None
+        if isinstance(self.mlp, Moe):
+            y_BSD, aux_loss, routing = self.mlp(self.mlp_norm(x_BSD), context)
+            router = aux_loss, routing
+        else:
+            y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
+        x_BSD += y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)
+        return constrain(x_BSD, *BETWEEN), cache, router
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token in one block, forward and backward."""
+        return self.attention.flops_per_token(seq_len, masked=masked) + self.mlp.flops_per_token()
+
+
+class LayerGroup(NamedTuple):
+    """Equal blocks whose parameters are stacked: by periods if the group is repeated, then by the blocks of a run if there are several."""
+
+    path: tuple[str, ...]  # of the blocks in the parameter tree
+    local: bool
+    experts: bool
+    depths: Int[np.ndarray, "*stacked"]  # depth of every block; its shape is that of the stack
+    axes: tuple[str, ...] = ()  # logical axes of the stacked dims
+
+
+@lru_cache(maxsize=64)
+def layer_groups(config: ModelConfig, entries: tuple[str, ...] = (*ENTRIES, "ahead")) -> tuple[LayerGroup, ...]:
+    """The groups of these entries, in the order in which they run."""
+    period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
+    periods = (layers - dense) // period
+    ahead = range(layers, layers + config.mtp_depth)
+    kinds = config.layer_pattern * ahead.stop  # by depth, and further
+
+    def runs(entry: str, depths: range, experts: bool, periods: int | None = None) -> Iterator[LayerGroup]:
+        for i, (kind, run) in enumerate(groupby(depths, kinds.__getitem__)):
+            blocks = np.array(list(run)) if periods is None else np.add.outer(period * np.arange(periods), list(run))
+            several = blocks.shape[-1] > 1
+            axes = STACKED[periods is None : 1 + several]
+            yield LayerGroup((entry, str(i)), kind == "local", experts, blocks if several else blocks[..., 0], axes)
+
+    groups = (
+        *runs("head", range(dense), experts=False),
+        *runs("layers", range(dense, dense + period), experts, periods),
+        *runs("tail", range(dense + periods * period, layers), experts),
+        *(LayerGroup(("ahead", str(i), "block"), kinds[depth] == "local", experts, np.array(depth)) for i, depth in enumerate(ahead)),
+    )
+    return tuple(group for group in groups if group.path[0] in entries)
+
+
+class DecoderOutput(NamedTuple):
+    """Output of some blocks: hidden states, caches, auxiliary losses and router statistics."""
+
+    x_BSD: Float[Array, "B S D"]
+    caches: Caches  # None for each group where none were given
+    aux_loss: Float[Array, ""]  # of routers, summed over tokens
+    routing: Routing | None  # of layers with experts in depth order; None where there are none
 
 
 class Decoder(nnx.Module):
@@ -25,27 +124,12 @@ class Decoder(nnx.Module):
         self.config = config
         table = (config.vocab_size, config.d_model)
         self.embedding_VD = weight(table, ("vocab", "embed"), config.init_std)
-        positions = (config.max_seq_len or 0, config.d_model)
-        learned = config.learned_positions is not None
-        self.position_PD = weight(positions, ("position", "embed_act"), config.init_std) if learned else None
-        self.stack = LayerStack(config)
+        positions = None if config.max_seq_len is None else (config.max_seq_len, config.d_model)
+        self.position_PD = weight(positions, ("position", "embed_act"), config.init_std) if positions else None
+        self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
+        self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
         self.final_norm = Norm(config.d_model, config)
         self.output_VD = None if config.tie_embeddings else weight(table, ("vocab", "embed"), config.init_std)
-
-    def __call__(
-        self,
-        tokens_BS: Int[Array, "B S"],
-        positions_BS: Int[Array, "B S"],
-        segment_ids_BS: Int[Array, "B S"],
-        random_BS: UInt32[Array, "B S"] | None = None,
-        *,
-        forward: Forward | None = None,
-        caches: Caches | None = None,
-    ) -> DecoderOutput:
-        """Hidden states after the final norm, ready for `unembedding_VD`; `caches`, if any, with this call's keys and values added."""
-        context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS)
-        output = self.stack(self.embed(tokens_BS, positions_BS), context, forward or Forward(), caches)
-        return output._replace(x_BSD=self.final_norm(output.x_BSD))
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Input of the first block."""
@@ -64,26 +148,214 @@ class Decoder(nnx.Module):
         if config.learned_positions is not None:
             return {True: None, False: None}
         dim = config.latent.rope_dim if config.latent else config.head_dim
-        angles: Callable[..., Angles] = partial(rope_angles, head_dim=dim, positions_BS=positions_BS)
-        of_global = angles(config.rope)
-        return {False: of_global, True: angles(config.rope_local) if config.rope_local else of_global}
+        of_global = rope_angles(config.rope, dim, positions_BS)
+        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS) if config.rope_local else of_global}
+
+    def run(
+        self, entries: tuple[str, ...], x_BSD: Array, context: BlockContext, beside: Beside | None = None, layer: Callable | None = None
+    ) -> DecoderOutput:
+        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`), which takes it and the value `beside` it."""
+        new: Caches = {}
+        routers: list[RouterOutput] = []
+        for entry in entries:
+            period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
+            blocks = getattr(self, entry)
+            layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
+            x_BSD, (new[entry], reports) = jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+            routers += reports
+        aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
+        return DecoderOutput(x_BSD, new, aux_loss, routing)
 
     @property
     def unembedding_VD(self) -> Float[Array, "V D"]:
         """Matrix from hidden states to logits."""
         return (self.embedding_VD if self.output_VD is None else self.output_VD)[...]
 
+    # Generation, multi-token prediction, FLOPs.
+
+    def __call__(
+        self,
+        tokens_BS: Int[Array, "B S"],
+        positions_BS: Int[Array, "B S"],
+        segment_ids_BS: Int[Array, "B S"],
+        random_BS: UInt32[Array, "B S"] | None = None,
+        *,
+        caches: Caches | None = None,
+        **options: Any,
+    ) -> DecoderOutput:
+        """Hidden states after the final norm, ready for `unembedding_VD`; `caches`, if any, with this call's keys and values added.
+        `options`: of the `BlockContext`.
+        """
+        context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS, **options)
+        output = self.run(ENTRIES, self.embed(tokens_BS, positions_BS), context, caches)
+        return output._replace(x_BSD=self.final_norm(output.x_BSD))
+
     def predict_further(
-        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext, forward: Forward
+        self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
     ) -> tuple[list[Array], DecoderOutput]:
-        """Multi-token prediction, see `LayerStack.predict_further`. `tokens[i]` are i + 1 places further than those of x_BSD."""
-        return self.stack.predict_further(x_BSD, [self._embed_tokens(tokens_BS) for tokens_BS in tokens], context, forward)
+        """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: hidden states before
+        the final norm; `tokens[i]` are i + 1 places further than those of x_BSD.
+        """
+        hidden: list[Array] = []
+        routers: list[RouterOutput] = []
+        embedded = [self._embed_tokens(tokens_BS) for tokens_BS in tokens]
+        for module, token_BSD in zip(self.ahead, embedded, strict=True):
+            x_BSD, (_, router) = run_layer(context, module.join(x_BSD, token_BSD), (module.block, None))
+            hidden.append(module.final_norm(x_BSD))
+            routers.append(router)
+        aux_loss, routing = _join_routers(layer_groups(self.config, ("ahead",)), routers)
+        return hidden, DecoderOutput(x_BSD, {}, aux_loss, routing)
 
     def empty_caches(self, batch: int, length: int) -> Caches:
         """Caches for `length` positions of generation."""
-        return self.stack.empty_caches(batch, length, self.embedding_VD.dtype)
+        config, dtype = self.config, self.embedding_VD.dtype
+        value_dim = config.latent.value_dim if config.latent else config.head_dim
+        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
+
+        def empty(group: LayerGroup) -> Cache:
+            k_BTGK, v_BTGV = (jnp.zeros((*group.depths.shape, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.depths.shape, jnp.int32))
+
+        return {entry: tuple(map(empty, layer_groups(config, (entry,)))) for entry in ENTRIES}
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""
         unembeddings = (1 + self.config.mtp_depth) * 6 * self.config.vocab_size * self.config.d_model
-        return unembeddings + self.stack.flops_per_token(seq_len, masked=masked)
+        modules: list[Any] = [*self.head, *self.layers, *self.tail, *self.ahead]
+        sizes = [group.depths.size for group in layer_groups(self.config)]
+        return unembeddings + sum(n * m.flops_per_token(seq_len, masked=masked) for n, m in zip(sizes, modules, strict=True))
+
+
+def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
+    """The blocks of a group as one, their parameters stacked."""
+    sizes = group.depths.shape
+    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(sizes)))
+    return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
+
+
+def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, tuple[tuple, tuple]]:
+    """One period of groups: (hidden states, (caches, what routers report))."""
+    outputs = []
+    for group, inputs in zip(groups, layers, strict=True):
+        x_BSD, output = jax.lax.scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
+        outputs.append(output)
+    caches, routers = zip(*outputs, strict=True) if outputs else ((), ())
+    return x_BSD, (caches, routers)
+
+
+def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Cache | None]) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
+    """One block, with its cache, under the remat policy: (hidden states, (cache, what the router reports))."""
+    block, cache = inputs
+    apply = rematerialise(lambda block, *inputs: block(*inputs), context.memory)  # new each time: JAX caches traces by function
+    x_BSD, cache, router = apply(block, x_BSD, context, cache)
+    return x_BSD, (cache, router)
+
+
+def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
+    """Wrap `function` so that its activations are kept, offloaded to the host or recomputed as `memory` says."""
+    if memory.remat == "none":
+        return function
+    if memory.remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    else:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[] if memory.remat == "full" else list(memory.remat),
+            names_which_can_be_offloaded=list(memory.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
+    """(sum of the auxiliary losses, statistics in depth order) of these groups."""
+    present = [router for router in routers if router is not None]
+    aux_loss = sum((jnp.sum(aux_loss) for aux_loss, _ in present), jnp.float32(0))
+    return aux_loss, in_depth_order([g for g in groups if g.experts], [routing for _, routing in present]) if present else None
+
+
+class FutureTokenModule(nnx.Module):
+    """Predict one token further (DeepSeek-V3, arXiv 2412.19437, section 2.2): hidden states and the embedding of the token that they
+    predicted, each normed, are projected by one matrix each, added, and pass one more block. Embedding and unembedding are the decoder's.
+    """
+
+    def __init__(self, config: ModelConfig, block: Block) -> None:
+        width, std = config.d_model, config.init_std
+        self.hidden_norm = Norm(width, config)
+        self.token_norm = Norm(width, config)
+        self.hidden_DD = weight((width, width), ("embed", "embed_act"), std)
+        self.token_DD = weight((width, width), ("embed", "embed_act"), std)
+        self.block = block
+        self.final_norm = Norm(width, config)
+
+    def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Input of the block, from hidden states before their final norm and token embeddings."""
+        x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
+        return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward, the unembedding not counted."""
+        return 6 * matrix_size(self.hidden_DD, self.token_DD) + self.block.flops_per_token(seq_len, masked=masked)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls of `join`; the block has its own."""
+        return matmul_by(JOIN, self.hidden_DD, "rows"), matmul_by(JOIN, self.token_DD, "rows")
+
+
+# Parameter trees by group.
+
+
+def group_of(config: ModelConfig, name: Sequence[str]) -> LayerGroup | None:
+    """The group that holds the parameter of this name; None if it belongs to no layer."""
+    return next((group for group in layer_groups(config) if tuple(name[: len(group.path)]) == group.path), None)
+
+
+def split_layers(tree: Tree, *, pattern: bool = False) -> tuple[Tree, Tree]:
+    """(entries of a parameter tree that hold layers, the other entries). `pattern`: only those that a pipeline divides among its stages."""
+    names = PATTERN if pattern else (*ENTRIES, "ahead")
+    return {name: tree[name] for name in names if name in tree}, {name: tree[name] for name in tree if name not in names}
+
+
+def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tree:
+    """The values of all blocks of `groups` along one leading dim, the first layer first, of one tree a group, stacked as its blocks are."""
+    depths = np.concatenate([group.depths.reshape(-1) for group in groups])
+    order = np.argsort(depths)
+
+    def join(*leaves: Array) -> Array:
+        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.depths.shape) :]) for group, leaf in zip(groups, leaves, strict=True)]
+        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        return joined if np.array_equal(order, np.arange(len(order))) else joined[order]
+
+    return jax.tree.map(join, *stacked)
+
+
+def by_group(groups: Sequence[LayerGroup], values_L: Array) -> list[Array]:
+    """The inverse of `in_depth_order`: for each group its values, stacked as its blocks are."""
+    depths = np.sort(np.concatenate([group.depths.reshape(-1) for group in groups]))
+    return [values_L[np.searchsorted(depths, group.depths)] for group in groups]
+
+
+def join_routing(*parts: Routing | None) -> Routing | None:
+    """Router statistics of consecutive parts of the depth as those of one; None where no layer has experts."""
+    present = [part for part in parts if part is not None]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
+
+
+def balance_experts(config: ModelConfig, model_state: Tree, routing: Routing) -> Tree:
+    """The model state after an update. Loss-free balancing (Wang 2024, arXiv 2408.15664): every bias moves `bias_rate` towards even load,
+    up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the
+    same everywhere.
+    """
+    rate = config.moe.router.bias_rate if config.moe is not None else 0.0
+    if not rate:
+        return model_state
+    groups = [group for group in layer_groups(config) if group.experts]
+    updated: Tree = {}
+    for group, load_E in zip(groups, by_group(groups, routing.load_E), strict=True):
+        old, new = model_state, updated
+        for part in (*group.path, "mlp"):
+            old, new = old[part], new.setdefault(part, {})
+        even = jnp.mean(load_E.astype(jnp.float32), axis=-1, keepdims=True)
+        new["balancing_E"] = old["balancing_E"] + rate * jnp.sign(even - load_E)
+    return updated

@@ -1,17 +1,34 @@
-"""Building blocks of layers: parameter declarations, norms, rotary positions and activations."""
+"""The layers of a block: norms, attention with rotary positions, feed-forward layers; their parameters and the inputs they share."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from maxlm.config.schema import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from maxlm import kernels
+from maxlm.config.schema import ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.kernels.attention import Layout, Mask
+from maxlm.kernels.attention.mask import Form
 from maxlm.kernels.platform import device
+from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, gated_linear, linear
+from maxlm.models.saved_tensors import Matmul, matmul_by
+from maxlm.parallel import constrain, context_size, mesh_axes
+from maxlm.parallel.context import context_attention
 
-# B batch, S sequence, D width, K head dim, F = K / 2 frequencies
+# B batch, S sequence, T cached positions, D width, F feed-forward width; of angles, K / 2 frequencies
+# H query heads, G key/value heads, K head dim, V that of values, N = H V
+
+HEADS: Axes = ("batch", "seq", "heads", None)
+GROUPS: Axes = ("batch", "seq", "kv_heads", None)
+_MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
+_HIDDEN: Axes = ("batch", "seq", "mlp")
+_STATIC = {"static": True}
 
 
 def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
@@ -22,6 +39,25 @@ def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
 def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param:
     """Declare a float32 scale or bias, initially filled with `value`."""
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
+
+
+Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockContext:
+    """Inputs shared by all blocks, which carry no gradient, and the options of a forward pass."""
+
+    angles: dict[bool, Angles | None]  # rotary angles of global (False) and local (True) layers; None with learned positions
+    segment_ids_BS: Int[Array, "B S"]  # 0 is padding
+    random_BS: UInt32[Array, "B S"] | None = None  # seed of the router's jitter for each token, in training
+    prefix_BS: Bool[Array, "B S"] | None = None  # True in the prefix of a document, for masks of form "prefix"
+    memory: MemoryConfig = field(default=MemoryConfig(remat="none"), metadata=_STATIC)  # what is saved for the backward pass
+    strategy: ContextAttention = field(default="ring", metadata=_STATIC)  # of attention where the mesh splits the sequence
+    form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
+    summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
+    generates: bool = field(default=False, metadata=_STATIC)  # token after token, with caches
 
 
 class Norm(nnx.Module):
@@ -44,23 +80,13 @@ class Norm(nnx.Module):
         return y_D.astype(x_D.dtype)
 
 
-Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
-
-
 def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
     """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says."""
-    frequency_F = jnp.asarray([_frequency(config, head_dim, i) for i in range(head_dim // 2)], jnp.float32)
-    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequency_F
-    scaling, gain = config.scaling, 1.0
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is None:
-        gain = _yarn_gain(scaling.factor)
+    plain = [config.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]  # radians a token
+    frequencies = plain if config.scaling is None else [_scaled(frequency, config, head_dim, i) for i, frequency in enumerate(plain)]
+    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
+    gain = yarn_gains(config)[0]
     return gain * jnp.cos(angle_BSF), gain * jnp.sin(angle_BSF)
-
-
-def _frequency(config: RopeConfig, head_dim: int, index: int) -> float:
-    """Rotation of pair `index`, radians a token."""
-    frequency = config.theta ** (-2 * index / head_dim)
-    return frequency if config.scaling is None else _scaled(frequency, config, head_dim, index)
 
 
 def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
@@ -95,7 +121,187 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return ACTIVATIONS[activation](gate) * up
 
 
-# Scaled rotary positions.
+class Cache(NamedTuple):
+    """Keys and values of the positions generated so far, and their number."""
+
+    k_BTGK: Float[Array, "B T G K"]
+    v_BTGV: Float[Array, "B T G V"]
+    length: Int[Array, ""]
+
+
+class AttentionBase(nnx.Module):
+    """Shared by all kinds of attention: softmax(scale * q k^T) v over the pairs that the mask leaves (arXiv 1706.03762), and the output
+    projection. Subclasses compute queries, keys and values.
+    """
+
+    def __init__(self, config: ModelConfig, *, local: bool, value_dim: int) -> None:
+        width, heads = config.d_model, config.n_heads
+        rope = config.rope_local if local and config.rope_local else config.rope
+        self.local = local
+        self.mask = layer_mask(config, local=local)
+        self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1]
+        self.softcap = config.attention_softcap
+        out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
+        self.out_HKD = weight((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)
+        self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
+        self.sinks_H = constant(0.0, (heads,), ("heads",)) if config.sinks else None
+
+    def attend(
+        self, q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, context: BlockContext, cache: Cache | None
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
+        q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
+        if context_size() == 1 or context.strategy != "ulysses":  # ulysses names the arrays after its exchange
+            q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
+        options: dict[str, Any] = {"scale": self.scale, "mask": replace(self.mask, form=context.form), "softcap": self.softcap}
+        options["sinks_H"] = None if self.sinks_H is None else self.sinks_H[...]
+        ids_BS, prefix_BS = context.segment_ids_BS, context.prefix_BS
+        if cache is not None:
+            attended_BSHV, cache = _cached_attention(q_BSHK, k_BSGK, v_BSGV, cache, **options)
+        elif context_size() > 1:
+            strategy = context.strategy
+            attended_BSHV = context_attention(q_BSHK, k_BSGK, v_BSGV, ids_BS, prefix_BS=prefix_BS, strategy=strategy, **options)
+        else:
+            mesh = jax.sharding.get_abstract_mesh()
+            layout = Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))  # mesh axes that split the operands
+            ids: dict[str, Any] = {"query_segments_BS": ids_BS, "key_segments_BT": ids_BS, "prefix_BT": prefix_BS}
+            attended_BSHV = kernels.attention(q_BSHK, k_BSGK, v_BSGV, **ids, layout=layout, **options)
+        attended_BSN = attended_BSHV.reshape(*q_BSHK.shape[:2], -1)
+        out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
+        out_BSD = linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN)
+        return checkpoint_name(out_BSD, "attention_out"), cache
+
+    def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
+        """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
+        pairs = self.mask.attended_pairs(seq_len) if masked else seq_len**2
+        return 6 * self.out_HKD.shape[-3] * head_dims * pairs / seq_len
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
+        raise NotImplementedError
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
+        made = {matmul.name: matmul.wide_out for matmul in self.matmuls()}
+        saved = {name: made[name] for name in ("query", "key", "value")}
+        return {**saved, "attention": self.matmuls()[-1].wide_in, "attention_out": made["attention_out"]}
+
+
+class Attention(AttentionBase):
+    """Grouped-query attention (arXiv 2305.13245)."""
+
+    def __init__(self, config: ModelConfig, *, local: bool) -> None:
+        width, heads, groups, dim = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
+        super().__init__(config, local=local, value_dim=dim)
+        self.query_DHK = weight((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
+        self.key_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.value_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        biased = config.bias != "none"
+        self.query_bias_HK = constant(0.0, (heads, dim), ("heads", "head_dim")) if biased else None
+        self.key_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.value_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.query_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
+        self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
+
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """The layer's output, and `cache` with this call's keys and values added."""
+        x_BSD = enter(x_BSD)
+        q_BSHK = linear("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
+        k_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
+        v_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
+        if (angles := context.angles[self.local]) is not None:
+            q_BSHK, k_BSGK = rotate(q_BSHK, angles), rotate(k_BSGK, angles)
+        return self.attend(q_BSHK, k_BSGK, v_BSGK, context, cache)
+
+    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
+        """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
+        matrices = matrix_size(self.query_DHK, self.key_DGK, self.value_DGK, self.out_HKD)
+        return 6 * matrices + self.pair_flops(seq_len, 2 * self.query_DHK.shape[-1], masked=masked)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        weights = {"query": self.query_DHK, "key": self.key_DGK, "value": self.value_DGK}
+        return *(matmul_by(name, w, "out") for name, w in weights.items()), matmul_by("attention_out", self.out_HKD, "in", 2)
+
+
+def layer_mask(config: ModelConfig, *, local: bool) -> Mask:
+    """The mask of a local or global layer, for next-token prediction; `BlockContext.form` says where an objective wants another form."""
+    window = min(config.window, jnp.iinfo(jnp.int32).max) if local and config.window else None  # positions are int32
+    return Mask(window=window)
+
+
+class Mlp(nnx.Module):
+    """W_down(act(x W_gate) * (x W_up)) (Shazeer 2020, arXiv 2002.05202), or W_down(act(x W_up)) without a gate."""
+
+    def __init__(self, config: ModelConfig, hidden: int | None = None) -> None:
+        """`hidden`: the feed-forward width, default `d_ff`."""
+        width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
+        self.activation = config.activation
+        has_gate = config.activation != "gelu"
+        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if has_gate else None
+        self.up_DF = weight((width, hidden), ("embed", "mlp"), std)
+        self.down_FD = weight((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
+        biased = config.bias == "all"
+        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and has_gate else None
+        self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None
+        self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        if self.gate_DF is not None and self.up_bias_F is None:
+            out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
+            if out_BSD is not None:
+                return checkpoint_name(out_BSD, "mlp_out")
+        up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=_HIDDEN), "up")
+        if self.gate_DF is not None:
+            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=_HIDDEN)
+            hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF)
+        else:
+            hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
+        out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=_HIDDEN, writes=BETWEEN)
+        return checkpoint_name(out_BSD, "mlp_out")
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a training token, forward and backward."""
+        return 6 * matrix_size(self.gate_DF, self.up_DF, self.down_FD)
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
+        gate = () if self.gate_DF is None else (matmul_by("gate", self.gate_DF, "out"),)
+        return *gate, matmul_by("up", self.up_DF, "out"), matmul_by("mlp_out", self.down_FD, "in")
+
+    def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
+        return {"gate": 0, **{matmul.name: matmul.wide_out for matmul in self.matmuls()}}
+
+
+# Attention with a cache, and scaled rotary positions.
+
+
+def _cached_attention(
+    q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, cache: Cache, *, mask: Mask, **options: Any
+) -> tuple[Float[Array, "B S H V"], Cache]:
+    """Attend to the cached positions and these; all are one document."""
+    if mask.form != "causal":
+        raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {mask.form} ones")
+    start = (0, cache.length, 0, 0)
+    k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
+    v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
+    batch, new, *_ = q_BSHK.shape
+    attended_BSHV = kernels.attention(
+        q_BSHK,
+        k_BTGK,
+        v_BTGV,
+        query_segments_BS=jnp.ones((batch, new), jnp.int32),
+        key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
+        query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
+        key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
+        mask=mask,
+        **options,
+    )
+    return attended_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
 
 
 def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:
@@ -122,17 +328,13 @@ def _yarn_index(theta: float, head_dim: int, seq_len: int, rotations: float) -> 
     return head_dim * math.log(seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def score_gain(config: RopeConfig) -> float:
-    """Factor of attention scores that `config.scaling` adds to the rotation of queries and keys."""
+def yarn_gains(config: RopeConfig) -> tuple[float, float]:
+    """Factors of (rotated queries and keys, attention scores): YaRN's attention temperature (arXiv 2309.00071, eq. 22)."""
     scaling = config.scaling
-    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim is not None:
-        return _yarn_gain(scaling.factor, scaling.mscale_all_dim) ** 2  # of queries and keys, rotated dims or not
-    return 1.0
-
-
-def _yarn_gain(factor: float, mscale: float = 1.0) -> float:
-    """The attention temperature of YaRN (arXiv 2309.00071, eq. 22), once for queries and once for keys."""
-    return 0.1 * mscale * math.log(factor) + 1.0
+    if not isinstance(scaling, YarnScaling):
+        return 1.0, 1.0
+    once = 0.1 * (1.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim) * math.log(scaling.factor) + 1.0
+    return (once, 1.0) if scaling.mscale_all_dim is None else (1.0, once**2)  # scores: of all dims of queries and keys, rotated or not
 
 
 # Model state, and sizes.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,20 +82,13 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
 
 
 def unembedding_loss(
-    x_BSD: Float[Array, "B S D"],
-    w_VD: Float[Array, "V D"],
-    targets_BS: Int[Array, "B S"],
-    weights_BS: Float[Array, "B S"],
-    *,
-    chunks: int,
-    z_loss: float,
-    softcap: float | None,
+    x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], weights_BS: Float[Array, "B S"], **options: Any
 ) -> kernels.CrossEntropySums:
-    """Cross-entropy of x w^T against the targets, summed over tokens: see `maxlm.kernels.linear_cross_entropy`."""
+    """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
     mesh = jax.sharding.get_abstract_mesh()
     (batch, seq), (vocab, embed) = (split_axes(names, mesh) for names in (("batch", "seq"), ("vocab", "embed")))
     layout = LossLayout(batch, seq, vocab, embed)
-    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, chunks=chunks, z_loss=z_loss, softcap=softcap, layout=layout)
+    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=layout, **options)
 
 
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:

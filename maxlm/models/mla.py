@@ -1,12 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are projected from one narrow latent a token."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from maxlm.config.schema import LatentConfig, ModelConfig
-from maxlm.models.attention import HEADS, AttentionBase, Cache
-from maxlm.models.forward import DEFAULT, Forward
-from maxlm.models.layers import Angles, Norm, matrix_size, rotate, weight
+from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, rotate, weight
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
@@ -34,15 +32,10 @@ class LatentAttention(AttentionBase):
         self.kv_RHK = weight((latent.kv_rank, heads, kv_dim), up, std)
 
     def __call__(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        angles: Angles | None,
-        segment_ids_BS: Int[Array, "B S"],
-        cache: Cache | None = None,
-        forward: Forward = DEFAULT,
-        prefix_BS: Bool[Array, "B S"] | None = None,
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """As `Attention`; the cache holds every head's keys and values, not the latents."""
+        angles = context.angles[self.local]
         assert angles is not None, "rules.py requires rotary positions"
         q_BSHK = linear("BSR,RHK->BSHK", enter(self._query_latent(x_BSD)), self.query_RHK, reads=ENTERING, writes=HEADS)
         compressed_BSR = linear("BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
@@ -54,7 +47,7 @@ class LatentAttention(AttentionBase):
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
-        return self.attend(q_BSHK, k_BSHK, v_BSHV, segment_ids_BS, cache, forward, prefix_BS)
+        return self.attend(q_BSHK, k_BSHK, v_BSHV, context, cache)
 
     def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.forward import Forward
-from maxlm.models.layers import constant, gated, matrix_size, state_constant, weight
+from maxlm.models.layers import BlockContext, Mlp, constant, gated, matrix_size, state_constant, weight
 from maxlm.models.linear import BETWEEN, enter, grouped_linear, linear
-from maxlm.models.mlp import Mlp
 from maxlm.models.router import Choice, Routing, route
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
 from maxlm.parallel import constrain
@@ -46,13 +44,12 @@ class Moe(nnx.Module):
         self.balancing_E = state_constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
-    def __call__(
-        self, x_BSD: Float[Array, "B S D"], routed_BS: Bool[Array, "B S"], random_BS: UInt32[Array, "B S"] | None, forward: Forward
-    ) -> tuple[Float[Array, "B S D"], Float[Array, ""], Routing]:
-        """(the layer's output, auxiliary losses summed over tokens, routing statistics). `routed_BS`: tokens that are not padding."""
+    def __call__(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> tuple[Float[Array, "B S D"], Float[Array, ""], Routing]:
+        """(the layer's output, auxiliary losses summed over tokens, routing statistics)."""
+        routed_BS = context.segment_ids_BS != 0
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
-        choice, penalty, routing = route(self.config, self.logits(x_BSD, random_BS), bias_E, routed_BS, forward)
+        choice, penalty, routing = route(self.config, self.logits(x_BSD, context.random_BS), bias_E, routed_BS, context)
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(

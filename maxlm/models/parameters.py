@@ -1,8 +1,9 @@
 """Parameters and model state as plain nested dicts, and everything derived from their one declaration: shapes, axes, shardings."""
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
+from operator import getitem
 from typing import Any
 
 import jax
@@ -11,19 +12,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxlm.config.schema import ModelConfig
-from maxlm.models.decoder import Decoder
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.models.decoder import Decoder, group_of
 from maxlm.models.layers import StateVariable
-from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
 
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
-def cast_matrices(parameters: Parameters, axes: Parameters, dtype: jnp.dtype) -> Parameters:
-    """The parameters as the forward pass reads them: matrices in `dtype`, scales and biases unchanged."""
-    matrix = jax.tree.map(is_matrix, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return jax.tree.map(lambda leaf, cast: leaf.astype(dtype) if cast else leaf, parameters, matrix)
+def cast_matrices(config: Config, parameters: Parameters) -> Parameters:
+    """The parameters as the forward pass reads them: matrices in `precision.compute`, scales and biases unchanged."""
+    matrix = _tree(config.model, lambda _, variable: is_matrix(variable.axes))
+    return jax.tree.map(lambda leaf, cast: leaf.astype(config.precision.compute) if cast else leaf, parameters, matrix)
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
@@ -33,28 +33,26 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 def bind(config: ModelConfig, parameters: Parameters, model_state: Parameters | None = None) -> Decoder:
     """The model that computes with `parameters` and `model_state`, which a model without state does not need."""
-    leaves: list[Any] = []
-    for name, variable in declarations(config):
-        leaves.append(_get((model_state or {}) if isinstance(variable, StateVariable) else parameters, name))
+    trees = {False: parameters, True: model_state or {}}
+    leaves = [reduce(getitem, name, trees[isinstance(variable, StateVariable)]) for name, variable in declarations(config)]
     return jax.tree.unflatten(jax.tree.structure(abstract_decoder(config)), leaves)
 
 
-def declarations(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], nnx.Variable]]:
+def declarations(config: ModelConfig) -> list[tuple[tuple[str, ...], nnx.Variable]]:
     """(name, declaration) of every parameter and of the model state, in the order of the model's leaves."""
     paths = jax.tree_util.tree_flatten_with_path(abstract_decoder(config), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
-    for path, variable in paths:
-        yield _name(path), variable
+    return [(_name(path), variable) for path, variable in paths]
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def abstract_decoder(config: ModelConfig) -> Decoder:
     """The model with shapes for arrays."""
     return jax.eval_shape(lambda: Decoder(config))
 
 
 def parameter_axes(config: ModelConfig) -> Parameters:
-    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `stack.STACKED`."""
-    return _tree(config, functools.partial(_axes, config))
+    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `decoder.STACKED`."""
+    return _tree(config, partial(_axes, config))
 
 
 def _axes(config: ModelConfig, name: tuple[str, ...], variable: nnx.Variable) -> tuple[str, ...]:
@@ -67,20 +65,15 @@ def _tree(config: ModelConfig, leaf: Callable[[tuple[str, ...], nnx.Variable], A
     tree: Parameters = {}
     for name, variable in declarations(config):
         if isinstance(variable, StateVariable) == state:
-            branch = functools.reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)
+            branch = reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)
             branch[name[-1]] = leaf(name, variable)
     return tree
 
 
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A pytree path as the parts of a parameter's name: groups of layers stand beside the embedding, and values add no part."""
+    """A pytree path as the parts of a parameter's name; values add no part."""
     parts = tuple(str(getattr(entry, "name", getattr(entry, "idx", getattr(entry, "key", "")))) for entry in path)
-    parts = parts[:-1] if parts[-1] == "value" else parts
-    return parts[1:] if parts[0] == "stack" else parts
-
-
-def _get(tree: Parameters, name: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda branch, part: branch[part], name, tree)
+    return parts[:-1] if parts[-1] == "value" else parts
 
 
 # Initial values, shapes and shardings.
@@ -91,12 +84,12 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
     The same values on any mesh: jit it with `out_shardings`, and no device ever holds a whole array.
     """
-    return _tree(config, functools.partial(_initial, seed))
+    return _tree(config, partial(_initial, seed))
 
 
 def init_model_state(config: ModelConfig, seed: int) -> Parameters:
     """Fresh model state, as `init_parameters`: what training updates without a gradient. Empty for a model without any."""
-    return _tree(config, functools.partial(_initial, seed), state=True)
+    return _tree(config, partial(_initial, seed), state=True)
 
 
 def _initial(seed: int, name: Sequence[str], variable: nnx.Variable) -> jax.Array:
@@ -123,12 +116,12 @@ def abstract_model_state(config: ModelConfig) -> Parameters:
 
 def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameters:
     """PartitionSpec of every parameter over `mesh`. Raises ConfigError for a dim that does not divide."""
-    return _tree(config, functools.partial(_spec, config, mesh))
+    return _tree(config, partial(_spec, config, mesh))
 
 
 def model_state_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Parameters:
     """PartitionSpec of the model state over `mesh`, as `parameter_specs`."""
-    return _tree(config, functools.partial(_spec, config, mesh), state=True)
+    return _tree(config, partial(_spec, config, mesh), state=True)
 
 
 def _spec(config: ModelConfig, mesh: Mesh | AbstractMesh, name: tuple[str, ...], variable: nnx.Variable) -> PartitionSpec:

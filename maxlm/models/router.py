@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.config.schema import MoeConfig
 from maxlm.kernels.platform import logged
-from maxlm.models.forward import Forward
+from maxlm.models.layers import BlockContext
 from maxlm.parallel.context import in_sequence
 
 # B batch, S sequence, E experts, G groups of them, K choices of a token
@@ -43,7 +43,7 @@ def route(
     logits_BSE: Float[Array, "B S E"],
     bias_E: Float[Array, " E"] | None,
     routed_BS: Bool[Array, "B S"],
-    forward: Forward,
+    context: BlockContext,
 ) -> tuple[Choice, Float[Array, ""], Routing]:
     """(experts of each token, auxiliary losses summed over tokens, statistics).
 
@@ -67,15 +67,15 @@ def route(
     else:
         chosen_BSK = jnp.where(routed_BS[..., None], _chosen_by_tokens(config, compared_BSE), experts)
     accepted_BSK = chosen_BSK
-    if router.capacity is not None and router.choice == "token" and not forward.generates:
-        accepted_BSK = _within_capacity(config, chosen_BSK, forward)
+    if router.capacity is not None and router.choice == "token" and not context.generates:
+        accepted_BSK = _within_capacity(config, chosen_BSK, context)
     weights_BSK = _pick(scores_BSE, chosen_BSK)
     if router.normalize:
         weights_BSK /= jnp.sum(weights_BSK, -1, keepdims=True) + 1e-20
     weights_BSK = jnp.where(accepted_BSK < experts, weights_BSK * router.scale, 0.0)
 
     z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
-    balance_BS = experts * jnp.sum(_load_shares(config, chosen_BSK, routed_BS, forward) * shares_BSE, axis=-1)
+    balance_BS = experts * jnp.sum(_load_shares(config, chosen_BSK, routed_BS, context) * shares_BSE, axis=-1)
     balance, z = (jnp.sum(jnp.where(routed_BS, x_BS, 0)) for x_BS in (balance_BS, z_BS))
     penalty = router.balance_loss * balance + router.z_loss * z
     entropy_BS = -jnp.sum(shares_BSE * jnp.log(jnp.maximum(shares_BSE, 1e-30)), -1)
@@ -117,23 +117,23 @@ def _chosen_by_experts(config: MoeConfig, compared_BSE: jax.Array, routed_BS: ja
     return jnp.where(jnp.swapaxes(taken_BES, 1, 2), jnp.arange(experts), experts)
 
 
-def _within_capacity(config: MoeConfig, chosen_BSK: jax.Array, forward: Forward) -> jax.Array:
+def _within_capacity(config: MoeConfig, chosen_BSK: jax.Array, context: BlockContext) -> jax.Array:
     """The choices within capacity: earlier tokens of a sequence first, so that nothing depends on later ones."""
     experts = config.n_experts
-    ordered_BSK = in_sequence(chosen_BSK, forward.context)
+    ordered_BSK = in_sequence(chosen_BSK, context.strategy)
     requests_BSE = jnp.sum(ordered_BSK[..., None] == jnp.arange(experts), axis=2, dtype=jnp.int32)
-    before_BSE = in_sequence(jnp.cumsum(requests_BSE, axis=1) - requests_BSE, forward.context, back=True)
+    before_BSE = in_sequence(jnp.cumsum(requests_BSE, axis=1) - requests_BSE, context.strategy, back=True)
     return jnp.where(_pick(before_BSE, chosen_BSK) < expert_capacity(config, chosen_BSK.shape[1]), chosen_BSK, experts)
 
 
-def _load_shares(config: MoeConfig, chosen_BSK: jax.Array, routed_BS: jax.Array, forward: Forward) -> jax.Array:
+def _load_shares(config: MoeConfig, chosen_BSK: jax.Array, routed_BS: jax.Array, context: BlockContext) -> jax.Array:
     """Share of all choices that each expert got: [E], or by sequence [B, 1, E]."""
     if config.router.balance_over == "sequence":
         counts_BE = jax.vmap(lambda chosen_SK: _counts(chosen_SK, config.n_experts))(chosen_BSK).astype(jnp.float32)
         return (counts_BE / jnp.maximum(jnp.sum(counts_BE, -1, keepdims=True), 1))[:, None]
     counts_E = _counts(chosen_BSK, config.n_experts)
-    if forward.summed:
-        counts_E = jax.lax.psum(counts_E, forward.summed)
+    if context.summed:
+        counts_E = jax.lax.psum(counts_E, context.summed)
     return counts_E.astype(jnp.float32) / jnp.maximum(jnp.sum(counts_E), 1)
 
 

@@ -7,7 +7,7 @@ optimizer state are the same on any layout, and the number of stages need not di
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.decoder import PATTERN, Block, layer_groups, run_layer, split_layers
+from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.models.router import Routing
-from maxlm.models.stack import cut_periods, pad_periods, split_layers
 from maxlm.parallel.pipeline import AXIS
 
 Specs = Callable[[ModelConfig, AbstractMesh], Parameters]
@@ -89,7 +90,7 @@ class StageAssignment:
         return self.layers != self.parts.size * self.period
 
     def active(self, part: Int[Array, ""]) -> Bool[Array, " L"] | None:
-        """True for the layers of a part that are not padding, as `LayerStack.run_pattern` takes it; None if all are."""
+        """True for the layers of a part that are not padding, None if all are."""
         if not self.padded:
             return None
         layer = self.parts[..., None] * self.period + np.arange(self.period)
@@ -99,6 +100,13 @@ class StageAssignment:
         """Router statistics of all layers in depth order, from those of the stages one after another."""
         rows = (self.position_of[:, None] * self.period + np.arange(self.period)).reshape(-1)[: self.layers]
         return jax.tree.map(lambda leaf: leaf[rows], reports)
+
+
+def run_unless_padding(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Bool[Array, ""]]) -> tuple[Array, tuple]:
+    """As `run_layer`; a block that is padding, whose second input is False, passes hidden states through, and gets no gradient."""
+    block, active = inputs
+    y_BSD, (_, router) = run_layer(context, jnp.where(active, x_BSD, 0), (block, None))
+    return jnp.where(active, y_BSD, x_BSD), (None, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
 
 
 def scatter_to_stages(assignment: StageAssignment, tree: Parameters, specs: Specs = parameter_specs) -> Parameters:
@@ -162,3 +170,48 @@ def _stage_dim(spec: P) -> int:
 def _is_identity(assignment: StageAssignment) -> bool:
     """True if the layers lie on the stages in the order in which they rest."""
     return not assignment.padded and assignment.chunks == 1
+
+
+def pad_periods(config: ModelConfig, layers: Parameters) -> Parameters:
+    """The layers of the pattern in whole periods: an incomplete last one becomes one more row of every stacked leaf, padded with zeros."""
+    whole, tail = _runs_of(config)
+
+    def pad(leaf: Array) -> Array:
+        return jnp.pad(leaf, [(0, int(bool(tail)))] + [(0, 0)] * (leaf.ndim - 1))
+
+    def append(run: int, rest: int, leaf: Array, last: Array) -> Array:
+        if run > 1:
+            blocks = last.reshape(rest, *leaf.shape[2:])
+            last = jnp.pad(blocks, [(0, run - rest)] + [(0, 0)] * (blocks.ndim - 1))
+        return jnp.concatenate([leaf, last[None]])
+
+    def one(i: str, tree: Parameters) -> Parameters:
+        if i not in tail:
+            return jax.tree.map(pad, tree)
+        return jax.tree.map(partial(append, whole[i], tail[i]), tree, layers["tail"][i])
+
+    return {"layers": {i: one(i, tree) for i, tree in layers["layers"].items()}}
+
+
+def cut_periods(config: ModelConfig, padded: Parameters) -> Parameters:
+    """The inverse of `pad_periods`."""
+    whole, tail = _runs_of(config)
+    periods = (config.n_layers - config.n_dense) // len(config.layer_pattern)
+
+    def narrow(run: int, rest: int, leaf: Array) -> Array:
+        last = leaf[periods]
+        return last if run == 1 else last[0] if rest == 1 else last[:rest]
+
+    cut = {"layers": jax.tree.map(lambda leaf: leaf[:periods], padded["layers"])}
+    if tail:
+        cut["tail"] = {i: jax.tree.map(partial(narrow, whole[i], rest), padded["layers"][i]) for i, rest in tail.items()}
+    return cut
+
+
+def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Blocks in each run of a period, and in each run of the incomplete last one."""
+    whole, tail = (
+        {group.path[1]: group.depths.shape[-1] if "run" in group.axes else 1 for group in layer_groups(config, (entry,))}
+        for entry in PATTERN
+    )
+    return whole, tail

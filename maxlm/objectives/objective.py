@@ -1,4 +1,4 @@
-"""Interface of an objective: contents of a batch, the loss on hidden states, the metrics that are reported."""
+"""Interface of an objective (contents of a batch, the loss on hidden states, the metrics that are reported), and next-token prediction."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.schema import Config
-from maxlm.models import BlockContext, Decoder, Routing, bind, parameter_axes
-from maxlm.models.forward import Forward
-from maxlm.models.linear import matmul_precision
+from maxlm.data.batch import Batch, batch_of_windows
+from maxlm.kernels import CrossEntropySums
+from maxlm.models import BlockContext, Decoder, Routing, bind
+from maxlm.models.decoder import ENTRIES, DecoderOutput
+from maxlm.models.linear import matmul_precision, unembedding_loss
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.models.stack import join_routing
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric
@@ -28,13 +29,6 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
-
-
-class Inputs(NamedTuple):
-    """Inputs of a forward pass, tokens in the order that attention wants."""
-
-    batch: Any
-    targets: Any  # arrays that the head reads beside the batch
 
 
 class Sums(NamedTuple):
@@ -108,32 +102,29 @@ class Objective(ABC):
         """Number that the loss of `batch` is a mean over."""
 
     @abstractmethod
-    def head(self, model: Decoder, x_BSD: Float[Array, "B S D"], inputs: Inputs, forward: Forward) -> tuple[Float[Array, ""], Sums]:
-        """(sum that is differentiated, figures) from the hidden states before the final norm."""
+    def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """(sum that is differentiated, figures) from the output of all blocks. `summed`: as in `BlockContext`."""
 
     def loss(
         self, params: Parameters, model_state: Parameters, batch: Any, *, summed: tuple[str, ...] = (), training: bool = True
     ) -> tuple[Float[Array, ""], Sums]:
-        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `Forward`."""
-        config = self.config
-        inputs, forward = self.inputs(batch, training=training), self.forward(summed)
-        compute = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
-        model = bind(config.model, compute, model_state)
+        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `BlockContext`."""
+        config, batch = self.config, self.inputs(batch, training=training)
+        model = bind(config.model, cast_matrices(config, params), model_state)
         with matmul_precision(config.precision):
-            x_BSD = model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
-            output = model.stack(x_BSD, self.context(model, inputs), forward)
-            total, sums = self.head(model, output.x_BSD, inputs, forward)
-        return total + output.aux_loss, sums._replace(routing=join_routing(output.routing, sums.routing))
+            x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
+            output = model.run(ENTRIES, x_BSD, self.context(model, batch, summed))
+            total, sums = self.head(model, output, batch, summed)
+        return total + output.aux_loss, sums
 
-    def inputs(self, batch: Any, *, training: bool = True) -> Inputs:
-        """Inputs of a forward pass. Where the mesh splits the sequence they are in the order that attention wants: positions travel along
-        with tokens, and a sum over tokens needs no order.
+    def inputs(self, batch: Any, *, training: bool = True) -> Any:
+        """The batch that the model reads. Where the mesh splits the sequence, it is in the order that attention wants: positions travel
+        along with tokens, and a sum over tokens needs no order.
         """
-        inputs = Inputs(batch, self.targets(batch, training=training))
         if context_size() == 1:
-            return inputs
+            return batch
         strategy = self.config.mesh.context_attention
-        return jax.tree.map(lambda x: in_sequence(x, strategy, back=True) if x.ndim > 1 else x, inputs)
+        return jax.tree.map(lambda x: in_sequence(x, strategy, back=True) if x.ndim > 1 else x, batch)
 
     def with_randomness(self, batch: Any, step: Int[Array, ""]) -> Any:
         """The global batch of an update with the seed of every token's router jitter: a function of (seed, step, position in the batch)."""
@@ -143,20 +134,45 @@ class Objective(ABC):
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), step)
         return batch._replace(random_BS=constrain(jax.random.bits(key, batch.tokens_BS.shape, jnp.uint32), "batch", "seq"))
 
-    def targets(self, batch: Any, *, training: bool) -> Any:
-        """Arrays that the head reads beside `batch`, [B, S] each, made on the device."""
-        return ()
-
-    def context(self, model: Decoder, inputs: Inputs) -> BlockContext:
-        """Inputs shared by all blocks."""
-        return BlockContext(model.angles(inputs.batch.positions_BS), inputs.batch.segment_ids_BS, inputs.batch.random_BS)
-
-    def forward(self, summed: tuple[str, ...] = ()) -> Forward:
-        """Options of the forward pass of a batch."""
-        return Forward(memory=self.config.memory, context=self.config.mesh.context_attention, summed=summed)
+    def context(self, model: Decoder, batch: Any, summed: tuple[str, ...] = ()) -> BlockContext:
+        """Inputs shared by all blocks, and the options of the forward pass."""
+        config = self.config
+        options: dict[str, Any] = {"memory": config.memory, "strategy": config.mesh.context_attention, "summed": summed}
+        return BlockContext(model.angles(batch.positions_BS), batch.segment_ids_BS, batch.random_BS, **options)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
         """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""
         largest = {metric.name for metric in self.metrics if metric.reduce == "max"}
         added = {name: value for name, value in values.items() if name not in largest}
         return Sums(self.denominator(batch), added, {name: values[name] for name in values if name in largest}, routing)
+
+
+class NextToken(Objective):
+    """Next-token prediction: nll + train.z_loss * logsumexp^2 of every token, a mean over those whose target lies in the same document."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss", "Loss", "nats a token"),
+        Metric("z", "Squared logsumexp of the logits", "mean a token"),
+    )
+
+    def batch_spec(self) -> Any:
+        shape, axes = (self.config.train.global_batch, self.config.data.seq_len), ("batch", "seq")
+        integers, floats = ArraySpec(shape, jnp.int32, axes), ArraySpec(shape, jnp.float32, axes)
+        return Batch(tokens_BS=integers, targets_BS=integers, weights_BS=floats, segment_ids_BS=integers, positions_BS=integers)
+
+    def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
+        return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self.config.data.mask_documents)
+
+    def denominator(self, batch: Batch) -> Float[Array, ""]:
+        """Tokens whose target lies in the same document."""
+        return jnp.sum(batch.weights_BS)
+
+    def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        sums = self.cross_entropy(model, model.final_norm(output.x_BSD), batch)
+        return sums.total, self.sums(batch, {"loss": sums.nll, "z": sums.z}, output.routing)
+
+    def cross_entropy(self, model: Decoder, hidden_BSD: Array, batch: Batch) -> CrossEntropySums:
+        """Sums over the tokens of `batch`, from hidden states after the final norm."""
+        train = self.config.train
+        options = {"chunks": train.loss_chunks, "z_loss": train.z_loss, "softcap": model.config.logits_softcap}
+        return unembedding_loss(hidden_BSD, model.unembedding_VD, batch.targets_BS, batch.weights_BS, **options)

@@ -25,23 +25,18 @@ def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Mesh
     """
     if len(names) != len(shape):
         raise ValueError(f"{tensor} has shape {tuple(shape)} and {len(names)} logical axes {tuple(names)}")
+    split = split_axes(names, mesh)
     used: dict[str, int] = {}
-    entries: list[tuple[str, ...] | str | None] = []
-    for dim, split in enumerate(split_axes(names, mesh)):
-        size = shape[dim]
-        for axis in split:
+    for dim, size in enumerate(shape):
+        for axis in split[dim]:
             if axis in used:
                 raise ValueError(f"{tensor}: mesh axis {axis!r} would split both dim {used[axis]} and dim {dim} of {tuple(names)}")
             used[axis] = dim
-            degree = mesh.shape[axis]
-            if size % degree:
+            if size % mesh.shape[axis]:
                 rule = f"does not divide dim {dim} ({names[dim]}, {shape[dim]}) of {tensor}"
-                raise ConfigError(f"mesh.{axis}", degree, rule, f"use a divisor of {shape[dim]}")
-            size //= degree
-        entries.append(None if not split else split[0] if len(split) == 1 else split)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+                raise ConfigError(f"mesh.{axis}", mesh.shape[axis], rule, f"use a divisor of {shape[dim]}")
+            size //= mesh.shape[axis]
+    return PartitionSpec(*split[: max(used.values(), default=-1) + 1])
 
 
 def split_axes(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:

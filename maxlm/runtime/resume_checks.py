@@ -12,7 +12,7 @@ from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
-from maxlm.training.lr_schedule import learning_rate
+from maxlm.training.optimizer import learning_rate
 from maxlm.training.session import Start
 
 IGNORED = ("run.", "cluster.")  # settings that change no step

@@ -14,54 +14,55 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from maxlm.config.schema import Config, DilocoConfig
+from maxlm.config.schema import DilocoConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.parallel import mesh_axes
-from maxlm.training.state import TrainState
-from maxlm.training.step import Updater
+from maxlm.training.step import TrainState, Updater
 
 AXIS = "data"
 
 
 class WorkerState(NamedTuple):
-    """`TrainState.workers`: the state of each worker, with a leading dim of workers, and the momentum of the outer optimizer."""
+    """`TrainState.updater`: the state of each worker, with a leading dim of workers, and the momentum of the outer optimizer."""
 
     states: TrainState
     momentum: Parameters
 
 
-class LocalUpdates:
+class LocalUpdates(Updater):
     """Local updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the
     inner optimizer belongs to the workers.
     """
 
-    def __init__(self, config: Config, settings: DilocoConfig, update: Updater) -> None:
-        self._settings, self._update, self._total = settings, update, config.total_steps
+    @property
+    def _settings(self) -> DilocoConfig:
+        assert self.config.diloco is not None, "program.py chooses"
+        return self.config.diloco
 
     def init(self, state: TrainState) -> TrainState:
         workers = WorkerState(_stack(state, self._settings.workers), jax.tree.map(jnp.zeros_like, state.params))
-        return replace(state, opt_state=(), workers=workers)
+        return replace(state, opt_state=(), updater=workers)
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
         axes = mesh_axes("worker", mesh) or None
         states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), shardings)
-        return replace(shardings, opt_state=(), workers=WorkerState(states, shardings.params))
+        return replace(shardings, opt_state=(), updater=WorkerState(states, shardings.params))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        states, sums, grad_norm = self._update_workers(state.workers.states, batch)
-        done = state.step - state.skipped + 1
-        due = (done % min(self._settings.every, self._total) == 0) | (state.step + 1 == self._total)
-        workers = state.workers._replace(states=states)
+        states, sums, grad_norm = self._update_workers(state.updater.states, batch)
+        total, done = self.config.total_steps, state.step - state.skipped + 1
+        due = (done % min(self._settings.every, total) == 0) | (state.step + 1 == total)
+        workers = state.updater._replace(states=states)
         params, model_state, workers = sync_workers(self._settings, state.params, state.model_state, workers, due)
-        return replace(state.advance(params, (), model_state), workers=workers), sums, grad_norm
+        return replace(state, step=state.step + 1, params=params, model_state=model_state, updater=workers), sums, grad_norm
 
     def _update_workers(self, states: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
         rows = jax.tree.map(lambda a: a.reshape(self._settings.workers, -1, *a.shape[1:]), batch)
 
         def one(worker: tuple[TrainState, Any]) -> tuple[TrainState, Sums, Float[Array, ""]]:
-            return self._update(*worker)
+            return Updater.__call__(self, *worker)
 
         def each(*workers: Any) -> Any:
             """The workers that one share of the devices along `data` holds, one after another."""

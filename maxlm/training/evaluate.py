@@ -7,7 +7,7 @@ import jax
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.objectives import Sums
 from maxlm.training.program import Program
-from maxlm.training.state import TrainState
+from maxlm.training.step import TrainState
 
 IN_FLIGHT = 2  # batches dispatched before the first of them has finished
 

@@ -1,6 +1,5 @@
-"""Gradients of a batch. `program.py` chooses, once, how they are computed (`in_one_pass`, `accumulated`, or by a pipeline) and how they are
-reduced over devices: by XLA's partitioner (`reduced_by_partitioner`), which is the plain case and comes first, or once an update
-(`reduced_once`).
+"""Gradients of a batch beside the plain case, which is `step.in_one_pass`. `program.py` chooses, once, how they are computed (in one pass,
+`accumulated`, or by a pipeline) and how they are reduced over devices: by XLA's partitioner, or once an update (`reduced_once`).
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
 for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
@@ -19,44 +18,15 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import Config
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.models import parameter_axes
+from maxlm.models.decoder import split_layers
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.models.stack import split_layers
-from maxlm.objectives import Objective, Sums
+from maxlm.objectives import Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
+from maxlm.training.step import GradFn, LossFn, in_one_pass
 
 Axes = tuple[str | None, ...]
-# (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
-LossFn = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
-# (parameters, model state, batch, denominator) -> (figures, gradient of the loss over the denominator), not reduced over manual mesh axes
-GradFn = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
-# (parameters, model state, batch) -> (figures, gradient of the mean loss)
-Gradients = Callable[[Parameters, Parameters, Any], tuple[Sums, Parameters]]
 # (gradient of one device, mesh axes) -> their sum over the axes, in the same dtype
 Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
-
-
-def reduced_by_partitioner(objective: Objective, grad_fn: GradFn) -> Gradients:
-    """The gradient of the mean over the global batch. XLA's partitioner inserts the reductions that the shardings of parameters and batch
-    imply.
-    """
-
-    def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
-        return grad_fn(params, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
-
-    return gradients
-
-
-def in_one_pass(
-    loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
-) -> tuple[Sums, Parameters]:
-    """(figures, gradient of the loss over `denominator`), by one forward and one backward pass."""
-
-    def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
-        total, sums = loss_fn(params, model_state, batch)
-        return total / denominator, sums
-
-    grads, sums = jax.grad(mean_loss, has_aux=True)(params)
-    return sums, grads
 
 
 # Several microbatches.
@@ -97,8 +67,8 @@ def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))
 
 
-def reduced_once(config: Config, objective: Objective, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum) -> Gradients:
-    """The gradient of the mean over the global batch: each device along the mesh axes `local` computes that of its own rows, and they are
+def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum) -> GradFn:
+    """The gradient of the loss over the denominator: each device along the mesh axes `local` computes that of its own rows, and they are
     reduced once, at the end. `add`: what sums a gradient over axes along which it is whole.
     """
     axes = parameter_axes(config.model)
@@ -108,12 +78,12 @@ def reduced_once(config: Config, objective: Objective, grad_fn: GradFn, local: t
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return sums.over_devices(local), _map(partial(_reduce, local=local, add=add), axes, grads)
 
-    def gradients(params: Parameters, model_state: Parameters, batch: Any) -> tuple[Sums, Parameters]:
-        compute = cast_matrices(params, axes, jnp.dtype(config.precision.compute))
+    def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
+        compute = cast_matrices(config, params)
         specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
         rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
         run = jax.shard_map(on_device, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
-        sums, grads = run(compute, model_state, batch, jnp.maximum(objective.denominator(batch), 1))
+        sums, grads = run(compute, model_state, batch, denominator)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     return gradients
@@ -141,7 +111,7 @@ def gather_layers(config: Config, params: Parameters) -> Parameters:
     Embedding and unembedding are read once a microbatch anyway.
     """
     axes = parameter_axes(config.model)
-    layers, others = split_layers(cast_matrices(params, axes, jnp.dtype(config.precision.compute)))
+    layers, others = split_layers(cast_matrices(config, params))
     return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 

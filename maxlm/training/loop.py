@@ -19,7 +19,7 @@ from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.saving import Saving
 from maxlm.training.session import Outcome, Session, Start
-from maxlm.training.state import TrainState
+from maxlm.training.step import TrainState
 
 
 def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:

@@ -1,4 +1,4 @@
-"""Optimizers, built on optax. The step clips gradients, since it reports their norm."""
+"""Optimizers and learning-rate schedules, built on optax. The step clips gradients, since it reports their norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,8 @@ import optax
 
 from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
+from maxlm.models.decoder import STACKED
 from maxlm.models.parameters import Parameters, is_matrix
-from maxlm.models.stack import STACKED
-from maxlm.training.lr_schedule import learning_rate
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
@@ -58,3 +57,28 @@ def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | N
 
 def _map_axes(function: Callable[[tuple[str, ...]], Any], axes: Parameters) -> Parameters:
     return jax.tree.map(function, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Linear warm-up to `peak_lr`, then the schedule's shape down to `end_lr_fraction` of it at the last step.
+
+    Step s (from 0) of the warm-up uses (s + 1) / warm-up of the peak, so no update is spent on a rate of 0.
+    wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395).
+    """
+    optimizer = config.optimizer
+    peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
+    total = config.total_steps
+    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    after = max(total - warmup, 1)
+    if optimizer.schedule == "cosine":
+        body = optax.cosine_decay_schedule(peak, after, alpha=optimizer.end_lr_fraction)
+    elif optimizer.schedule == "wsd":
+        decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1))
+        stable = max(after - decay, 0)
+        body = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable])
+    else:
+        body = optax.constant_schedule(peak)
+    if not warmup:
+        return body
+    ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)) if warmup > 1 else optax.constant_schedule(peak)
+    return optax.join_schedules([ramp, body], [warmup])

@@ -7,18 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig, PipelineConfig
-from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs, parameter_axes
-from maxlm.models.forward import Forward
+from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs
+from maxlm.models.decoder import PATTERN, DecoderOutput, by_group, join_routing, layer_groups, split_layers
 from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.models.stack import join_routing, split_layers
-from maxlm.models.stages import StageAssignment, gather_from_stages, scatter_to_stages
-from maxlm.objectives import Inputs, Objective, Sums
+from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_padding, scatter_to_stages
+from maxlm.objectives import Objective, Sums
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
 from maxlm.training.gradients import split
 
-Microbatch = tuple[Inputs, Float[Array, ""]]  # and the denominator of the loss
+Microbatch = tuple[Any, Float[Array, ""]]  # of the batch, and the denominator of the loss
 
 
 def gradients(
@@ -29,24 +28,24 @@ def gradients(
     batch: Any,
     denominator: Float[Array, ""],
 ) -> tuple[Sums, Parameters]:
-    """(figures of the batch, gradient of its loss over `denominator`), its microbatches in a pipeline. `summed`: as in `Forward`."""
+    """(figures of the batch, gradient of its loss over `denominator`), its microbatches in a pipeline. `summed`: as in `BlockContext`."""
     config, count = objective.config, objective.config.train.microbatches
     settings = config.pipeline or PipelineConfig()
     assignment = StageAssignment(config.model, jax.sharding.get_abstract_mesh().shape["stage"], settings.chunks)
     schedule = Schedule(settings.schedule, assignment.stages, count, assignment.chunks)
     microbatches = jax.vmap(objective.inputs)(split(batch, count)), jnp.broadcast_to(denominator, (count,))
-    cast = cast_matrices(params, parameter_axes(config.model), jnp.dtype(config.precision.compute))
+    cast = cast_matrices(config, params)
     layers = scatter_to_stages(assignment, cast)
     constants = scatter_to_stages(assignment, model_state, model_state_specs) if model_state else {}
     ends, end_state = (split_layers(tree, pattern=True)[1] for tree in (cast, model_state))
-    functions = _stage_functions(objective, assignment, objective.forward(summed), end_state)
+    functions = _stage_functions(objective, assignment, summed, end_state)
     with matmul_precision(config.precision):
         (sums, reports), (layer_grads, end_grads) = pipeline_gradients(schedule, functions, layers, constants, ends, microbatches)
     routing = None if reports is None else join_routing(assignment.in_depth_order(reports), sums.routing)
     return sums._replace(routing=routing), {**end_grads, **gather_from_stages(assignment, layer_grads)}
 
 
-def _stage_functions(objective: Objective, assignment: StageAssignment, forward: Forward, end_state: Parameters) -> StageFunctions:
+def _stage_functions(objective: Objective, assignment: StageAssignment, summed: tuple[str, ...], end_state: Parameters) -> StageFunctions:
     """Functions of the pipeline. On a stage they read nothing but what the pipeline passes them."""
     config = objective.config
 
@@ -55,24 +54,30 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, forward:
         return bind(model_config, {**abstract_parameters(model_config), **params}, {**abstract_model_state(model_config), **state})
 
     def embed(ends: Parameters, microbatch: Microbatch) -> Array:
-        decoder, (inputs, _) = model(config.model, ends, end_state), microbatch
-        x_BSD = decoder.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS)
-        return decoder.stack.run_head(x_BSD, objective.context(decoder, inputs), forward)[0]
+        decoder, (batch, _) = model(config.model, ends, end_state), microbatch
+        x_BSD = decoder.embed(batch.tokens_BS, batch.positions_BS)
+        return decoder.run(("head",), x_BSD, objective.context(decoder, batch, summed)).x_BSD
 
     def inputs(microbatch: Microbatch, part: Array) -> tuple[BlockContext, Array | None, Array]:
-        inputs, denominator = microbatch
-        return objective.context(model(config.model, {}, {}), inputs), assignment.active(part), denominator
+        batch, denominator = microbatch
+        return objective.context(model(config.model, {}, {}), batch, summed), assignment.active(part), denominator
 
     def layers(
         params: Parameters, state: Parameters, x_BSD: Array, inputs: tuple[BlockContext, Array | None, Array]
     ) -> tuple[tuple[Array, Array], Routing | None]:
         context, active_L, denominator = inputs
-        output = model(assignment.part_config, params, state).stack.run_pattern(x_BSD, context, forward, active_L=active_L)
+        part = model(assignment.part_config, params, state)
+        if active_L is None:
+            output = part.run(PATTERN, x_BSD, context)
+        else:
+            active = by_group(layer_groups(assignment.part_config, PATTERN), active_L)  # in whole periods, so there is no tail
+            output = part.run(PATTERN, x_BSD, context, {"layers": active, "tail": ()}, run_unless_padding)
         return (output.x_BSD, output.aux_loss / denominator), output.routing
 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:
-        inputs, denominator = microbatch
-        total, sums = objective.head(model(config.model, ends, end_state), x_BSD, inputs, forward)
+        batch, denominator = microbatch
+        output = DecoderOutput(x_BSD, {}, jnp.float32(0), None)
+        total, sums = objective.head(model(config.model, ends, end_state), output, batch, summed)
         return total / denominator, sums
 
     return StageFunctions(embed, inputs, layers, loss, Sums.empty, Sums.plus)

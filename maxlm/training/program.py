@@ -6,12 +6,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
+from maxlm.models import abstract_parameters, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
@@ -19,19 +21,9 @@ from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.metric import Metric
 from maxlm.training import pipelined
 from maxlm.training.diloco import LocalUpdates
-from maxlm.training.gradients import (
-    GradFn,
-    Gradients,
-    accumulated,
-    gather_layers,
-    in_one_pass,
-    reduced_by_partitioner,
-    reduced_once,
-    reduction_axes,
-)
+from maxlm.training.gradients import accumulated, gather_layers, reduced_once, reduction_axes
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.state import TrainState, init_state, state_shardings
-from maxlm.training.step import GlobalUpdate, Updater, build_train_step
+from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Program:
         return self.objective.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> GradFn:
         """The gradients of a batch: how they are computed and reduced is chosen here, once.
 
         computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
@@ -65,14 +57,13 @@ class Program:
             grad_fn = partial(accumulated, config.train.microbatches, loss)
         elif config.mesh.zero == 2:
             grad_fn = partial(in_one_pass, lambda params, *inputs: loss(gather_layers(config, params), *inputs))
-        return reduced_once(config, objective, grad_fn, axes) if axes else reduced_by_partitioner(objective, grad_fn)
+        return reduced_once(config, grad_fn, axes) if axes else grad_fn
 
     @cached_property
     def updater(self) -> Updater:
         """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`)."""
-        update = GlobalUpdate(self.config, self.optimizer, self.gradients)
-        diloco = self.config.diloco
-        return update if diloco is None else LocalUpdates(self.config, diloco, update)
+        kind = Updater if self.config.diloco is None else LocalUpdates
+        return kind(self.config, self.objective, self.optimizer, self.gradients)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -152,3 +143,34 @@ class Program:
 def build_program(config: Config, mesh: Mesh) -> Program:
     """The training program of `config` on `mesh`."""
     return Program(config, mesh, build_optimizer(config), build_objective(config))
+
+
+def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first update: a pure function of the seed."""
+    params = init_parameters(config, seed)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, zero, params, optimizer.init(params), init_model_state(config, seed))
+
+
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to."""
+    abstract = abstract_parameters(config)
+    shardings, state_shardings = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        for specs in (parameter_specs(config, mesh), model_state_specs(config, mesh))
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    by_name = {_keys(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+
+    def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        keys = _keys(path)
+        own = next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), None)
+        return own if own is not None else whole
+
+    opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
+    return TrainState(whole, whole, shardings, opt_state, state_shardings)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
+    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)

@@ -4,16 +4,20 @@ Retention keeps the newest checkpoints, so each bad one that is saved removes a 
 """
 
 import contextlib
+import functools
 import time
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.telemetry.observer import Event
-from maxlm.training import guards
 from maxlm.training.meter import Meter
 from maxlm.training.session import Session
-from maxlm.training.state import TrainState
+from maxlm.training.step import TrainState
 
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
 NAMED = 3  # leaves named in a message; the others are counted
@@ -44,7 +48,7 @@ class Saving:
     def check(self, state: TrainState) -> str:
         """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
         self._meter.flush()
-        names = guards.not_finite(state, self._session.program.mesh)
+        names = not_finite(state, self._session.program.mesh)
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             self._meter.health.fail(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
@@ -95,3 +99,15 @@ class Saving:
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))
+
+
+def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
+    """Names of the leaves that hold an infinity or a NaN. Waits for the devices and reads all of it: for saves, not for steps."""
+    leaves = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    finite = jax.device_get(_compiled(NamedSharding(mesh, PartitionSpec()))(tuple(leaves.values())))
+    return [name for name, whole in zip(leaves, finite, strict=True) if not whole]
+
+
+@functools.cache
+def _compiled(everywhere: NamedSharding) -> Any:
+    return jax.jit(lambda leaves: tuple(jnp.all(jnp.isfinite(leaf)) for leaf in leaves), out_shardings=everywhere)

@@ -9,7 +9,7 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 from maxlm.training.program import Program
-from maxlm.training.state import TrainState
+from maxlm.training.step import TrainState
 
 Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
 

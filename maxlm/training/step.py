@@ -1,7 +1,8 @@
-"""The training step."""
+"""The training step: gradient, clipping, optimizer, new state."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,29 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt32
 
 from maxlm.config.schema import Config
+from maxlm.models.decoder import balance_experts
 from maxlm.models.parameters import Parameters
 from maxlm.models.router import Routing
 from maxlm.objectives import Objective, Sums
-from maxlm.training import guards
-from maxlm.training.gradients import Gradients
-from maxlm.training.lr_schedule import learning_rate
-from maxlm.training.state import TrainState, update_model_state
+from maxlm.training.optimizer import learning_rate
+
+# (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
+LossFn = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
+# (parameters, model state, batch, denominator) -> (figures, gradient of the loss over the denominator)
+GradFn = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, Parameters]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """State after `step` batches, `skipped` of which changed nothing because loss or gradients were not finite."""
+
+    step: Any  # int32 scalar
+    skipped: Any  # int32 scalar
+    params: Parameters
+    opt_state: Any
+    model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
+    updater: Any = None  # state of the update itself: `diloco.WorkerState`, with local updates
 
 
 class Metrics(NamedTuple):
@@ -36,17 +53,29 @@ class Metrics(NamedTuple):
         raise AttributeError(f"no metric {name!r}: there are {', '.join(self.values)}")
 
 
-class Updater(Protocol):
-    """The update of an optimizer: `GlobalUpdate`, or `diloco.LocalUpdates`. `program.py` chooses one."""
+class Updater:
+    """An update from one gradient of the whole batch: the plain case. `diloco.LocalUpdates` is the other; `program.py` chooses."""
 
-    def init(self, state: TrainState) -> TrainState:
-        """The first state, from that of one worker."""
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        """A NamedSharding for every leaf of the state, from those of one worker's."""
+    def __init__(self, config: Config, objective: Objective, optimizer: optax.GradientTransformation, gradients: GradFn) -> None:
+        self.config, self._objective, self._optimizer, self._gradients = config, objective, optimizer, gradients
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(updated state, figures of the batch, norm of its gradient before clipping)."""
+        denominator = jnp.maximum(self._objective.denominator(batch), 1)  # of the global batch
+        sums, grads = self._gradients(state.params, state.model_state, batch, denominator)
+        grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_norm)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
+        params = optax.apply_updates(state.params, updates)
+        return replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state), sums, grad_norm
+
+    def init(self, state: TrainState) -> TrainState:
+        """The first state, from that of one worker."""
+        return state
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        """A NamedSharding for every leaf of the state, from those of one worker's."""
+        return shardings
 
 
 def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -59,31 +88,26 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
         batch = objective.with_randomness(batch, state.step)
         proposed, sums, grad_norm = update(state, batch)
         values = sums.values(objective.metrics)
-        state = guards.keep_if_finite(state, proposed, values["loss"], grad_norm)
+        state = keep_if_finite(state, proposed, values["loss"], grad_norm)
         values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": state.skipped, "batch_digest": digest(batch)}
         return state, Metrics(values, sums.routing)
 
     return train_step
 
 
-class GlobalUpdate:
-    """An update from one gradient of the whole batch: the plain case."""
+def in_one_pass(
+    loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+) -> tuple[Sums, Parameters]:
+    """(figures, gradient of the loss over `denominator`), by one forward and one backward pass. XLA's partitioner inserts the reductions
+    over devices that the shardings of parameters and batch imply.
+    """
 
-    def __init__(self, config: Config, optimizer: optax.GradientTransformation, gradients: Gradients) -> None:
-        self._config, self._optimizer, self._gradients = config, optimizer, gradients
+    def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
+        total, sums = loss_fn(params, model_state, batch)
+        return total / denominator, sums
 
-    def init(self, state: TrainState) -> TrainState:
-        return state
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return shardings
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        sums, grads = self._gradients(state.params, state.model_state, batch)
-        grads, grad_norm = clip_by_global_norm(grads, self._config.optimizer.clip_norm)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        model_state = update_model_state(self._config.model, state.model_state, sums)
-        return state.advance(optax.apply_updates(state.params, updates), opt_state, model_state), sums, grad_norm
+    grads, sums = jax.grad(mean_loss, has_aux=True)(params)
+    return sums, grads
 
 
 def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:
@@ -93,6 +117,16 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
         return grads, norm
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
+    """`proposed` if loss and gradient norm are finite; else `state` with the batch counted as consumed and skipped.
+
+    The norm is a reduction over every gradient, so all devices agree.
+    """
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    chosen = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposed, state)
+    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(finite, 0, 1))
 
 
 def digest(batch: Any) -> UInt32[Array, ""]:

@@ -6,6 +6,8 @@ import pytest
 from checkpoint_cases import IDENTITY, layout, make_state, open_store
 
 from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint.manifest import Leaf
+from maxlm.checkpoint.reader import check_leaves
 from maxlm.config.errors import UserError
 
 
@@ -65,6 +67,14 @@ def test_model_state_among_the_parameters_is_refused_by_name(saved):
     wanted = {**states[3], "params": params, "model_state": {"embed": states[3]["params"]["embed"]}}
     with pytest.raises(CheckpointError, match=r"an earlier maxlm, which stored params\.embed among the parameters.* use another run\.name"):
         open_store(directory).restore(wanted)
+
+
+def test_state_of_workers_is_refused_by_name():
+    """Of local updates, as an earlier maxlm named it."""
+    leaf = Leaf("float32", (2, 3), (0, 0))
+    wanted = {"updater.momentum.w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    with pytest.raises(CheckpointError, match=r"an earlier maxlm, which stored workers\.momentum\.w; .* updater: .* use another run\.name"):
+        check_leaves({"workers.momentum.w": leaf}, wanted, "checkpoint 4", whole=True)
 
 
 def test_a_refused_checkpoint_is_not_passed_over(saved, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from maxlm import models
 from maxlm.config.schema import MemoryConfig, ModelConfig
 from maxlm.models import BlockContext, init_model_state, init_parameters
-from maxlm.models.forward import Forward
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}
 VARIANTS = {
@@ -74,7 +73,7 @@ def inputs(B=2, S=16, vocab=61):
 
 
 def hidden(config, params, tokens, positions, segments, **options):
-    run = jax.jit(lambda params, *batch: bind(config, params)(*batch, forward=Forward(**options)).x_BSD)
+    run = jax.jit(lambda params, *batch: bind(config, params)(*batch, **options).x_BSD)
     return run(params, tokens, positions, segments)
 
 
@@ -214,14 +213,14 @@ def test_scan_by_period_equals_layer_after_layer():
     batch = inputs()
     model = bind(config, params)
     x = model.embed(batch[0], batch[1])
-    context = BlockContext(model.angles(batch[1]), batch[2], None)
+    context = BlockContext(model.angles(batch[1]), batch[2])
     for depth in range(8):
         period, place = divmod(depth, 3)
-        runs = model.stack.layers if period < 2 else model.stack.tail
+        runs = model.layers if period < 2 else model.tail
         index = ((period,) if period < 2 else ()) + ((place,) if place < 2 else ())
         block = jax.tree.map(lambda a, i=index: a[i], runs[place // 2])
         assert block.attention.local == (config.layer_pattern[place] == "local")
-        x, _, _ = block(x, context, None, Forward())
+        x, _, _ = block(x, context)
     np.testing.assert_allclose(model.final_norm(x), hidden(config, params, *batch), atol=2e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.schema import ModelConfig, RopeConfig
 from maxlm.models import bind, init_parameters
-from maxlm.models.layers import gated, rope_angles, score_gain
+from maxlm.models.layers import gated, rope_angles, yarn_gains
 
 
 def clamped(gate, up):
@@ -34,7 +34,7 @@ def test_the_clamped_gate_has_no_gradient_beyond_its_bounds():
 def test_a_feed_forward_layer_uses_the_gate_of_its_activation():
     config = ModelConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=4, d_ff=48, init_std=1.0, activation="swiglu_clamped")
     params = init_parameters(config, 0)
-    mlp = jax.tree.map(lambda x: x[0], bind(config, params).stack.layers[0]).mlp
+    mlp = jax.tree.map(lambda x: x[0], bind(config, params).layers[0]).mlp
     x = np.random.default_rng(0).normal(size=(1, 5, 32)).astype(np.float32)
     p = {name: np.asarray(w[0], np.float64) for name, w in params["layers"]["0"]["mlp"].items()}
     wanted = clamped(x @ p["gate_DF"], x @ p["up_DF"]) @ p["down_FD"]
@@ -68,6 +68,6 @@ def test_yarn_ramps_as_gpt_oss_and_the_paper_do(truncate):
 def test_the_temperature_is_applied_once():
     """To what is turned, or to all scores: never to both."""
     for rope in (RopeConfig(), yarn()):
-        assert score_gain(rope) == 1
-    assert score_gain(yarn(mscale_all_dim=1.0)) == pytest.approx((0.1 * np.log(32) + 1) ** 2)
+        assert yarn_gains(rope)[1] == 1
+    assert yarn_gains(yarn(mscale_all_dim=1.0))[1] == pytest.approx((0.1 * np.log(32) + 1) ** 2)
     np.testing.assert_allclose(frequencies(yarn(mscale_all_dim=1.0))[1], 1, rtol=1e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models import bind, init_parameters
+from maxlm.models import BlockContext, bind, init_parameters
 
 HEADS, KV_RANK, NOPE, ROPE, VALUE, EPS = 4, 16, 8, 4, 6, 1e-5
 YARN = {"kind": "yarn", "factor": 40, "original_seq_len": 8, "mscale_all_dim": 0.707}
@@ -21,7 +21,7 @@ def layer(q_rank=None, **changes):
     model = bind(config, params)
     return (
         model,
-        jax.tree.map(lambda x: x[0], model.stack.layers[0]).attention,
+        jax.tree.map(lambda x: x[0], model.layers[0]).attention,
         jax.tree.map(lambda x: x[0], params["layers"]["0"]["attention"]),
     )
 
@@ -58,7 +58,7 @@ def test_a_layer_is_what_the_paper_writes(q_rank):
     model, attention, p = layer(q_rank)
     x = jax.random.normal(jax.random.key(3), (2, 16, 32))
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    mine, _ = attention(x, model.angles(positions)[False], jnp.ones((2, 16), jnp.int32))
+    mine, _ = attention(x, BlockContext(model.angles(positions), jnp.ones((2, 16), jnp.int32)))
     frequencies = 10000.0 ** -(np.arange(ROPE // 2) / (ROPE // 2))
     for row, wanted in zip(mine, x, strict=True):
         np.testing.assert_allclose(row, by_the_paper(p, np.asarray(wanted, np.float64), frequencies, 1.0), atol=1e-4)
@@ -69,7 +69,7 @@ def test_yarn_warms_all_of_a_score_and_only_once():
     model, attention, p = layer(rope={"scaling": YARN})
     x, positions = jax.random.normal(jax.random.key(3), (1, 16, 32)), jnp.arange(16)[None]
     angles = model.angles(positions)[False]
-    mine, _ = attention(x, angles, jnp.ones((1, 16), jnp.int32))
+    mine, _ = attention(x, BlockContext(model.angles(positions), jnp.ones((1, 16), jnp.int32)))
     frequencies = np.arctan2(angles[1], angles[0])[0, 1]  # of the second token, which no frequency turns by more than pi
     np.testing.assert_allclose(angles[0] ** 2 + angles[1] ** 2, 1, atol=1e-6)
     wanted = by_the_paper(p, np.asarray(x[0], np.float64), frequencies, (0.1 * 0.707 * np.log(40) + 1) ** 2)

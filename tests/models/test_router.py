@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import MoeConfig
-from maxlm.models.forward import Forward
+from maxlm.models.layers import BlockContext
 from maxlm.models.router import expert_capacity, route
 
 B, S, E = 2, 16, 8
@@ -20,9 +20,9 @@ def logits(seed=0, spread=2.0):
     return spread * jax.random.normal(jax.random.key(seed), (B, S, E))
 
 
-def routed(config, logits_BSE, bias_E=None, there=None, **forward):
+def routed(config, logits_BSE, bias_E=None, there=None, **options):
     there = jnp.ones((B, S), bool) if there is None else there
-    return route(config, logits_BSE, bias_E, there, Forward(**forward))
+    return route(config, logits_BSE, bias_E, there, BlockContext({}, there, **options))
 
 
 def test_mixtral_weights_are_a_softmax_over_the_chosen():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models import bind, init_parameters, parameter_axes
+from maxlm.models import BlockContext, bind, init_parameters, parameter_axes
 from maxlm.models.parameters import is_matrix
 
 MODEL = {"vocab_size": 61, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48, "init_std": 0.3, "sinks": True}
@@ -17,9 +17,9 @@ def attention_of(sinks_H, x_BSD):
     params = init_parameters(config, 0)
     params["layers"]["0"]["attention"]["sinks_H"] = sinks_H[None]
     model = bind(config, params)
-    block = jax.tree.map(lambda x: x[0], model.stack.layers[0])
+    block = jax.tree.map(lambda x: x[0], model.layers[0])
     positions = jnp.broadcast_to(jnp.arange(x_BSD.shape[1]), x_BSD.shape[:2])
-    return block.attention, model.angles(positions)[False], jnp.ones(x_BSD.shape[:2], jnp.int32)
+    return block.attention, BlockContext(model.angles(positions), jnp.ones(x_BSD.shape[:2], jnp.int32))
 
 
 def by_softmax(attention, angles, sinks_H, x_BSD):
@@ -41,12 +41,12 @@ def test_sinks_and_their_gradients_are_those_of_one_more_column():
     direction = jax.random.normal(jax.random.key(1), x.shape)
 
     def mine(sinks, x):
-        attention, angles, segments = attention_of(sinks, x)
-        return jnp.sum(direction * attention(x, angles, segments)[0])
+        attention, context = attention_of(sinks, x)
+        return jnp.sum(direction * attention(x, context)[0])
 
     def wanted(sinks, x):
-        attention, angles, _ = attention_of(sinks, x)
-        return jnp.sum(direction * by_softmax(attention, angles, sinks, x))
+        attention, context = attention_of(sinks, x)
+        return jnp.sum(direction * by_softmax(attention, context.angles[False], sinks, x))
 
     got, known = (jax.value_and_grad(f, argnums=(0, 1))(SINKS, x) for f in (mine, wanted))
     assert jnp.all(jnp.abs(known[1][0]) > 1e-3), "every sink has a gradient to be compared"

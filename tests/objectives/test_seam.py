@@ -13,8 +13,7 @@ import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
 from maxlm.config.schema import ObjectiveConfig
-from maxlm.objectives import OBJECTIVES, ArraySpec, Sums
-from maxlm.objectives.next_token import NextToken
+from maxlm.objectives import OBJECTIVES, ArraySpec, FurtherTokens, NextToken, Sums
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.metric import Metric, charts_of
@@ -40,7 +39,7 @@ class Weighted(NextToken):
     """Next-token prediction with one more array in the batch, and a metric of every kind."""
 
     metrics = (
-        *NextToken.metrics,
+        *FurtherTokens.metrics,
         Metric("rows", "Rows of a batch", reduce="sum"),
         Metric("heaviest", "Weight of the heaviest row", "times <1>", reduce="max", console="heavy {:.1f}"),
     )
@@ -48,11 +47,11 @@ class Weighted(NextToken):
     def batch_spec(self):
         return WeightedBatch(*super().batch_spec(), ArraySpec((GLOBAL_BATCH,), jnp.float32, ("batch",)))
 
-    def head(self, model, x_BSD, inputs, forward):
-        total, sums = super().head(model, x_BSD, inputs, forward)
-        weight_B = inputs.batch.row_weight_B
+    def head(self, model, output, batch, summed):
+        total, sums = super().head(model, output, batch, summed)
+        weight_B = batch.row_weight_B
         values = {**sums.added, "rows": jnp.float32(len(weight_B)), "heaviest": jnp.max(weight_B)}
-        return total, self.sums(inputs.batch, values, sums.routing)
+        return total, self.sums(batch, values, sums.routing)
 
 
 def weighted_batch(n):

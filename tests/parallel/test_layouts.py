@@ -79,7 +79,7 @@ def test_state_is_created_and_kept_sharded(layout):
 def test_state_is_never_gathered_at_creation():
     """The program that makes the state holds no collective, and no temporary as large as a whole matrix."""
     program = tiny_program(8, mesh={"fsdp": 8}, model={"vocab_size": 4096, "d_model": 512})
-    from maxlm.training.state import init_state
+    from maxlm.training.program import init_state
 
     make = jax.jit(lambda: init_state(program.config.model, program.optimizer, 0), out_shardings=program.state_shardings)
     with jax.set_mesh(program.mesh):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_program
 
-from maxlm.training.gradients import in_one_pass, reduced_once
+from maxlm.training.gradients import reduced_once
+from maxlm.training.step import in_one_pass
 
 BY_HAND = {
     "microbatches": ({"data": 4, "fsdp": 1}, {"train": {"microbatches": 2}}),
@@ -45,7 +46,7 @@ def test_the_partitioner_is_given_gradients_in_that_dtype(microbatches):
     """It reduces the result of a matmul: what leaves the last one is cast to float32 only then."""
     program = program_of({"fsdp": 4}, "bfloat16", train={"microbatches": microbatches})
     with jax.set_mesh(program.mesh):
-        gradients = jax.make_jaxpr(lambda params, batch: program.gradients(params, {}, batch)[1])
+        gradients = jax.make_jaxpr(lambda params, batch: program.gradients(params, {}, batch, jnp.float32(1))[1])
         jaxpr = gradients(program.abstract_state.params, program.abstract_batch).jaxpr
     if microbatches > 1:
         jaxpr = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan").params["jaxpr"].jaxpr
@@ -70,8 +71,8 @@ def test_what_adds_gradients_up_can_be_chosen():
 
     program = program_of({"data": 2, "fsdp": 2}, "float32")
     form = partial(in_one_pass, partial(program.objective.loss, summed=("data",)))
-    gradients = reduced_once(program.config, program.objective, form, ("data",), in_bfloat16)
+    gradients = reduced_once(program.config, form, ("data",), in_bfloat16)
     with jax.set_mesh(program.mesh):
-        text = jax.jit(gradients).lower(program.abstract_state.params, {}, program.abstract_batch).as_text()
+        text = jax.jit(gradients).lower(program.abstract_state.params, {}, program.abstract_batch, jnp.float32(1)).as_text()
     dtypes = [dtype for _, dtype in REDUCTION.findall(text)]
     assert dtypes.count("bf16") == len(jax.tree.leaves(program.abstract_state.params))

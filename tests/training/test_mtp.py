@@ -7,7 +7,7 @@ import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_model_state, init_parameters
-from maxlm.models.forward import Forward
+from maxlm.models.decoder import ENTRIES
 from maxlm.objectives import build_objective
 
 SECTIONS = {
@@ -24,11 +24,11 @@ SECTIONS = {
 def test_what_is_read_and_what_comes_next():
     batch = tiny_batch()
     part = build_objective(tiny_config(**SECTIONS)).inputs(jax.tree.map(jnp.asarray, batch))
-    first, second = part.targets
+    first, second = part.ahead
     np.testing.assert_array_equal(first.tokens_BS, batch.targets_BS)
     np.testing.assert_array_equal(second.tokens_BS[:, :-1], batch.targets_BS[:, 1:])
     np.testing.assert_array_equal(second.targets_BS[:, :-2], batch.targets_BS[:, 2:])
-    for depth, further in enumerate(part.targets, 1):
+    for depth, further in enumerate(part.ahead, 1):
         for row in range(GLOBAL_BATCH):
             for place in range(SEQ_LEN):
                 window = batch.weights_BS[row, place : place + depth + 1]
@@ -60,8 +60,8 @@ def test_nothing_later_is_read():
         objective = build_objective(config)
         inputs = objective.inputs(given)
         context = objective.context(model, inputs)
-        x_BSD = model.stack(model.embed(inputs.batch.tokens_BS, inputs.batch.positions_BS), context, Forward()).x_BSD
-        return model.predict_further(x_BSD, [further.tokens_BS for further in inputs.targets], context, Forward())[0]
+        x_BSD = model.run(ENTRIES, model.embed(inputs.tokens_BS, inputs.positions_BS), context).x_BSD
+        return model.predict_further(x_BSD, [further.tokens_BS for further in inputs.ahead], context)[0]
 
     place = 20  # targets[place] is the token after place
     before, after = hidden(batch.targets_BS), hidden(batch.targets_BS.at[:, place].add(1) % config.model.vocab_size)

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,9 @@ from maxlm.objectives import Sums
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
-from maxlm.training.guards import keep_if_finite
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.session import Session
-from maxlm.training.state import TrainState
-from maxlm.training.step import Metrics
+from maxlm.training.step import Metrics, TrainState, keep_if_finite
 
 EVERY, KEEP, TOTAL = 5, 2, 60
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -65,7 +64,7 @@ class Script:
         loss = self._loss(n)
         # An infinity in the parameters makes every later loss NaN.
         loss = jnp.float32(loss) + 0 * jnp.sum(state.params["w"])
-        proposed = state.advance({"w": jnp.full(4, jnp.float32(self._parameter(n)))}, state.opt_state, state.model_state)
+        proposed = replace(state, step=state.step + 1, params={"w": jnp.full(4, jnp.float32(self._parameter(n)))})
         state = jax.device_put(keep_if_finite(state, proposed, loss, jnp.float32(1.0)), self._sharding)
         zero = jnp.float32(0)
         values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": zero, "tokens": zero, "skipped": state.skipped}

@@ -8,9 +8,8 @@ import pytest
 from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.models import parameter_axes
-from maxlm.training.lr_schedule import learning_rate
-from maxlm.training.optimizer import build_optimizer
-from maxlm.training.state import init_state
+from maxlm.training.optimizer import build_optimizer, learning_rate
+from maxlm.training.program import init_state
 from maxlm.training.step import clip_by_global_norm, digest
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models import abstract_model_state, abstract_parameters, parameter_axes
-from maxlm.models.stack import STACKED, by_group, cut_periods, group_of, in_depth_order, layer_groups, pad_periods, split_layers
+from maxlm.models.decoder import STACKED, by_group, group_of, in_depth_order, layer_groups, split_layers
+from maxlm.models.stages import cut_periods, pad_periods
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "d_ff": 48, "window": 4}
 MOE = {"n_experts": 4, "top_k": 2, "d_ff": 16, "router": {"bias_rate": 0.01}}
@@ -40,7 +41,7 @@ def test_values_by_group_come_back_in_depth_order(config):
     values_LX = jnp.arange(2 * (config.n_layers + config.mtp_depth)).reshape(-1, 2)
     parts = by_group(groups, values_LX)
     for group, part in zip(groups, parts, strict=True):
-        assert part.shape == (*group.stacked, 2)
+        assert part.shape == (*group.depths.shape, 2)
         np.testing.assert_array_equal(part[..., 0], 2 * group.depths)
     np.testing.assert_array_equal(in_depth_order(groups, parts), values_LX)
 
@@ -52,7 +53,7 @@ def test_stacked_dims_are_those_of_the_group(config):
         group = group_of(config, name)
         assert (group is not None) == any(part in name for part in ("attention", "mlp", "attention_norm", "mlp_norm"))
         assert [axis for axis in names if axis in STACKED] == list(group.axes if group else ())
-        assert group is None or leaf.shape[: len(group.stacked)] == group.stacked
+        assert group is None or leaf.shape[: len(group.depths.shape)] == group.depths.shape
 
 
 def test_padding_to_whole_periods_is_undone(config):
