@@ -9,7 +9,6 @@ from maxlm.kernels import attention, attention_and_logsumexp
 from maxlm.kernels.attention import (
     CAUSAL,
     Mask,
-    blocks,
     chunk_attention,
     chunk_attention_gradients,
     chunks,
@@ -155,7 +154,7 @@ def test_attended_pairs_are_those_that_the_mask_leaves(form, window):
 )
 def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     """Those of the TPU, interpreted: values and gradients, documents that end inside a block and skip some, a head dim below a lane."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     q, k, v, segments = operands(5, S=512, G=2, K=16)
     weights = jax.random.normal(jax.random.key(9), q.shape)
 
@@ -176,7 +175,7 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
 )
 def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
     """By whole lanes, and by less: latent attention has heads of 192 and of 128."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(128, 128))
     monkeypatch.setattr(tpu, "WIDE", ("",) if flipped else ())  # an interpreted device has no kind
     q, k, v, segments = operands(6, B=1, S=256, H=2, G=1, K=160)
     v, scale = v[..., :96], 0.05
@@ -204,7 +203,7 @@ def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
 @pytest.mark.parametrize("options", [{}, {"mask": Mask(window=100)}])
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
 def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, segments = operands(10, S=256, G=2, K=16)
     of_out, of_lse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 4, 256))
@@ -272,7 +271,7 @@ def test_splash_gives_no_logsumexp():
 
 def test_bfloat16_is_as_exact_as_xla(monkeypatch):
     """Against the definition in float32: no implementation may be off by more than twice what plain bfloat16 operations are."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     q, k, v, segments = operands(13, B=1, S=512, H=2, G=1, K=64)
     weights = jax.random.normal(jax.random.key(3), q.shape)
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -310,7 +309,7 @@ def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
 
 def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
     """The forward kernel sums weights against a near score; a query whose sum then is lost, and no other, is computed again."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
     segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
     plain = run(q, k, v, segments, implementation="flash")
@@ -323,7 +322,7 @@ def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
 
 def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     """Poison what no query of the second document may read: were a block of it visited, NaN times 0 would show."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(128, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(128, 128))
     q, k, v, _ = operands(6, B=1, S=384)
     segments = jnp.asarray(np.repeat([[1, 2, 2]], 128, axis=1), jnp.int32)
     v = v.at[:, :128].set(jnp.nan)
@@ -339,25 +338,25 @@ def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
 def test_blocks_are_those_of_the_nearest_head_dim_and_divide_the_sequence(monkeypatch):
     v6e = "TPU v6 lite"
     rows = {(v6e, False, 128): (1024, 512), (v6e, False, 256): (512, 256), (v6e, True, 128): (256, 256), ("TPU v5", False, 128): (256, 128)}
-    monkeypatch.setattr(blocks, "table", lambda: {key: blocks.Blocks(*sizes) for key, sizes in rows.items()})
-    assert blocks.blocks_of(8192, 64, None, v6e) == (1024, 512), "a head dim below a lane is padded"
-    assert blocks.blocks_of(8192, 192, None, v6e) == blocks.blocks_of(8192, 512, None, v6e) == (512, 256)
-    assert blocks.blocks_of(8192, 256, 1024, v6e) == (256, 256)
-    assert blocks.blocks_of(384 * 5, 128, None, v6e) == (640, 384), "the largest that divide it"
-    assert blocks.blocks_of(8192, 128, None, "TPU v9") == blocks.blocks_of(8192, 128, 1024, "TPU v5") == blocks.DEFAULT
+    monkeypatch.setattr(tpu, "table", lambda: {key: tpu.Blocks(*sizes) for key, sizes in rows.items()})
+    assert tpu.blocks_of(8192, 64, None, v6e) == (1024, 512), "a head dim below a lane is padded"
+    assert tpu.blocks_of(8192, 192, None, v6e) == tpu.blocks_of(8192, 512, None, v6e) == (512, 256)
+    assert tpu.blocks_of(8192, 256, 1024, v6e) == (256, 256)
+    assert tpu.blocks_of(384 * 5, 128, None, v6e) == (640, 384), "the largest that divide it"
+    assert tpu.blocks_of(8192, 128, None, "TPU v9") == tpu.blocks_of(8192, 128, 1024, "TPU v5") == tpu.DEFAULT
 
 
 def test_smaller_blocks_run_where_those_of_the_table_have_no_room(monkeypatch):
     """A sequence that fits into VMEM with blocks that are small is not left to another kernel."""
-    rows = {("TPU v6 lite", False, 128): blocks.Blocks(1024, 2048)}
-    monkeypatch.setattr(blocks, "table", lambda: rows)
+    rows = {("TPU v6 lite", False, 128): tpu.Blocks(1024, 2048)}
+    monkeypatch.setattr(tpu, "table", lambda: rows)
     for seq_len, backward in ((4096, 2048), (16384, 512)):
         assert tpu.sizes_of(seq_len, 128, None, "TPU v6 lite") == (1024, backward)
         assert tpu.why_not(seq_len, 128, "TPU v6 lite") == ""
 
 
 def test_every_row_of_the_table_can_run():
-    for (kind, windowed, head_dim), sizes in blocks.table().items():
+    for (kind, windowed, head_dim), sizes in tpu.table().items():
         assert tpu.sizes_of(4096, head_dim, 1024 if windowed else None, kind) == sizes
         assert tpu.why_not(4096, head_dim, kind) == ""
 
@@ -388,7 +387,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 @pytest.mark.parametrize("implementation", ["flash", "splash", "xla"])
 def test_changing_one_document_changes_no_bit_of_another(implementation, monkeypatch):
     """Of outputs nor gradients: documents of one token and of many, that end inside a block, and padding between."""
-    monkeypatch.setattr(blocks, "DEFAULT", blocks.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     q, k, v, _ = operands(3, B=1, S=256, K=16)
     segments = jnp.asarray(np.repeat([[1, 2, 3, 0, 4]], [90, 1, 69, 20, 76], axis=1), jnp.int32)
     changed = (segments == 3)[..., None, None]
@@ -469,7 +468,7 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
 def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):
     """Outputs and logsumexp, and gradients under the cotangents of both: documents and padding that cross chunks, and chunks in pieces."""
     monkeypatch.setattr(chunks, "_cut", lambda *_: [slice(start, start + 256 // pieces) for start in range(0, 256, 256 // pieces)])
-    monkeypatch.setattr(tpu, "sizes_of", lambda *_: blocks.Blocks(128, 128))
+    monkeypatch.setattr(tpu, "sizes_of", lambda *_: tpu.Blocks(128, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
     q, k, v, _ = operands(14, B=2, S=512, H=2, G=1, K=16)
     segments = jnp.asarray([[1] * 512, [1] * 100 + [2] * 300 + [0] * 112], jnp.int32)
