@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.attention.chunks import PartialOutput, chunk_attention, chunk_attention_gradients, merge
 from maxlm.kernels.attention.gradients import SAVED
-from maxlm.kernels.attention.mask import CAUSAL, Mask
+from maxlm.kernels.attention.mask import CAUSAL, Form, Mask
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
@@ -21,6 +21,7 @@ from maxlm.kernels.platform import GPUS, device, logged, on_each_device
 
 __all__ = [
     "CAUSAL",
+    "Form",
     "Layout",
     "Mask",
     "PartialOutput",

@@ -13,8 +13,8 @@ from maxlm.cost.model_shapes import layers, rows_of
 from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
-from maxlm.models.decoder import STACKED, layer_groups
 from maxlm.models.parameters import parameter_axes
+from maxlm.models.stack import STACKED, layer_groups
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program

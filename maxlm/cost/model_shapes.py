@@ -15,9 +15,10 @@ from maxlm.hardware.chips import LANES, Chip
 from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs, padded
 from maxlm.models import parameter_axes
-from maxlm.models.decoder import Block, FutureTokenModule
+from maxlm.models.decoder import Block
 from maxlm.models.layers import layer_mask
 from maxlm.models.moe import Moe
+from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
 from maxlm.parallel.experts import rows_of_round

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer as Bpe
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.paths import is_remote

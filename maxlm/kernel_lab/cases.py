@@ -20,12 +20,10 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.hardware.xla_flags import VMEM
-from maxlm.kernels.attention import splash
-from maxlm.kernels.attention import tpu as flash
+from maxlm.kernels.attention import splash, tpu as flash
 from maxlm.kernels.attention.shapes import AttentionShape
 from maxlm.kernels.attention.tpu import Blocks
-from maxlm.kernels.grouped_matmul import group_metadata
-from maxlm.kernels.grouped_matmul import tpu as grouped
+from maxlm.kernels.grouped_matmul import group_metadata, tpu as grouped
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.matmul import tpu as gated
 from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape

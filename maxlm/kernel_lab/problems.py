@@ -18,15 +18,11 @@ import numpy as np
 
 from maxlm.config.errors import UserError
 from maxlm.kernels import attention, gated_mlp, grouped_matmul, linear_cross_entropy
-from maxlm.kernels.attention.shapes import SHAPES as ATTENTION
-from maxlm.kernels.attention.shapes import AttentionShape
-from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED
-from maxlm.kernels.grouped_matmul.shapes import GroupedShape
-from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS
-from maxlm.kernels.linear_cross_entropy.shapes import CrossEntropyShape
+from maxlm.kernels.attention.shapes import SHAPES as ATTENTION, AttentionShape
+from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED, GroupedShape
+from maxlm.kernels.linear_cross_entropy.shapes import SHAPES as LOSS, CrossEntropyShape
 from maxlm.kernels.matmul.reference import gated_mlp_reference
-from maxlm.kernels.matmul.shapes import MATMULS, MlpShape
-from maxlm.kernels.matmul.shapes import SHAPES as MLP
+from maxlm.kernels.matmul.shapes import MATMULS, SHAPES as MLP, MlpShape
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "attention": ("flash", "splash"),

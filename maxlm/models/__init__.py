@@ -1,12 +1,14 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
 from maxlm.models.counts import count_active_parameters, count_parameters, counts, step_flops, token_flops
-from maxlm.models.decoder import Caches, Decoder
+from maxlm.models.decoder import Caches, Decoder, DecoderOutput, balance_experts
 from maxlm.models.layers import BlockContext, Cache
 from maxlm.models.parameters import (
+    Parameters,
     abstract_model_state,
     abstract_parameters,
     bind,
+    cast_matrices,
     init_model_state,
     init_parameters,
     model_state_specs,
@@ -20,10 +22,14 @@ __all__ = [
     "Cache",
     "Caches",
     "Decoder",
+    "DecoderOutput",
+    "Parameters",
     "Routing",
     "abstract_model_state",
     "abstract_parameters",
+    "balance_experts",
     "bind",
+    "cast_matrices",
     "count_active_parameters",
     "count_parameters",
     "counts",

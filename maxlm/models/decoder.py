@@ -1,42 +1,27 @@
-"""A decoder-only transformer: embedding, blocks, final norm, unembedding.
+"""A decoder-only transformer: embedding, blocks, final norm, unembedding."""
 
-Equal blocks are compiled once. A layer pattern is a sequence of runs of equal blocks (five local layers, then a global one), and the
-parameters of a run are stacked over its repetitions. Groups in depth order, by the entry of the parameter tree that holds them:
-
-- `head`: the dense layers before the first with experts
-- `layers`: the pattern; its whole periods run in one scan, and entry i holds the i-th run of every period
-- `tail`: the last period, where the pattern does not fit a whole number of times
-- `ahead`: multi-token prediction modules, one block each, after the decoder's last layer
-"""
-
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, matrix_size, rope_angles, weight
-from maxlm.models.linear import BETWEEN, embedding_lookup, enter, linear
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, parameter, rope_angles
+from maxlm.models.linear import BETWEEN, embedding_lookup, enter
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
+from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.router import Routing
-from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
+from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, layer_groups
 from maxlm.parallel import constrain
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
 
-STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run
-PATTERN = ("layers", "tail")  # the layers that a pipeline divides
-ENTRIES = ("head", *PATTERN)
-Tree = Any  # nested dicts of arrays (or of shapes, specs, axes)
 Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are: caches, or others
 Caches = dict[str, tuple[Cache, ...]]
 RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None for a dense layer
@@ -74,40 +59,6 @@ class Block(nnx.Module):
         return self.attention.flops_per_token(seq_len, masked=masked) + self.mlp.flops_per_token()
 
 
-class LayerGroup(NamedTuple):
-    """Equal blocks whose parameters are stacked: by periods if the group is repeated, then by the blocks of a run if there are several."""
-
-    path: tuple[str, ...]  # of the blocks in the parameter tree
-    local: bool
-    experts: bool
-    depths: Int[np.ndarray, "*stacked"]  # depth of every block; its shape is that of the stack
-    axes: tuple[str, ...] = ()  # logical axes of the stacked dims
-
-
-@lru_cache(maxsize=64)
-def layer_groups(config: ModelConfig, entries: tuple[str, ...] = (*ENTRIES, "ahead")) -> tuple[LayerGroup, ...]:
-    """The groups of these entries, in the order in which they run."""
-    period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
-    periods = (layers - dense) // period
-    ahead = range(layers, layers + config.mtp_depth)
-    kinds = config.layer_pattern * ahead.stop  # by depth, and further
-
-    def runs(entry: str, depths: range, experts: bool, periods: int | None = None) -> Iterator[LayerGroup]:
-        for i, (kind, run) in enumerate(groupby(depths, kinds.__getitem__)):
-            blocks = np.array(list(run)) if periods is None else np.add.outer(period * np.arange(periods), list(run))
-            several = blocks.shape[-1] > 1
-            axes = STACKED[periods is None : 1 + several]
-            yield LayerGroup((entry, str(i)), kind == "local", experts, blocks if several else blocks[..., 0], axes)
-
-    groups = (
-        *runs("head", range(dense), experts=False),
-        *runs("layers", range(dense, dense + period), experts, periods),
-        *runs("tail", range(dense + periods * period, layers), experts),
-        *(LayerGroup(("ahead", str(i), "block"), kinds[depth] == "local", experts, np.array(depth)) for i, depth in enumerate(ahead)),
-    )
-    return tuple(group for group in groups if group.path[0] in entries)
-
-
 class DecoderOutput(NamedTuple):
     """Output of some blocks: hidden states, caches, auxiliary losses and router statistics."""
 
@@ -123,13 +74,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         table = (config.vocab_size, config.d_model)
-        self.embedding_VD = weight(table, ("vocab", "embed"), config.init_std)
+        self.embedding_VD = parameter(table, ("vocab", "embed"), config.init_std)
         positions = None if config.max_seq_len is None else (config.max_seq_len, config.d_model)
-        self.position_PD = weight(positions, ("position", "embed_act"), config.init_std) if positions else None
+        self.position_PD = parameter(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
         self.final_norm = Norm(config.d_model, config)
-        self.output_VD = None if config.tie_embeddings else weight(table, ("vocab", "embed"), config.init_std)
+        self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Input of the first block."""
@@ -152,7 +103,7 @@ class Decoder(nnx.Module):
         return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS) if config.rope_local else of_global}
 
     def run(
-        self, entries: tuple[str, ...], x_BSD: Array, context: BlockContext, beside: Beside | None = None, layer: Callable | None = None
+        self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`), which takes it and the value `beside` it."""
         new: Caches = {}
@@ -187,7 +138,7 @@ class Decoder(nnx.Module):
         `options`: of the `BlockContext`.
         """
         context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS, **options)
-        output = self.run(ENTRIES, self.embed(tokens_BS, positions_BS), context, caches)
+        output = self.run(self.embed(tokens_BS, positions_BS), context, beside=caches)
         return output._replace(x_BSD=self.final_norm(output.x_BSD))
 
     def predict_further(
@@ -228,9 +179,8 @@ class Decoder(nnx.Module):
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    sizes = group.depths.shape
-    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(sizes)))
-    return jax.tree.map(lambda stack: stack.reshape(*sizes, *stack.shape[1:]), blocks)
+    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(group.depths.size))
+    return jax.tree.map(lambda stack: stack.reshape(*group.depths.shape, *stack.shape[1:]), blocks)
 
 
 def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, tuple[tuple, tuple]]:
@@ -273,67 +223,6 @@ def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput])
     present = [router for router in routers if router is not None]
     aux_loss = sum((jnp.sum(aux_loss) for aux_loss, _ in present), jnp.float32(0))
     return aux_loss, in_depth_order([g for g in groups if g.experts], [routing for _, routing in present]) if present else None
-
-
-class FutureTokenModule(nnx.Module):
-    """Predict one token further (DeepSeek-V3, arXiv 2412.19437, section 2.2): hidden states and the embedding of the token that they
-    predicted, each normed, are projected by one matrix each, added, and pass one more block. Embedding and unembedding are the decoder's.
-    """
-
-    def __init__(self, config: ModelConfig, block: Block) -> None:
-        width, std = config.d_model, config.init_std
-        self.hidden_norm = Norm(width, config)
-        self.token_norm = Norm(width, config)
-        self.hidden_DD = weight((width, width), ("embed", "embed_act"), std)
-        self.token_DD = weight((width, width), ("embed", "embed_act"), std)
-        self.block = block
-        self.final_norm = Norm(width, config)
-
-    def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Input of the block, from hidden states before their final norm and token embeddings."""
-        x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
-        return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
-
-    def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
-        """FLOPs of a training token, forward and backward, the unembedding not counted."""
-        return 6 * matrix_size(self.hidden_DD, self.token_DD) + self.block.flops_per_token(seq_len, masked=masked)
-
-    def matmuls(self) -> tuple[Matmul, ...]:
-        """Matmuls of `join`; the block has its own."""
-        return matmul_by(JOIN, self.hidden_DD, "rows"), matmul_by(JOIN, self.token_DD, "rows")
-
-
-# Parameter trees by group.
-
-
-def group_of(config: ModelConfig, name: Sequence[str]) -> LayerGroup | None:
-    """The group that holds the parameter of this name; None if it belongs to no layer."""
-    return next((group for group in layer_groups(config) if tuple(name[: len(group.path)]) == group.path), None)
-
-
-def split_layers(tree: Tree, *, pattern: bool = False) -> tuple[Tree, Tree]:
-    """(entries of a parameter tree that hold layers, the other entries). `pattern`: only those that a pipeline divides among its stages."""
-    names = PATTERN if pattern else (*ENTRIES, "ahead")
-    return {name: tree[name] for name in names if name in tree}, {name: tree[name] for name in tree if name not in names}
-
-
-def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tree:
-    """The values of all blocks of `groups` along one leading dim, the first layer first, of one tree a group, stacked as its blocks are."""
-    depths = np.concatenate([group.depths.reshape(-1) for group in groups])
-    order = np.argsort(depths)
-
-    def join(*leaves: Array) -> Array:
-        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.depths.shape) :]) for group, leaf in zip(groups, leaves, strict=True)]
-        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-        return joined if np.array_equal(order, np.arange(len(order))) else joined[order]
-
-    return jax.tree.map(join, *stacked)
-
-
-def by_group(groups: Sequence[LayerGroup], values_L: Array) -> list[Array]:
-    """The inverse of `in_depth_order`: for each group its values, stacked as its blocks are."""
-    depths = np.sort(np.concatenate([group.depths.reshape(-1) for group in groups]))
-    return [values_L[np.searchsorted(depths, group.depths)] for group in groups]
 
 
 def join_routing(*parts: Routing | None) -> Routing | None:

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm import kernels
 from maxlm.config.schema import ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
-from maxlm.kernels.attention import Layout, Mask
-from maxlm.kernels.attention.mask import Form
+from maxlm.kernels.attention import Form, Layout, Mask
 from maxlm.kernels.platform import device
 from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, gated_linear, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
@@ -31,14 +30,9 @@ _HIDDEN: Axes = ("batch", "seq", "mlp")
 _STATIC = {"static": True}
 
 
-def weight(shape: Sequence[int], axes: Sequence[str], std: float) -> nnx.Param:
-    """Declare a float32 matrix, initially normal with deviation `std`; `axes` name the logical axis of each dim."""
-    return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=0.0, std=std)
-
-
-def constant(value: float, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param:
-    """Declare a float32 scale or bias, initially filled with `value`."""
-    return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=value, std=0.0)
+def parameter(shape: Sequence[int], axes: Sequence[str], std: float = 0.0, *, mean: float = 0.0) -> nnx.Param:
+    """Declare a float32 parameter, initially normal with this mean and deviation; `axes` name the logical axis of each dim."""
+    return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=mean, std=std)
 
 
 Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
@@ -66,8 +60,8 @@ class Norm(nnx.Module):
     def __init__(self, size: int, config: ModelConfig, axis: str = "embed_act") -> None:
         self.eps = config.norm_eps
         self.centred = config.norm == "layernorm"
-        self.scale_D = constant(1.0, (size,), (axis,))
-        self.bias_D = constant(0.0, (size,), (axis,)) if self.centred else None
+        self.scale_D = parameter((size,), (axis,), mean=1.0)
+        self.bias_D = parameter((size,), (axis,)) if self.centred else None
 
     def __call__(self, x_D: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y_D = x_D.astype(jnp.float32)
@@ -142,9 +136,9 @@ class AttentionBase(nnx.Module):
         self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1]
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
-        self.out_HKD = weight((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)
-        self.out_bias_D = constant(0.0, (width,), ("embed_act",)) if config.bias == "all" else None
-        self.sinks_H = constant(0.0, (heads,), ("heads",)) if config.sinks else None
+        self.out_HKD = parameter((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)
+        self.out_bias_D = parameter((width,), ("embed_act",)) if config.bias == "all" else None
+        self.sinks_H = parameter((heads,), ("heads",)) if config.sinks else None
 
     def attend(
         self, q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, context: BlockContext, cache: Cache | None
@@ -193,13 +187,13 @@ class Attention(AttentionBase):
     def __init__(self, config: ModelConfig, *, local: bool) -> None:
         width, heads, groups, dim = config.d_model, config.n_heads, config.n_kv_heads, config.head_dim
         super().__init__(config, local=local, value_dim=dim)
-        self.query_DHK = weight((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
-        self.key_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
-        self.value_DGK = weight((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.query_DHK = parameter((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
+        self.key_DGK = parameter((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
+        self.value_DGK = parameter((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
         biased = config.bias != "none"
-        self.query_bias_HK = constant(0.0, (heads, dim), ("heads", "head_dim")) if biased else None
-        self.key_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
-        self.value_bias_GK = constant(0.0, (groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.query_bias_HK = parameter((heads, dim), ("heads", "head_dim")) if biased else None
+        self.key_bias_GK = parameter((groups, dim), ("kv_heads", "head_dim")) if biased else None
+        self.value_bias_GK = parameter((groups, dim), ("kv_heads", "head_dim")) if biased else None
         self.query_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
         self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
 
@@ -241,13 +235,13 @@ class Mlp(nnx.Module):
         width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
         self.activation = config.activation
         has_gate = config.activation != "gelu"
-        self.gate_DF = weight((width, hidden), ("embed", "mlp"), std) if has_gate else None
-        self.up_DF = weight((width, hidden), ("embed", "mlp"), std)
-        self.down_FD = weight((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
+        self.gate_DF = parameter((width, hidden), ("embed", "mlp"), std) if has_gate else None
+        self.up_DF = parameter((width, hidden), ("embed", "mlp"), std)
+        self.down_FD = parameter((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
         biased = config.bias == "all"
-        self.gate_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased and has_gate else None
-        self.up_bias_F = constant(0.0, (hidden,), ("mlp",)) if biased else None
-        self.down_bias_D = constant(0.0, (width,), ("embed_act",)) if biased else None
+        self.gate_bias_F = parameter((hidden,), ("mlp",)) if biased and has_gate else None
+        self.up_bias_F = parameter((hidden,), ("mlp",)) if biased else None
+        self.down_bias_D = parameter((width,), ("embed_act",)) if biased else None
 
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         if self.gate_DF is not None and self.up_bias_F is None:

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import LatentConfig, ModelConfig
-from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, rotate, weight
+from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter, rotate
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
@@ -24,12 +24,12 @@ class LatentAttention(AttentionBase):
         self.latent = latent
         q_rank, query_dim, kv_dim = latent.q_rank, latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
         up, down = ("embed", "heads", "head_dim"), ("embed", "head_dim")
-        self.query_down_DR = None if q_rank is None else weight((width, q_rank), down, std)
+        self.query_down_DR = None if q_rank is None else parameter((width, q_rank), down, std)
         self.query_norm = None if q_rank is None else Norm(q_rank, config, "head_dim")
-        self.query_RHK = weight((q_rank or width, heads, query_dim), up, std)  # R is D where queries are not compressed
-        self.kv_down_DR = weight((width, latent.kv_rank + latent.rope_dim), down, std)
+        self.query_RHK = parameter((q_rank or width, heads, query_dim), up, std)  # R is D where queries are not compressed
+        self.kv_down_DR = parameter((width, latent.kv_rank + latent.rope_dim), down, std)
         self.kv_norm = Norm(latent.kv_rank, config, "head_dim")
-        self.kv_RHK = weight((latent.kv_rank, heads, kv_dim), up, std)
+        self.kv_RHK = parameter((latent.kv_rank, heads, kv_dim), up, std)
 
     def __call__(
         self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None

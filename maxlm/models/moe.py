@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import BlockContext, Mlp, constant, gated, matrix_size, state_constant, weight
+from maxlm.models.layers import BlockContext, Mlp, gated, matrix_size, parameter, state_constant
 from maxlm.models.linear import BETWEEN, enter, grouped_linear, linear
 from maxlm.models.router import Choice, Routing, route
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
@@ -30,16 +30,16 @@ class Moe(nnx.Module):
         self.config, moe = config.moe, config.moe
         self.activation = config.activation
         width, hidden, experts, std = config.d_model, moe.d_ff, moe.n_experts, config.init_std
-        self.router_DE = weight((width, experts), ("embed", "choices"), std)
+        self.router_DE = parameter((width, experts), ("embed", "choices"), std)
         shape, axes = (width, experts, hidden), ("embed", "expert", "mlp")
-        self.gate_DEF = weight(shape, axes, std)
-        self.up_DEF = weight(shape, axes, std)
-        self.down_DEF = weight(shape, axes, std * (2 * config.n_layers) ** -0.5)  # transposed, so that it is split as the others are
+        self.gate_DEF = parameter(shape, axes, std)
+        self.up_DEF = parameter(shape, axes, std)
+        self.down_DEF = parameter(shape, axes, std * (2 * config.n_layers) ** -0.5)  # transposed, so that it is split as the others are
         biased = config.bias == "all"
-        self.router_bias_E = constant(0.0, (experts,), ("choices",)) if biased else None
-        self.gate_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
-        self.up_bias_EF = constant(0.0, (experts, hidden), ("expert", "mlp")) if biased else None
-        self.down_bias_ED = constant(0.0, (experts, width), ("choices", "embed_act")) if biased else None
+        self.router_bias_E = parameter((experts,), ("choices",)) if biased else None
+        self.gate_bias_EF = parameter((experts, hidden), ("expert", "mlp")) if biased else None
+        self.up_bias_EF = parameter((experts, hidden), ("expert", "mlp")) if biased else None
+        self.down_bias_ED = parameter((experts, width), ("choices", "embed_act")) if biased else None
         # Load balancing without a loss (arXiv 2408.15664): added to scores for selection only; updated from the load, not by a gradient.
         self.balancing_E = state_constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.models.decoder import Decoder, group_of
+from maxlm.models.decoder import Decoder
 from maxlm.models.layers import StateVariable
+from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
 
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...

@@ -7,21 +7,21 @@ optimizer state are the same on any layout, and the number of stages need not di
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.decoder import PATTERN, Block, layer_groups, run_layer, split_layers
+from maxlm.models.decoder import Block, run_layer
 from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.models.router import Routing
+from maxlm.models.stack import cut_periods, pad_periods, split_layers
 from maxlm.parallel.pipeline import AXIS
 
 Specs = Callable[[ModelConfig, AbstractMesh], Parameters]
@@ -170,48 +170,3 @@ def _stage_dim(spec: P) -> int:
 def _is_identity(assignment: StageAssignment) -> bool:
     """True if the layers lie on the stages in the order in which they rest."""
     return not assignment.padded and assignment.chunks == 1
-
-
-def pad_periods(config: ModelConfig, layers: Parameters) -> Parameters:
-    """The layers of the pattern in whole periods: an incomplete last one becomes one more row of every stacked leaf, padded with zeros."""
-    whole, tail = _runs_of(config)
-
-    def pad(leaf: Array) -> Array:
-        return jnp.pad(leaf, [(0, int(bool(tail)))] + [(0, 0)] * (leaf.ndim - 1))
-
-    def append(run: int, rest: int, leaf: Array, last: Array) -> Array:
-        if run > 1:
-            blocks = last.reshape(rest, *leaf.shape[2:])
-            last = jnp.pad(blocks, [(0, run - rest)] + [(0, 0)] * (blocks.ndim - 1))
-        return jnp.concatenate([leaf, last[None]])
-
-    def one(i: str, tree: Parameters) -> Parameters:
-        if i not in tail:
-            return jax.tree.map(pad, tree)
-        return jax.tree.map(partial(append, whole[i], tail[i]), tree, layers["tail"][i])
-
-    return {"layers": {i: one(i, tree) for i, tree in layers["layers"].items()}}
-
-
-def cut_periods(config: ModelConfig, padded: Parameters) -> Parameters:
-    """The inverse of `pad_periods`."""
-    whole, tail = _runs_of(config)
-    periods = (config.n_layers - config.n_dense) // len(config.layer_pattern)
-
-    def narrow(run: int, rest: int, leaf: Array) -> Array:
-        last = leaf[periods]
-        return last if run == 1 else last[0] if rest == 1 else last[:rest]
-
-    cut = {"layers": jax.tree.map(lambda leaf: leaf[:periods], padded["layers"])}
-    if tail:
-        cut["tail"] = {i: jax.tree.map(partial(narrow, whole[i], rest), padded["layers"][i]) for i, rest in tail.items()}
-    return cut
-
-
-def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Blocks in each run of a period, and in each run of the incomplete last one."""
-    whole, tail = (
-        {group.path[1]: group.depths.shape[-1] if "run" in group.axes else 1 for group in layer_groups(config, (entry,))}
-        for entry in PATTERN
-    )
-    return whole, tail

@@ -12,10 +12,8 @@ from jaxtyping import Array, Float, Int
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.kernels import CrossEntropySums
-from maxlm.models import BlockContext, Decoder, Routing, bind
-from maxlm.models.decoder import ENTRIES, DecoderOutput
+from maxlm.models import BlockContext, Decoder, DecoderOutput, Parameters, Routing, bind, cast_matrices
 from maxlm.models.linear import matmul_precision, unembedding_loss
-from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric
@@ -113,7 +111,7 @@ class Objective(ABC):
         model = bind(config.model, cast_matrices(config, params), model_state)
         with matmul_precision(config.precision):
             x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
-            output = model.run(ENTRIES, x_BSD, self.context(model, batch, summed))
+            output = model.run(x_BSD, self.context(model, batch, summed))
             total, sums = self.head(model, output, batch, summed)
         return total + output.aux_loss, sums
 

@@ -5,8 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event as TfEvent
-from tensorboardX.proto.event_pb2 import SessionLog
+from tensorboardX.proto.event_pb2 import Event as TfEvent, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import Config
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.models import parameter_axes
-from maxlm.models.decoder import split_layers
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import split_layers
 from maxlm.objectives import Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
 from maxlm.training.step import GradFn, LossFn, in_one_pass

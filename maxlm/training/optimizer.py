@@ -8,8 +8,8 @@ import optax
 
 from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
-from maxlm.models.decoder import STACKED
 from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.stack import STACKED
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:

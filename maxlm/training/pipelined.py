@@ -8,9 +8,10 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig, PipelineConfig
 from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs
-from maxlm.models.decoder import PATTERN, DecoderOutput, by_group, join_routing, layer_groups, split_layers
+from maxlm.models.decoder import DecoderOutput, join_routing
 from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
+from maxlm.models.stack import PATTERN, by_group, layer_groups, split_layers
 from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_padding, scatter_to_stages
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
@@ -56,7 +57,7 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
     def embed(ends: Parameters, microbatch: Microbatch) -> Array:
         decoder, (batch, _) = model(config.model, ends, end_state), microbatch
         x_BSD = decoder.embed(batch.tokens_BS, batch.positions_BS)
-        return decoder.run(("head",), x_BSD, objective.context(decoder, batch, summed)).x_BSD
+        return decoder.run(x_BSD, objective.context(decoder, batch, summed), ("head",)).x_BSD
 
     def inputs(microbatch: Microbatch, part: Array) -> tuple[BlockContext, Array | None, Array]:
         batch, denominator = microbatch
@@ -68,10 +69,10 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
         context, active_L, denominator = inputs
         part = model(assignment.part_config, params, state)
         if active_L is None:
-            output = part.run(PATTERN, x_BSD, context)
+            output = part.run(x_BSD, context, PATTERN)
         else:
             active = by_group(layer_groups(assignment.part_config, PATTERN), active_L)  # in whole periods, so there is no tail
-            output = part.run(PATTERN, x_BSD, context, {"layers": active, "tail": ()}, run_unless_padding)
+            output = part.run(x_BSD, context, PATTERN, {"layers": active, "tail": ()}, run_unless_padding)
         return (output.x_BSD, output.aux_loss / denominator), output.routing
 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:

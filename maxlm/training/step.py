@@ -11,9 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt32
 
 from maxlm.config.schema import Config
-from maxlm.models.decoder import balance_experts
-from maxlm.models.parameters import Parameters
-from maxlm.models.router import Routing
+from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
 from maxlm.training.optimizer import learning_rate
 

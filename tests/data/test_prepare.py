@@ -15,8 +15,7 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest
-from maxlm.data import prepare as module
+from maxlm.data import encoding, manifest, prepare as module
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer

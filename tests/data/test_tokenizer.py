@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from data_cases import some_texts
-from tokenizers import Tokenizer as Bpe
-from tokenizers import models
+from tokenizers import Tokenizer as Bpe, models
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.data import tokenizer as module

@@ -7,8 +7,17 @@ import sys
 import time
 
 import pytest
-from small_run import checkpoint_steps, environment, events, finish, free_port, make_workspace, wait_for_checkpoint, wait_for_step
-from small_run import start as start_small
+from small_run import (
+    checkpoint_steps,
+    environment,
+    events,
+    finish,
+    free_port,
+    make_workspace,
+    start as start_small,
+    wait_for_checkpoint,
+    wait_for_step,
+)
 
 GRACE = 12  # seconds
 HANGS = {  # what hangs from the tenth step on

@@ -15,8 +15,8 @@ import pytest
 from source_files import ROOT
 from tiny import tiny_program
 
-from maxlm.models.decoder import layer_groups
 from maxlm.models.parameters import abstract_decoder
+from maxlm.models.stack import layer_groups
 from maxlm.training.step import build_train_step
 
 PAGE = ROOT / "docs" / "reading.md"

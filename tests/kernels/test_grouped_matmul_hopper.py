@@ -7,8 +7,7 @@ import pytest
 from hopper_interpreter import interpreting
 
 from maxlm.kernel_lab import hopper
-from maxlm.kernels import grouped_matmul
-from maxlm.kernels import hopper as tiles
+from maxlm.kernels import grouped_matmul, hopper as tiles
 from maxlm.kernels.grouped_matmul import gpu
 from maxlm.kernels.grouped_matmul.reference import grouped_matmul_reference
 

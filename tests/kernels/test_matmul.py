@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from interpreted import interpreted_tpu
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem, tpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference

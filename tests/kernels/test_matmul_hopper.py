@@ -7,8 +7,7 @@ from hopper_interpreter import interpreting
 from test_matmul import errors, everything, operands
 
 from maxlm.kernel_lab import hopper
-from maxlm.kernels import hopper as tiles
-from maxlm.kernels import matmul
+from maxlm.kernels import hopper as tiles, matmul
 from maxlm.kernels.matmul import gated_mlp, gated_mlp_problem, gpu
 from maxlm.kernels.matmul.reference import gated_mlp_reference
 

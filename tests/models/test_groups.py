@@ -7,8 +7,7 @@ import pytest
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models import abstract_model_state, abstract_parameters, parameter_axes
-from maxlm.models.decoder import STACKED, by_group, group_of, in_depth_order, layer_groups, split_layers
-from maxlm.models.stages import cut_periods, pad_periods
+from maxlm.models.stack import STACKED, by_group, cut_periods, group_of, in_depth_order, layer_groups, pad_periods, split_layers
 
 BASE = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "d_ff": 48, "window": 4}
 MOE = {"n_experts": 4, "top_k": 2, "d_ff": 16, "router": {"bias_rate": 0.01}}

@@ -9,7 +9,6 @@ from tiny import tiny_program
 from maxlm import kernels
 from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.models import BlockContext, abstract_parameters, bind, linear
-from maxlm.models.decoder import ENTRIES
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 48}
 MOE = {"n_experts": 4, "top_k": 2, "d_ff": 24, "n_shared": 1}
@@ -68,7 +67,7 @@ def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
     def hidden(x_BSD):
         model = bind(config, params)
         context = BlockContext(model.angles(places), one, prefix_BS=places < 3 if form == "prefix" else None, form=form)
-        return model.run(ENTRIES, x_BSD, context).x_BSD
+        return model.run(x_BSD, context).x_BSD
 
     x_BSD = jax.random.normal(jax.random.key(0), (1, 6, 32))
     depends = jnp.abs(jax.jacrev(lambda x: jnp.sum(jnp.sin(hidden(x)), -1))(x_BSD)).sum(-1)[0, :, 0] > 0

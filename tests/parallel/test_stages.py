@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_of, tiny_batch, tiny_config, tiny_program
 
 from maxlm.cost.network import is_collective
 from maxlm.hlo.parser import read
 from maxlm.models import BlockContext, abstract_parameters, bind, init_parameters
-from maxlm.models.decoder import PATTERN as LAYERS
-from maxlm.models.decoder import by_group, layer_groups
+from maxlm.models.stack import PATTERN as LAYERS, by_group, layer_groups
 from maxlm.models.stages import StageAssignment, run_unless_padding
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
@@ -236,7 +234,7 @@ def test_nan_in_padding_changes_nothing():
             model = bind(part_config, {**abstract_parameters(part_config), "layers": layers})
             context = BlockContext(model.angles(positions_BS), segment_ids_BS, memory=tiny_config().memory)
             active = {"layers": by_group(layer_groups(part_config, LAYERS), active_L), "tail": ()}
-            y_BSD = model.run(LAYERS, x_BSD, context, active, run_unless_padding).x_BSD
+            y_BSD = model.run(x_BSD, context, LAYERS, active, run_unless_padding).x_BSD
             return jnp.sum(y_BSD**2), y_BSD
 
         (_, y_BSD), (grads, dx_BSD) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(layers, x_BSD)

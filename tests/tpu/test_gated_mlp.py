@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from topologies import devices
 
 from maxlm.kernels.matmul import gated_mlp, gated_mlp_problem, tpu

@@ -7,7 +7,6 @@ import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_model_state, init_parameters
-from maxlm.models.decoder import ENTRIES
 from maxlm.objectives import build_objective
 
 SECTIONS = {
@@ -60,7 +59,7 @@ def test_nothing_later_is_read():
         objective = build_objective(config)
         inputs = objective.inputs(given)
         context = objective.context(model, inputs)
-        x_BSD = model.run(ENTRIES, model.embed(inputs.tokens_BS, inputs.positions_BS), context).x_BSD
+        x_BSD = model.run(model.embed(inputs.tokens_BS, inputs.positions_BS), context).x_BSD
         return model.predict_further(x_BSD, [further.tokens_BS for further in inputs.ahead], context)[0]
 
     place = 20  # targets[place] is the token after place

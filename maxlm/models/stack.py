@@ -1,0 +1,140 @@
+"""The layers of a decoder and how they are grouped. Nothing else knows the groups.
+
+Equal blocks are compiled once. A layer pattern is a sequence of runs of equal blocks (five local layers, then a global one), and the
+parameters of a run are stacked over its repetitions. Groups in depth order, by the entry of the parameter tree that holds them:
+
+- `head`: the dense layers before the first with experts
+- `layers`: the pattern; its whole periods run in one scan, and entry i holds the i-th run of every period
+- `tail`: the last period, where the pattern does not fit a whole number of times
+- `ahead`: multi-token prediction modules, one block each, after the decoder's last layer
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from maxlm.config.schema import ModelConfig
+
+STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run
+PATTERN = ("layers", "tail")  # the layers that a pipeline divides
+ENTRIES = ("head", *PATTERN)
+Names = tuple[str, ...]
+Tree = Any  # nested dicts of arrays (or of shapes, specs, axes)
+
+
+class LayerGroup(NamedTuple):
+    """Equal blocks whose parameters are stacked: by periods if the group is repeated, then by the blocks of a run if there are several."""
+
+    path: Names  # of the blocks in the parameter tree
+    local: bool
+    experts: bool
+    depths: Int[np.ndarray, "*stacked"]  # depth of every block; its shape is that of the stack
+    axes: Names = ()  # logical axes of the stacked dims
+
+
+@lru_cache(maxsize=64)
+def layer_groups(config: ModelConfig, entries: Names = (*ENTRIES, "ahead")) -> tuple[LayerGroup, ...]:
+    """The groups of these entries, in the order in which they run."""
+    period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
+    periods = (layers - dense) // period
+    ahead = range(layers, layers + config.mtp_depth)
+    kinds = config.layer_pattern * ahead.stop  # by depth, and further
+
+    def runs(entry: str, depths: range, experts: bool, periods: int | None = None) -> Iterator[LayerGroup]:
+        for i, (kind, run) in enumerate(groupby(depths, kinds.__getitem__)):
+            blocks = np.array(list(run)) if periods is None else np.add.outer(period * np.arange(periods), list(run))
+            several = blocks.shape[-1] > 1
+            axes = STACKED[periods is None : 1 + several]
+            yield LayerGroup((entry, str(i)), kind == "local", experts, blocks if several else blocks[..., 0], axes)
+
+    groups = (
+        *runs("head", range(dense), experts=False),
+        *runs("layers", range(dense, dense + period), experts, periods),
+        *runs("tail", range(dense + periods * period, layers), experts),
+        *(LayerGroup(("ahead", str(i), "block"), kinds[depth] == "local", experts, np.array(depth)) for i, depth in enumerate(ahead)),
+    )
+    return tuple(group for group in groups if group.path[0] in entries)
+
+
+# Parameter trees by group.
+
+
+def group_of(config: ModelConfig, name: Sequence[str]) -> LayerGroup | None:
+    """The group that holds the parameter of this name; None if it belongs to no layer."""
+    return next((group for group in layer_groups(config) if tuple(name[: len(group.path)]) == group.path), None)
+
+
+def split_layers(tree: Tree, *, pattern: bool = False) -> tuple[Tree, Tree]:
+    """(entries of a parameter tree that hold layers, the other entries). `pattern`: only those that a pipeline divides among its stages."""
+    names = PATTERN if pattern else (*ENTRIES, "ahead")
+    return {name: tree[name] for name in names if name in tree}, {name: tree[name] for name in tree if name not in names}
+
+
+def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tree:
+    """The values of all blocks of `groups` along one leading dim, the first layer first, of one tree a group, stacked as its blocks are."""
+    depths = np.concatenate([group.depths.reshape(-1) for group in groups])
+    order = np.argsort(depths)
+
+    def join(*leaves: Array) -> Array:
+        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.depths.shape) :]) for group, leaf in zip(groups, leaves, strict=True)]
+        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        return joined if np.array_equal(order, np.arange(len(order))) else joined[order]
+
+    return jax.tree.map(join, *stacked)
+
+
+def by_group(groups: Sequence[LayerGroup], values_L: Array) -> list[Array]:
+    """The inverse of `in_depth_order`: for each group its values, stacked as its blocks are."""
+    depths = np.sort(np.concatenate([group.depths.reshape(-1) for group in groups]))
+    return [values_L[np.searchsorted(depths, group.depths)] for group in groups]
+
+
+def pad_periods(config: ModelConfig, layers: Tree) -> Tree:
+    """The layers of the pattern in whole periods: an incomplete last one becomes one more row of every stacked leaf, padded with zeros."""
+    whole, tail = _runs_of(config)
+
+    def pad(leaf: Array) -> Array:
+        return jnp.pad(leaf, [(0, int(bool(tail)))] + [(0, 0)] * (leaf.ndim - 1))
+
+    def append(run: int, rest: int, leaf: Array, last: Array) -> Array:
+        if run > 1:
+            blocks = last.reshape(rest, *leaf.shape[2:])
+            last = jnp.pad(blocks, [(0, run - rest)] + [(0, 0)] * (blocks.ndim - 1))
+        return jnp.concatenate([leaf, last[None]])
+
+    def one(i: str, tree: Tree) -> Tree:
+        if i not in tail:
+            return jax.tree.map(pad, tree)
+        return jax.tree.map(partial(append, whole[i], tail[i]), tree, layers["tail"][i])
+
+    return {"layers": {i: one(i, tree) for i, tree in layers["layers"].items()}}
+
+
+def cut_periods(config: ModelConfig, padded: Tree) -> Tree:
+    """The inverse of `pad_periods`."""
+    whole, tail = _runs_of(config)
+    periods = (config.n_layers - config.n_dense) // len(config.layer_pattern)
+
+    def narrow(run: int, rest: int, leaf: Array) -> Array:
+        last = leaf[periods]
+        return last if run == 1 else last[0] if rest == 1 else last[:rest]
+
+    cut = {"layers": jax.tree.map(lambda leaf: leaf[:periods], padded["layers"])}
+    if tail:
+        cut["tail"] = {i: jax.tree.map(partial(narrow, whole[i], rest), padded["layers"][i]) for i, rest in tail.items()}
+    return cut
+
+
+def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Blocks in each run of a period, and in each run of the incomplete last one."""
+    whole, tail = (
+        {group.path[1]: group.depths.shape[-1] if "run" in group.axes else 1 for group in layer_groups(config, (entry,))}
+        for entry in PATTERN
+    )
+    return whole, tail
