@@ -130,7 +130,7 @@ class _BufferNames:
 
 def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
-    stacks = {group.depths.shape[i:] for group in layer_groups(model) for i in (0, 1)}
+    stacks = {group.stacked[i:] for group in layer_groups(model) for i in (0, 1)}
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 

@@ -1,5 +1,6 @@
 """A decoder-only transformer: embedding, blocks, final norm, unembedding."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -164,8 +165,8 @@ class Decoder(nnx.Module):
         shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
 
         def empty(group: LayerGroup) -> Cache:
-            k_BTGK, v_BTGV = (jnp.zeros((*group.depths.shape, *shape), dtype) for shape in shapes)
-            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.depths.shape, jnp.int32))
+            k_BTGK, v_BTGV = (jnp.zeros((*group.stacked, *shape), dtype) for shape in shapes)
+            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.stacked, jnp.int32))
 
         return {entry: tuple(map(empty, layer_groups(config, (entry,)))) for entry in ENTRIES}
 
@@ -173,14 +174,14 @@ class Decoder(nnx.Module):
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""
         unembeddings = (1 + self.config.mtp_depth) * 6 * self.config.vocab_size * self.config.d_model
         modules: list[Any] = [*self.head, *self.layers, *self.tail, *self.ahead]
-        sizes = [group.depths.size for group in layer_groups(self.config)]
+        sizes = [math.prod(group.stacked) for group in layer_groups(self.config)]
         return unembeddings + sum(n * m.flops_per_token(seq_len, masked=masked) for n, m in zip(sizes, modules, strict=True))
 
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(group.depths.size))
-    return jax.tree.map(lambda stack: stack.reshape(*group.depths.shape, *stack.shape[1:]), blocks)
+    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(group.stacked)))
+    return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
 def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, tuple[tuple, tuple]]:

@@ -34,30 +34,34 @@ class LayerGroup(NamedTuple):
     path: Names  # of the blocks in the parameter tree
     local: bool
     experts: bool
-    depths: Int[np.ndarray, "*stacked"]  # depth of every block; its shape is that of the stack
+    first: int  # depth of the first block
+    stacked: tuple[int, ...] = ()  # sizes of the stacked dims
+    strides: tuple[int, ...] = ()  # layers from one block to the next along each of them
     axes: Names = ()  # logical axes of the stacked dims
+
+    @property
+    def depths(self) -> Int[np.ndarray, "*stacked"]:
+        """Depth of every block."""
+        return np.array(self.first + sum(map(np.multiply, self.strides, np.indices(self.stacked))))
 
 
 @lru_cache(maxsize=64)
 def layer_groups(config: ModelConfig, entries: Names = (*ENTRIES, "ahead")) -> tuple[LayerGroup, ...]:
     """The groups of these entries, in the order in which they run."""
     period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
-    periods = (layers - dense) // period
-    ahead = range(layers, layers + config.mtp_depth)
-    kinds = config.layer_pattern * ahead.stop  # by depth, and further
+    periods, local = (layers - dense) // period, [kind == "local" for kind in config.layer_pattern]
 
-    def runs(entry: str, depths: range, experts: bool, periods: int | None = None) -> Iterator[LayerGroup]:
-        for i, (kind, run) in enumerate(groupby(depths, kinds.__getitem__)):
-            blocks = np.array(list(run)) if periods is None else np.add.outer(period * np.arange(periods), list(run))
-            several = blocks.shape[-1] > 1
-            axes = STACKED[periods is None : 1 + several]
-            yield LayerGroup((entry, str(i)), kind == "local", experts, blocks if several else blocks[..., 0], axes)
+    def runs(entry: str, depths: range, experts: bool, *repeated: tuple[int, int, str]) -> Iterator[LayerGroup]:
+        for i, (is_local, blocks) in enumerate(groupby(depths, lambda depth: local[depth % period])):
+            first, *others = blocks
+            dims = (*repeated, (1 + len(others), 1, STACKED[1])) if others else repeated  # of each its size, stride and axis
+            yield LayerGroup((entry, str(i)), is_local, experts, first, *zip(*dims, strict=True))
 
     groups = (
-        *runs("head", range(dense), experts=False),
-        *runs("layers", range(dense, dense + period), experts, periods),
+        *runs("head", range(dense), False),
+        *runs("layers", range(dense, dense + period), experts, (periods, period, STACKED[0])),
         *runs("tail", range(dense + periods * period, layers), experts),
-        *(LayerGroup(("ahead", str(i), "block"), kinds[depth] == "local", experts, np.array(depth)) for i, depth in enumerate(ahead)),
+        *(LayerGroup(("ahead", str(i), "block"), local[(layers + i) % period], experts, layers + i) for i in range(config.mtp_depth)),
     )
     return tuple(group for group in groups if group.path[0] in entries)
 
@@ -82,7 +86,7 @@ def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tre
     order = np.argsort(depths)
 
     def join(*leaves: Array) -> Array:
-        rows = [leaf.reshape(group.depths.size, *leaf.shape[len(group.depths.shape) :]) for group, leaf in zip(groups, leaves, strict=True)]
+        rows = [leaf.reshape(-1, *leaf.shape[len(group.stacked) :]) for group, leaf in zip(groups, leaves, strict=True)]
         joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
         return joined if np.array_equal(order, np.arange(len(order))) else joined[order]
 
