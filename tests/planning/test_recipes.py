@@ -94,7 +94,7 @@ def test_state_of_a_recipe_is_split_over_its_mesh_and_leaves_room(name):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which holds the TPU compiler")
 @each_recipe
 def test_recipe_compiles_and_fits(name):
-    """Up to 20 minutes each, so that a week compiles one in seven; with MAXLM_EVERY_RECIPE=1 all. `tools/recipes.py` compiles all as well."""
+    """Up to 20 minutes each: a week compiles one in seven, with MAXLM_EVERY_RECIPE=1 all, as does `tools/recipes.py`."""
     week = datetime.datetime.now(datetime.UTC).date().toordinal() // 7
     if RECIPES.index(name) % 7 != week % 7 and not os.environ.get("MAXLM_EVERY_RECIPE"):
         pytest.skip("another week's")
