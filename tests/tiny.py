@@ -50,6 +50,11 @@ def tiny_batch(seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, positions)
 
 
+def gradients_of(program: Program):
+    """(parameters, model state, batch) -> (figures of the batch, gradient of its mean loss)."""
+    return lambda params, model_state, batch: program.gradients(params, model_state, batch, program.objective.denominator(batch))
+
+
 def run_steps(program: Program, steps: int, batches=tiny_batch):
     """(final state, [metrics of each step as numpy])."""
     state, seen = program.init(), []

@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import run_steps, tiny_batch, tiny_program
+from tiny import gradients_of, run_steps, tiny_batch, tiny_program
 
 LAYOUTS = {
     "data": {"data": 8, "fsdp": 1},
@@ -57,7 +57,7 @@ def test_gradients_equal_one_device(reference):
     def gradients(program):
         state = program.init()
         with jax.set_mesh(program.mesh):
-            grads = jax.jit(lambda p, b: program.gradients(p, {}, b)[1], out_shardings=program.state_shardings.params)
+            grads = jax.jit(lambda p, b: gradients_of(program)(p, {}, b)[1], out_shardings=program.state_shardings.params)
             return jax.device_get(grads(state.params, jax.device_put(tiny_batch(), program.batch_sharding)))
 
     wanted, mine = gradients(program_on(None)), gradients(program_on("data_fsdp_tensor"))

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import gradients_of, tiny_batch, tiny_program
 
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
@@ -25,7 +25,7 @@ CASES = {  # mesh and microbatches
 def compiled(mesh, microbatches):
     """(the program, the compiled sums and gradients)."""
     program = tiny_program(8 if mesh else 1, mesh=mesh, train={"microbatches": microbatches})
-    run = jax.jit(program.gradients, out_shardings=(None, program.state_shardings.params))
+    run = jax.jit(gradients_of(program), out_shardings=(None, program.state_shardings.params))
     with jax.set_mesh(program.mesh):
         return program, run.lower(program.abstract_state.params, {}, program.abstract_batch).compile()
 
