@@ -32,5 +32,5 @@ def progress(records: list[dict[str, Any]], events: list[dict[str, Any]], now: f
 
 
 if __name__ == "__main__":
-    latest, events = ([item for item in read_objects(Path(name)) if item is not None] for name in sys.argv[1:])
+    latest, events = ([item for item in read_objects(Path(name)) if item] for name in sys.argv[1:])
     print(progress(latest, events, time.time()))
