@@ -1,0 +1,335 @@
+"""config.json of the Hugging Face library to our model settings, and back. A key that is not understood is refused by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from maxlm.config.errors import UserError
+from maxlm.config.schema import ModelConfig, RopeConfig
+from maxlm.interop.families import FAMILIES, Family
+
+Json = dict[str, Any]
+Section = dict[str, Any]  # settings of our `model` section
+
+# Keys that change nothing in the network: names of files and versions, dropout, which pretraining does without, and limits of their own.
+HARMLESS = frozenset(
+    "architectures attention_dropout attn_pdrop auto_map bos_token_id dtype embd_pdrop eos_token_id head_dim id2label "
+    "initializer_range label2id max_position_embeddings max_window_layers model_type output_attentions output_hidden_states "
+    "output_router_logits pad_token_id problem_type qk_head_dim quantization_config reorder_and_upcast_attn resid_pdrop return_dict "
+    "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params torch_dtype "
+    "transformers_version use_cache _name_or_path n_ctx unk_token_id transformers.js_config initial_context_length ep_size "
+    "num_nextn_predict_layers seq_aux rope_interleave cache_implementation chunk_size_feed_forward is_encoder_decoder "
+    "is_llama_config rope_scaling rope_theta rope_parameters pretraining_tp".split()
+)
+
+
+class Keys:
+    """The keys of a config.json; remembers which were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values, self._source, self._asked = values, source, set[str]()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the key is missing or null."""
+        self._asked.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            self.refuse(key, value, "must be a whole number above 0")
+        return value
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse any value but these, of which the first is the default."""
+        if self.get(key, values[0]) not in values:
+            self.refuse(key, self._values[key], f"is not supported: only {' or '.join(map(repr, values))} is")
+
+    def finish(self) -> None:
+        """Refuse keys that nothing has asked for."""
+        unknown = sorted(self._values.keys() - self._asked - HARMLESS)
+        if unknown:
+            self.refuse(unknown[0], self._values[unknown[0]], "is a setting that maxlm does not know, so it cannot say what it changes")
+
+    def refuse(self, key: str, value: Any, rule: str) -> NoReturn:
+        text = repr(value)
+        raise UserError(f"{self._source}: {key} = {text if len(text) < 80 else text[:77] + '...'} {rule}.")
+
+
+def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
+    """(family, settings of our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
+    keys = Keys(values, source)
+    model_type = keys.get("model_type")
+    if model_type not in FAMILIES:
+        keys.refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
+    section = _READERS[model_type](keys)
+    keys.finish()
+    return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
+
+
+def _decoder(keys: Keys) -> Section:
+    """Settings that all families but GPT-2 name alike."""
+    heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
+    keys.only("hidden_act", "silu")
+    groups = keys.count("num_key_value_heads", heads)
+    head_dim = keys.get("head_dim")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "d_model": width,
+        "n_layers": keys.count("num_hidden_layers"),
+        "n_heads": heads,
+        "n_kv_heads": None if groups == heads else groups,
+        "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
+        "d_ff": keys.count("intermediate_size"),
+        "norm_eps": float(keys.get("rms_norm_eps", 1e-6)),
+        "init_std": float(keys.get("initializer_range", 0.02)),
+        "rope": _rope(keys),
+        "tie_embeddings": bool(keys.get("tie_word_embeddings", False)),
+    }
+
+
+def _rope(keys: Keys, parameters: Mapping[str, Any] | None = None) -> Section:
+    """Rotary positions, of `rope_theta` and `rope_scaling`, or of `rope_parameters`, which replaced them."""
+    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
+    scaling = Keys(parameters if parameters is not None else joined, "config.json: rope_parameters")
+    theta = float(scaling.get("rope_theta", 10000.0))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    scaling.get("type"), scaling.get("rope_type")
+    if kind not in _SCALINGS:
+        scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
+    section = {"theta": theta}
+    if kind != "default":
+        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
+    scaling.get("partial_rotary_factor") in (None, 1.0) or scaling.refuse(
+        "partial_rotary_factor", scaling.get("partial_rotary_factor"), "is not supported: rotary positions turn whole heads here"
+    )
+    scaling.finish()
+    return section
+
+
+def _llama3(keys: Keys) -> Section:
+    names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+    return {**{ours: float(keys.get(name)) for ours, name in names.items()}, "original_seq_len": keys.count("original_max_position_embeddings")}
+
+
+def _yarn(keys: Keys) -> Section:
+    section = {
+        "factor": float(keys.get("factor")),
+        "beta_fast": float(keys.get("beta_fast", 32)),
+        "beta_slow": float(keys.get("beta_slow", 1)),
+        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "truncate": bool(keys.get("truncate", True)),
+    }
+    mscale, mscale_all_dim = keys.get("mscale", 0), keys.get("mscale_all_dim", 0)
+    if mscale != mscale_all_dim:
+        keys.refuse("mscale", mscale, f"differs from mscale_all_dim = {mscale_all_dim}, which is not supported")
+    if keys.get("attention_factor") is not None:
+        keys.refuse("attention_factor", keys.get("attention_factor"), "is not supported: it follows from the factor here")
+    return section | ({"mscale_all_dim": float(mscale_all_dim)} if mscale_all_dim else {})
+
+
+_SCALINGS: dict[str, Callable[[Keys], Section]] = {
+    "default": lambda keys: {},
+    "linear": lambda keys: {"factor": float(keys.get("factor"))},
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _llama(keys: Keys) -> Section:
+    bias, mlp_bias = keys.get("attention_bias", False), keys.get("mlp_bias", False)
+    if bias != mlp_bias:
+        keys.refuse("attention_bias", bias, f"and mlp_bias = {mlp_bias}: maxlm has biases in all linear layers, in queries, keys and values, or in none")
+    return {**_decoder(keys), "bias": "all" if bias else None}
+
+
+def _windows(keys: Keys, layers: int, window: Any) -> Section:
+    """Layers with and without a window: `layer_types`, or all of them where `window` is given."""
+    types = keys.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if window else "full_attention"] * layers
+    names = {"sliding_attention": "local", "full_attention": "global"}
+    unknown = next((name for name in types if name not in names), None)
+    if unknown is not None or len(types) != layers:
+        keys.refuse("layer_types", unknown or len(types), f"is not supported: {layers} of {' and '.join(names)} are")
+    depth = [names[name] for name in types]
+    if "local" not in depth:
+        return {}
+    period = next(n for n in range(1, layers + 1) if all(depth[i] == depth[i % n] for i in range(layers)))
+    return {"layer_pattern": depth[:period], "window": keys.count("sliding_window")}
+
+
+def _mistral(keys: Keys) -> Section:
+    section = _decoder(keys)
+    return {**section, **_windows(keys, section["n_layers"], keys.get("sliding_window"))}
+
+
+def _qwen(keys: Keys, **settings: Any) -> Section:
+    section, used = _decoder(keys), keys.get("use_sliding_window", False)
+    window = keys.get("sliding_window") if used else None
+    below = keys.get("max_window_layers", section["n_layers"]) if keys.get("layer_types") is None and window else None
+    if below is not None and below < section["n_layers"]:
+        keys.refuse("max_window_layers", below, "without layer_types is not supported: write layer_types")
+    return {**section, **(_windows(keys, section["n_layers"], None) if window else {}), **settings}
+
+
+def _qwen2(keys: Keys) -> Section:
+    return _qwen(keys, bias="qkv")
+
+
+def _qwen3(keys: Keys) -> Section:
+    keys.only("attention_bias", False)
+    return _qwen(keys, qk_norm=True)
+
+
+def _qwen3_moe(keys: Keys) -> Section:
+    keys.only("decoder_sparse_step", 1)
+    keys.only("mlp_only_layers", [])
+    section = _qwen3(keys)
+    n_experts = keys.get("num_experts", keys.get("num_local_experts"))
+    router = {"normalize": bool(keys.get("norm_topk_prob", False)), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    return {**section, "moe": _moe(keys, n_experts, keys.count("moe_intermediate_size"), router)}
+
+
+def _mixtral(keys: Keys) -> Section:
+    section = _mistral(keys)
+    router = {"jitter": float(keys.get("router_jitter_noise", 0.0)), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    return {**section, "moe": _moe(keys, keys.count("num_local_experts"), section["d_ff"], router)}
+
+
+def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
+    return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
+
+
+def _balance(keys: Keys, section: Section, top_k: int) -> Section:
+    """The weight of the balancing loss. Theirs is of the mean over layers and is `top_k` when even; ours is of each layer and is 1."""
+    weight = float(keys.get("router_aux_loss_coef", 0.001))
+    return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
+
+
+def _gemma(keys: Keys, **settings: Any) -> Section:
+    keys.only("hidden_activation", "gelu_pytorch_tanh")
+    keys.only("attention_bias", False)
+    keys.only("use_bidirectional_attention", False)
+    section = {**_decoder(_Gelu(keys)), "activation": "geglu", "norm_position": "sandwich", "scale_embeddings": True, **settings}
+    section["tie_embeddings"] = bool(keys.get("tie_word_embeddings", True))
+    scale = float(keys.get("query_pre_attn_scalar", 256)) ** -0.5
+    head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
+    caps = {"attention": keys.get("attn_logit_softcapping"), "logits": keys.get("final_logit_softcapping")}
+    caps = {name: float(cap) for name, cap in caps.items() if cap is not None}
+    return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": caps or None}
+
+
+class _Gelu(Keys):
+    """Keys without `hidden_act`: Gemma's is `hidden_activation`, whatever an old `hidden_act` says."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._values, self._source, self._asked = keys._values, keys._source, keys._asked
+
+    def only(self, key: str, *values: Any) -> None:
+        self._asked.add(key)
+
+
+def _gemma2(keys: Keys) -> Section:
+    section = _gemma(keys)
+    types = None if keys.get("layer_types") else {"layer_pattern": ["local", "global"], "window": keys.count("sliding_window")}
+    return {**section, **(types or _windows(keys, section["n_layers"], None))}
+
+
+def _gemma3(keys: Keys) -> Section:
+    section = _gemma(keys, qk_norm=True)
+    by_type = keys.get("rope_parameters") or {}
+    if "full_attention" in by_type:
+        section |= {"rope": _rope(keys, by_type["full_attention"]), "rope_local": _rope(keys, by_type["sliding_attention"])}
+    else:
+        section["rope_local"] = {"theta": float(keys.get("rope_local_base_freq", 10000.0))}
+    period = keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
+    every = ["local"] * (period - 1) + ["global"]
+    types = {"layer_pattern": every, "window": keys.count("sliding_window")} if keys.get("layer_types") is None else None
+    return {**section, **(types or _windows(keys, section["n_layers"], None))}
+
+
+def _gpt2(keys: Keys) -> Section:
+    keys.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    keys.only("scale_attn_weights", True)
+    keys.only("scale_attn_by_inverse_layer_idx", False)
+    keys.only("add_cross_attention", False)
+    width = keys.count("n_embd")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "d_model": width,
+        "n_layers": keys.count("n_layer"),
+        "n_heads": keys.count("n_head"),
+        "d_ff": keys.count("n_inner", 4 * width),
+        "norm_eps": float(keys.get("layer_norm_epsilon", 1e-5)),
+        "init_std": float(keys.get("initializer_range", 0.02)),
+        "activation": "gelu",
+        "norm": "layernorm",
+        "bias": "all",
+        "learned_positions": {"max_seq_len": keys.count("n_positions")},
+        "tie_embeddings": bool(keys.get("tie_word_embeddings", True)),
+    }
+
+
+def _gpt_oss(keys: Keys) -> Section:
+    keys.only("attention_bias", True)
+    keys.only("swiglu_limit", 7.0)
+    keys.only("swiglu_alpha", 1.702)
+    section = {**_decoder(keys), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
+    top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
+    router = _balance(keys, section, top_k)
+    pattern = _windows(keys, section["n_layers"], None) if keys.get("layer_types") else {"layer_pattern": ["local", "global"], "window": keys.count("sliding_window")}
+    n_experts = keys.count("num_local_experts", keys.get("num_experts"))
+    return {**section, **pattern, "moe": {"n_experts": n_experts, "top_k": top_k, "d_ff": section["d_ff"], "router": router}}
+
+
+def _deepseek(keys: Keys, router: Section) -> Section:
+    keys.only("attention_bias", False)
+    keys.only("mlp_bias", False)
+    keys.only("moe_layer_freq", 1)
+    section = _decoder(keys)
+    names = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+    latent = {ours: keys.get(name) if ours == "q_rank" else keys.count(name) for ours, name in names.items()}
+    section |= {"latent": {name: value for name, value in latent.items() if value is not None}, "head_dim": None, "n_kv_heads": None}
+    n_dense, n_shared = keys.get("first_k_dense_replace", 0), keys.get("n_shared_experts", 0)
+    router = {"normalize": bool(keys.get("norm_topk_prob", False)), "scale": float(keys.get("routed_scaling_factor", 1.0)), **router}
+    moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
+    return {**section, "moe": moe}
+
+
+def _deepseek_v2(keys: Keys) -> Section:
+    keys.only("topk_method", "greedy", "group_limited_greedy")
+    keys.only("scoring_func", "softmax")
+    groups = keys.get("n_group", 1)
+    if keys.get("topk_method", "greedy") == "group_limited_greedy" and groups > 1:
+        keys.refuse("topk_method", "group_limited_greedy", "with several groups is not supported: a group is scored by its two best experts here")
+    keys.get("topk_group"), keys.get("aux_loss_alpha")
+    if keys.get("norm_topk_prob", False):
+        keys.refuse("norm_topk_prob", True, "is not supported for this family, whose published code ignores it")
+    return _deepseek(keys, {"balance_loss": float(keys.get("aux_loss_alpha", 0.001)), "balance_over": "sequence"})
+
+
+def _deepseek_v3(keys: Keys) -> Section:
+    keys.only("topk_method", "noaux_tc")
+    keys.only("scoring_func", "sigmoid")
+    keys.get("aux_loss_alpha")
+    groups = {"groups": keys.get("n_group", 1), "top_groups": keys.get("topk_group", 1)}
+    balance = {"bias_rate": 0.001, "balance_loss": 1e-4, "balance_over": "sequence"}  # arXiv 2412.19437, section 4.2
+    return _deepseek(keys, {"scores": "sigmoid", **groups, **balance})
+
+
+_READERS: dict[str, Callable[[Keys], Section]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}
