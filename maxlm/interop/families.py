@@ -86,7 +86,14 @@ def _llama(config: ModelConfig) -> tuple[Rule, ...]:
 
 
 def _qwen3_moe(config: ModelConfig) -> tuple[Rule, ...]:
-    return *_tables(), *_attention(), *_pre_norms(), *_head_norms(), Rule(LAYER + "mlp.gate.weight", ("mlp/router_DE",), LINEAR), *_EXPERTS_OF_QWEN
+    return (
+        *_tables(),
+        *_attention(),
+        *_pre_norms(),
+        *_head_norms(),
+        Rule(LAYER + "mlp.gate.weight", ("mlp/router_DE",), LINEAR),
+        *_EXPERTS_OF_QWEN,
+    )
 
 
 def _mixtral(config: ModelConfig) -> tuple[Rule, ...]:
@@ -118,8 +125,16 @@ def _gpt2(config: ModelConfig) -> tuple[Rule, ...]:
         Rule("lm_head.weight", ("output_VD",)),
         *_layer_norm(layer + "ln_1", "attention_norm"),
         *_layer_norm(layer + "ln_2", "mlp_norm"),
-        Rule(layer + "attn.c_attn.weight", tuple(f"attention/{name}_{dims}" for name, dims in zip(attention, ("DHK", "DGK", "DGK"), strict=True)), CONV),
-        Rule(layer + "attn.c_attn.bias", tuple(f"attention/{name}_bias_{dims}" for name, dims in zip(attention, ("HK", "GK", "GK"), strict=True)), FLAT),
+        Rule(
+            layer + "attn.c_attn.weight",
+            tuple(f"attention/{name}_{dims}" for name, dims in zip(attention, ("DHK", "DGK", "DGK"), strict=True)),
+            CONV,
+        ),
+        Rule(
+            layer + "attn.c_attn.bias",
+            tuple(f"attention/{name}_bias_{dims}" for name, dims in zip(attention, ("HK", "GK", "GK"), strict=True)),
+            FLAT,
+        ),
         Rule(layer + "attn.c_proj.weight", ("attention/out_HKD",), CONV_OUTPUT),
         Rule(layer + "attn.c_proj.bias", ("attention/out_bias_D",)),
         Rule(layer + "mlp.c_fc.weight", ("mlp/up_DF",), CONV),

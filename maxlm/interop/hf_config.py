@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import ModelConfig, RopeConfig
 from maxlm.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
@@ -12,13 +11,57 @@ Section = dict[str, Any]  # settings of our `model` section
 
 # Keys that change nothing in the network: names of files and versions, dropout, which pretraining does without, and limits of their own.
 HARMLESS = frozenset(
-    "architectures attention_dropout attn_pdrop auto_map bos_token_id dtype embd_pdrop eos_token_id head_dim id2label "
-    "initializer_range label2id max_position_embeddings max_window_layers model_type output_attentions output_hidden_states "
-    "output_router_logits pad_token_id problem_type qk_head_dim quantization_config reorder_and_upcast_attn resid_pdrop return_dict "
-    "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params torch_dtype "
-    "transformers_version use_cache _name_or_path n_ctx unk_token_id transformers.js_config initial_context_length ep_size "
-    "num_nextn_predict_layers seq_aux rope_interleave cache_implementation chunk_size_feed_forward is_encoder_decoder "
-    "is_llama_config rope_scaling rope_theta rope_parameters pretraining_tp".split()
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "ep_size",
+        "id2label",
+        "initial_context_length",
+        "initializer_range",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "n_ctx",
+        "num_nextn_predict_layers",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "qk_head_dim",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "rope_interleave",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "seq_aux",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    ]
 )
 
 
@@ -91,8 +134,9 @@ def _decoder(keys: Keys) -> Section:
 
 def _rope(keys: Keys, parameters: Mapping[str, Any] | None = None) -> Section:
     """Rotary positions, of `rope_theta` and `rope_scaling`, or of `rope_parameters`, which replaced them."""
-    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
-    scaling = Keys(parameters if parameters is not None else joined, "config.json: rope_parameters")
+    given = parameters or keys.get("rope_parameters") or {}
+    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **(keys.get("rope_scaling") or {}), **given.get("full_attention", given)}
+    scaling = Keys(joined, "config.json: rope_parameters")
     theta = float(scaling.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     scaling.get("type"), scaling.get("rope_type")
@@ -110,7 +154,10 @@ def _rope(keys: Keys, parameters: Mapping[str, Any] | None = None) -> Section:
 
 def _llama3(keys: Keys) -> Section:
     names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
-    return {**{ours: float(keys.get(name)) for ours, name in names.items()}, "original_seq_len": keys.count("original_max_position_embeddings")}
+    return {
+        **{ours: float(keys.get(name)) for ours, name in names.items()},
+        "original_seq_len": keys.count("original_max_position_embeddings"),
+    }
 
 
 def _yarn(keys: Keys) -> Section:
@@ -140,19 +187,19 @@ _SCALINGS: dict[str, Callable[[Keys], Section]] = {
 def _llama(keys: Keys) -> Section:
     bias, mlp_bias = keys.get("attention_bias", False), keys.get("mlp_bias", False)
     if bias != mlp_bias:
-        keys.refuse("attention_bias", bias, f"and mlp_bias = {mlp_bias}: maxlm has biases in all linear layers, in queries, keys and values, or in none")
+        keys.refuse(
+            "attention_bias",
+            bias,
+            f"and mlp_bias = {mlp_bias}: maxlm has biases in all linear layers, in queries, keys and values, or in none",
+        )
     return {**_decoder(keys), "bias": "all" if bias else None}
 
 
-def _windows(keys: Keys, layers: int, window: Any) -> Section:
-    """Layers with and without a window: `layer_types`, or all of them where `window` is given."""
-    types = keys.get("layer_types")
-    if types is None:
-        types = ["sliding_attention" if window else "full_attention"] * layers
-    names = {"sliding_attention": "local", "full_attention": "global"}
-    unknown = next((name for name in types if name not in names), None)
-    if unknown is not None or len(types) != layers:
-        keys.refuse("layer_types", unknown or len(types), f"is not supported: {layers} of {' and '.join(names)} are")
+def _windows(keys: Keys, types: list[str]) -> Section:
+    """Layers with and without a window, from the kind of each."""
+    names, layers = {"sliding_attention": "local", "full_attention": "global"}, keys.get("num_hidden_layers")
+    if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= names.keys():
+        keys.refuse("layer_types", types, f"is not supported: a list of {layers} of {' and '.join(names)} is")
     depth = [names[name] for name in types]
     if "local" not in depth:
         return {}
@@ -162,16 +209,18 @@ def _windows(keys: Keys, layers: int, window: Any) -> Section:
 
 def _mistral(keys: Keys) -> Section:
     section = _decoder(keys)
-    return {**section, **_windows(keys, section["n_layers"], keys.get("sliding_window"))}
+    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    return {**section, **_windows(keys, keys.get("layer_types", [kind] * section["n_layers"]))}
 
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
-    section, used = _decoder(keys), keys.get("use_sliding_window", False)
-    window = keys.get("sliding_window") if used else None
-    below = keys.get("max_window_layers", section["n_layers"]) if keys.get("layer_types") is None and window else None
-    if below is not None and below < section["n_layers"]:
-        keys.refuse("max_window_layers", below, "without layer_types is not supported: write layer_types")
-    return {**section, **(_windows(keys, section["n_layers"], None) if window else {}), **settings}
+    section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
+    if not keys.get("use_sliding_window", False) or not window:
+        return {**section, **settings}
+    if types is None:  # layers from max_window_layers on
+        below = min(keys.get("max_window_layers", 0), section["n_layers"])
+        types = ["full_attention"] * below + ["sliding_attention"] * (section["n_layers"] - below)
+    return {**section, **_windows(keys, types), **settings}
 
 
 def _qwen2(keys: Keys) -> Section:
@@ -233,8 +282,14 @@ class _Gelu(Keys):
 
 def _gemma2(keys: Keys) -> Section:
     section = _gemma(keys)
-    types = None if keys.get("layer_types") else {"layer_pattern": ["local", "global"], "window": keys.count("sliding_window")}
-    return {**section, **(types or _windows(keys, section["n_layers"], None))}
+    return {**section, **_windows(keys, _repeated(keys, 2))}
+
+
+def _repeated(keys: Keys, period: int) -> list[str]:
+    """`layer_types`, or every `period`-th layer without a window."""
+    kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(keys.get("num_hidden_layers"))]
+    types: list[str] = keys.get("layer_types", kinds)
+    return types
 
 
 def _gemma3(keys: Keys) -> Section:
@@ -245,9 +300,7 @@ def _gemma3(keys: Keys) -> Section:
     else:
         section["rope_local"] = {"theta": float(keys.get("rope_local_base_freq", 10000.0))}
     period = keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
-    every = ["local"] * (period - 1) + ["global"]
-    types = {"layer_pattern": every, "window": keys.count("sliding_window")} if keys.get("layer_types") is None else None
-    return {**section, **(types or _windows(keys, section["n_layers"], None))}
+    return {**section, **_windows(keys, _repeated(keys, period))}
 
 
 def _gpt2(keys: Keys) -> Section:
@@ -276,12 +329,10 @@ def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
     keys.only("swiglu_limit", 7.0)
     keys.only("swiglu_alpha", 1.702)
-    section = {**_decoder(keys), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
+    section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
     top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
-    router = _balance(keys, section, top_k)
-    pattern = _windows(keys, section["n_layers"], None) if keys.get("layer_types") else {"layer_pattern": ["local", "global"], "window": keys.count("sliding_window")}
     n_experts = keys.count("num_local_experts", keys.get("num_experts"))
-    return {**section, **pattern, "moe": {"n_experts": n_experts, "top_k": top_k, "d_ff": section["d_ff"], "router": router}}
+    return {**section, "moe": _moe(keys, n_experts, section["d_ff"], _balance(keys, section, top_k))}
 
 
 def _deepseek(keys: Keys, router: Section) -> Section:
@@ -289,7 +340,13 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
     section = _decoder(keys)
-    names = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+    names = {
+        "q_rank": "q_lora_rank",
+        "kv_rank": "kv_lora_rank",
+        "nope_dim": "qk_nope_head_dim",
+        "rope_dim": "qk_rope_head_dim",
+        "value_dim": "v_head_dim",
+    }
     latent = {ours: keys.get(name) if ours == "q_rank" else keys.count(name) for ours, name in names.items()}
     section |= {"latent": {name: value for name, value in latent.items() if value is not None}, "head_dim": None, "n_kv_heads": None}
     n_dense, n_shared = keys.get("first_k_dense_replace", 0), keys.get("n_shared_experts", 0)
@@ -303,7 +360,9 @@ def _deepseek_v2(keys: Keys) -> Section:
     keys.only("scoring_func", "softmax")
     groups = keys.get("n_group", 1)
     if keys.get("topk_method", "greedy") == "group_limited_greedy" and groups > 1:
-        keys.refuse("topk_method", "group_limited_greedy", "with several groups is not supported: a group is scored by its two best experts here")
+        keys.refuse(
+            "topk_method", "group_limited_greedy", "with several groups is not supported: a group is scored by its two best experts here"
+        )
     keys.get("topk_group"), keys.get("aux_loss_alpha")
     if keys.get("norm_topk_prob", False):
         keys.refuse("norm_topk_prob", True, "is not supported for this family, whose published code ignores it")
