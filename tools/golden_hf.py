@@ -1,6 +1,8 @@
 """Record small cases of the Hugging Face library, one a family: logits, loss and the gradient of every tensor.
 
-Usage, in an environment of its own with torch, transformers and safetensors: python tools/golden_hf.py [FOLDER] [FAMILY ...]
+Usage, in an environment of its own with torch, transformers and safetensors:
+    python tools/golden_hf.py [FOLDER] [CASE ...]
+    python tools/golden_hf.py --compare FOLDER     load what `maxlm export` made of the cases, and compare the logits
 Weights are drawn from a seed by the name of each tensor (`drawn`), so that only results are stored; tests/interop replays them.
 """
 
@@ -194,7 +196,24 @@ def record(name: str, folder: Path) -> None:
     print(f"{name}: loss {loss.item():.6f}, {len(weights)} tensors, {sum(w.size for w in weights.values()):,} weights")
 
 
+def compare(name: str, folder: Path) -> float:
+    """Load what `maxlm export` made of a recorded case, and return the largest relative difference of its logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+    wrong = {kind: sorted(names) for kind, names in told.items() if names}
+    assert not wrong, f"{name}: {wrong}"
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor(tokens()), use_cache=False).logits.numpy()
+    wanted = np.load(FOLDER / f"{name}.npz")["logits"]
+    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    for case in sys.argv[2:] or CASES:
-        record(case, target)
+    if sys.argv[1:2] == ["--compare"]:  # exports of the cases, each in a folder of its name
+        for exported in sorted(Path(sys.argv[2]).iterdir()):
+            print(f"{exported.name}: {compare(exported.name, exported):.1e}")
+    else:
+        for case in sys.argv[2:] or CASES:
+            record(case, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

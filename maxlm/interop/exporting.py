@@ -91,7 +91,8 @@ def _write(
         return np.asarray(weights.entry(restored[kind], name))
 
     files = _shards(shapes, dtype.itemsize, limit)
-    index, total = {}, sum(dtype.itemsize * math.prod(shape) for shape in shapes.values())
+    index: dict[str, str] = {}
+    total = sum(dtype.itemsize * math.prod(shape) for shape in shapes.values())
     waiting: dict[str, np.ndarray] = {}
     number = written = 0
     for name, value in weights.tensors(found, leaf):

@@ -1,5 +1,6 @@
 """config.json of the Hugging Face library to our model settings, and back. A key that is not understood is refused by name."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -84,6 +85,20 @@ class Keys:
             self.refuse(key, value, "must be a whole number above 0")
         return value
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            self.refuse(key, value, "must be a finite number")
+        return float(value)
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; empty where the key is missing or null."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            self.refuse(key, value, "must be an object")
+        return value
+
     def only(self, key: str, *values: Any) -> None:
         """Refuse any value but these, of which the first is the default."""
         if self.get(key, values[0]) not in values:
@@ -111,10 +126,10 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
 
 
-def _decoder(keys: Keys) -> Section:
-    """Settings that all families but GPT-2 name alike."""
+def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu")) -> Section:
+    """Settings that all families but GPT-2 name alike. `activation`: the key and the only value of the activation."""
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
-    keys.only("hidden_act", "silu")
+    keys.only(*activation)
     groups = keys.count("num_key_value_heads", heads)
     head_dim = keys.get("head_dim")
     return {
@@ -125,29 +140,29 @@ def _decoder(keys: Keys) -> Section:
         "n_kv_heads": None if groups == heads else groups,
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "d_ff": keys.count("intermediate_size"),
-        "norm_eps": float(keys.get("rms_norm_eps", 1e-6)),
-        "init_std": float(keys.get("initializer_range", 0.02)),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "init_std": keys.number("initializer_range", 0.02),
         "rope": _rope(keys),
         "tie_embeddings": bool(keys.get("tie_word_embeddings", False)),
     }
 
 
-def _rope(keys: Keys, parameters: Mapping[str, Any] | None = None) -> Section:
-    """Rotary positions, of `rope_theta` and `rope_scaling`, or of `rope_parameters`, which replaced them."""
-    given = parameters or keys.get("rope_parameters") or {}
-    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **(keys.get("rope_scaling") or {}), **given.get("full_attention", given)}
+def _rope(keys: Keys, kind_of_layer: str = "full_attention") -> Section:
+    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Gemma 3 has one for each kind of layer."""
+    given = keys.section("rope_parameters")
+    given = given.get(kind_of_layer, given)
+    if not isinstance(given, dict):
+        keys.refuse("rope_parameters", given, "must be an object")
+    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **keys.section("rope_scaling"), **given}
     scaling = Keys(joined, "config.json: rope_parameters")
-    theta = float(scaling.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    scaling.get("type"), scaling.get("rope_type")
+    section: Section = {"theta": scaling.number("rope_theta")}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling.get("type")
     if kind not in _SCALINGS:
         scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
-    section = {"theta": theta}
     if kind != "default":
         section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
-    scaling.get("partial_rotary_factor") in (None, 1.0) or scaling.refuse(
-        "partial_rotary_factor", scaling.get("partial_rotary_factor"), "is not supported: rotary positions turn whole heads here"
-    )
+    scaling.only("partial_rotary_factor", 1.0)
     scaling.finish()
     return section
 
@@ -155,30 +170,29 @@ def _rope(keys: Keys, parameters: Mapping[str, Any] | None = None) -> Section:
 def _llama3(keys: Keys) -> Section:
     names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
     return {
-        **{ours: float(keys.get(name)) for ours, name in names.items()},
+        **{ours: keys.number(name) for ours, name in names.items()},
         "original_seq_len": keys.count("original_max_position_embeddings"),
     }
 
 
 def _yarn(keys: Keys) -> Section:
     section = {
-        "factor": float(keys.get("factor")),
-        "beta_fast": float(keys.get("beta_fast", 32)),
-        "beta_slow": float(keys.get("beta_slow", 1)),
+        "factor": keys.number("factor"),
+        "beta_fast": keys.number("beta_fast", 32),
+        "beta_slow": keys.number("beta_slow", 1),
         "original_seq_len": keys.count("original_max_position_embeddings"),
         "truncate": bool(keys.get("truncate", True)),
     }
     mscale, mscale_all_dim = keys.get("mscale", 0), keys.get("mscale_all_dim", 0)
     if mscale != mscale_all_dim:
         keys.refuse("mscale", mscale, f"differs from mscale_all_dim = {mscale_all_dim}, which is not supported")
-    if keys.get("attention_factor") is not None:
-        keys.refuse("attention_factor", keys.get("attention_factor"), "is not supported: it follows from the factor here")
+    keys.only("attention_factor", None)
     return section | ({"mscale_all_dim": float(mscale_all_dim)} if mscale_all_dim else {})
 
 
 _SCALINGS: dict[str, Callable[[Keys], Section]] = {
     "default": lambda keys: {},
-    "linear": lambda keys: {"factor": float(keys.get("factor"))},
+    "linear": lambda keys: {"factor": keys.number("factor")},
     "llama3": _llama3,
     "yarn": _yarn,
 }
@@ -243,7 +257,7 @@ def _qwen3_moe(keys: Keys) -> Section:
 
 def _mixtral(keys: Keys) -> Section:
     section = _mistral(keys)
-    router = {"jitter": float(keys.get("router_jitter_noise", 0.0)), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    router = {"jitter": keys.number("router_jitter_noise", 0.0), **_balance(keys, section, keys.count("num_experts_per_tok"))}
     return {**section, "moe": _moe(keys, keys.count("num_local_experts"), section["d_ff"], router)}
 
 
@@ -253,31 +267,21 @@ def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any
 
 def _balance(keys: Keys, section: Section, top_k: int) -> Section:
     """The weight of the balancing loss. Theirs is of the mean over layers and is `top_k` when even; ours is of each layer and is 1."""
-    weight = float(keys.get("router_aux_loss_coef", 0.001))
+    weight = keys.number("router_aux_loss_coef", 0.001)
     return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
 
 
 def _gemma(keys: Keys, **settings: Any) -> Section:
-    keys.only("hidden_activation", "gelu_pytorch_tanh")
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", False)
-    section = {**_decoder(_Gelu(keys)), "activation": "geglu", "norm_position": "sandwich", "scale_embeddings": True, **settings}
-    section["tie_embeddings"] = bool(keys.get("tie_word_embeddings", True))
-    scale = float(keys.get("query_pre_attn_scalar", 256)) ** -0.5
+    keys.get("hidden_act")  # old files have it beside hidden_activation, which is what is read
+    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "activation": "geglu", "norm_position": "sandwich"}
+    section |= {"scale_embeddings": True, "tie_embeddings": bool(keys.get("tie_word_embeddings", True)), **settings}
+    scale = keys.number("query_pre_attn_scalar", 256) ** -0.5
     head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
-    caps = {"attention": keys.get("attn_logit_softcapping"), "logits": keys.get("final_logit_softcapping")}
-    caps = {name: float(cap) for name, cap in caps.items() if cap is not None}
-    return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": caps or None}
-
-
-class _Gelu(Keys):
-    """Keys without `hidden_act`: Gemma's is `hidden_activation`, whatever an old `hidden_act` says."""
-
-    def __init__(self, keys: Keys) -> None:
-        self._values, self._source, self._asked = keys._values, keys._source, keys._asked
-
-    def only(self, key: str, *values: Any) -> None:
-        self._asked.add(key)
+    caps = {"attention": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+    softcap = {ours: keys.number(name) for ours, name in caps.items() if keys.get(name) is not None}
+    return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": softcap or None}
 
 
 def _gemma2(keys: Keys) -> Section:
@@ -294,12 +298,11 @@ def _repeated(keys: Keys, period: int) -> list[str]:
 
 def _gemma3(keys: Keys) -> Section:
     section = _gemma(keys, qk_norm=True)
-    by_type = keys.get("rope_parameters") or {}
-    if "full_attention" in by_type:
-        section |= {"rope": _rope(keys, by_type["full_attention"]), "rope_local": _rope(keys, by_type["sliding_attention"])}
+    if "full_attention" in keys.section("rope_parameters"):
+        section["rope_local"] = _rope(keys, "sliding_attention")
     else:
-        section["rope_local"] = {"theta": float(keys.get("rope_local_base_freq", 10000.0))}
-    period = keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
+        section["rope_local"] = {"theta": keys.number("rope_local_base_freq", 10000.0)}
+    period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
     return {**section, **_windows(keys, _repeated(keys, period))}
 
 
@@ -315,8 +318,8 @@ def _gpt2(keys: Keys) -> Section:
         "n_layers": keys.count("n_layer"),
         "n_heads": keys.count("n_head"),
         "d_ff": keys.count("n_inner", 4 * width),
-        "norm_eps": float(keys.get("layer_norm_epsilon", 1e-5)),
-        "init_std": float(keys.get("initializer_range", 0.02)),
+        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "init_std": keys.number("initializer_range", 0.02),
         "activation": "gelu",
         "norm": "layernorm",
         "bias": "all",
@@ -327,6 +330,8 @@ def _gpt2(keys: Keys) -> Section:
 
 def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
+    if keys.section("quantization_config").get("quant_method", "mxfp4") != "mxfp4":
+        keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
     keys.only("swiglu_limit", 7.0)
     keys.only("swiglu_alpha", 1.702)
     section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
@@ -350,7 +355,7 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     latent = {ours: keys.get(name) if ours == "q_rank" else keys.count(name) for ours, name in names.items()}
     section |= {"latent": {name: value for name, value in latent.items() if value is not None}, "head_dim": None, "n_kv_heads": None}
     n_dense, n_shared = keys.get("first_k_dense_replace", 0), keys.get("n_shared_experts", 0)
-    router = {"normalize": bool(keys.get("norm_topk_prob", False)), "scale": float(keys.get("routed_scaling_factor", 1.0)), **router}
+    router = {"normalize": bool(keys.get("norm_topk_prob", False)), "scale": keys.number("routed_scaling_factor", 1.0), **router}
     moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
     return {**section, "moe": moe}
 
@@ -366,7 +371,7 @@ def _deepseek_v2(keys: Keys) -> Section:
     keys.get("topk_group"), keys.get("aux_loss_alpha")
     if keys.get("norm_topk_prob", False):
         keys.refuse("norm_topk_prob", True, "is not supported for this family, whose published code ignores it")
-    return _deepseek(keys, {"balance_loss": float(keys.get("aux_loss_alpha", 0.001)), "balance_over": "sequence"})
+    return _deepseek(keys, {"balance_loss": keys.number("aux_loss_alpha", 0.001), "balance_over": "sequence"})
 
 
 def _deepseek_v3(keys: Keys) -> Section:

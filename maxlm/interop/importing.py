@@ -40,7 +40,8 @@ class Imported(NamedTuple):
 def import_model(source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None) -> Imported:
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
-    `overrides`: settings over the imported config; with any of `mesh` the parameters are spread over all devices, else they lie on one; `config_file`: instead of the config.json beside the weights.
+    `overrides`: settings over the imported config; with any of `mesh` the parameters are spread over all devices, else they lie on one.
+    `config_file`: instead of the config.json beside the weights.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already, and not empty: name a new folder.")

@@ -109,8 +109,8 @@ def _same_as_embedding(table: str, files: TensorFiles, name: str) -> str:
 def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mesh, step: Step) -> dict[str, Any]:
     """{"params", "model_state"} in float32, each leaf on its sharding over `mesh`.
 
-    A tensor is read once for each of ours that it holds, and only where a device of this process wants it: a host holds one of them, and its
-    own shards.
+    A tensor is read once for each of ours that it holds, and only where a device of this process wants it: a host holds one of them,
+    and its own shards.
     """
     tree: dict[str, Any] = {"params": {}, "model_state": {}}
     specs = {"params": parameter_specs(config, mesh), "model_state": model_state_specs(config, mesh)}
@@ -142,7 +142,7 @@ def entry(tree: Mapping[str, Any], name: Names) -> Any:
 
 def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Array:
     """The parameter, of which only this process's shards are ever in memory."""
-    where = {device: _bounds(index, target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
+    where = {device: _bounds(index or (), target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
     shards = {bounds: np.empty([stop - start for start, stop in bounds], np.float32) for bounds in set(where.values())}
     for piece in target.pieces:
         fitting = [bounds for bounds in shards if all(_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
