@@ -191,9 +191,21 @@ def record(name: str, folder: Path) -> None:
         model.save_pretrained(place)
         grads = load_file(file)
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {f"grad {key}": value for key, value in grads.items() if key in weights}
-    np.savez_compressed(folder / f"{name}.npz", config=json.dumps(settings), logits=logits.detach().numpy(), loss=loss.item(), **arrays)
+    arrays: dict[str, Any] = {f"grad {key}": value for key, value in grads.items() if key in weights}
+    arrays |= {"config": json.dumps(settings), "logits": logits.detach().numpy(), "loss": loss.item()}
+    np.savez_compressed(folder / f"{name}.npz", **arrays)
     print(f"{name}: loss {loss.item():.6f}, {len(weights)} tensors, {sum(w.size for w in weights.values()):,} weights")
+
+
+def record_mxfp4(folder: Path) -> None:
+    """Record how the library turns blocks and scales of MXFP4 into numbers: two experts of 6 outputs and 64 inputs."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = np.random.default_rng(3)
+    blocks, scales = random.integers(0, 256, (2, 6, 2, 16), np.uint8), random.integers(120, 132, (2, 6, 2), np.uint8)
+    numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    np.savez_compressed(folder / "mxfp4.npz", blocks=blocks, scales=scales, numbers=numbers.numpy())
 
 
 def compare(name: str, folder: Path) -> float:
@@ -217,3 +229,4 @@ if __name__ == "__main__":
     else:
         for case in sys.argv[2:] or CASES:
             record(case, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+        record_mxfp4(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -17,6 +17,9 @@ TRAINING = (
 )
 
 
+_UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
+
+
 def family_of(config: ModelConfig, seq_len: int) -> tuple[Family, Json]:
     """(family, config.json) that describe `config`. Raises UserError with what the nearest family cannot say."""
     nearest: tuple[int, str] = (1 << 30, "")
@@ -35,8 +38,8 @@ def _differing(config: ModelConfig, values: Json) -> list[str]:
     try:
         section = read_config(values, "config.json")[1]
         again = ModelConfig(**{**section, **({"mtp": config.mtp} if config.mtp and values["model_type"] == "deepseek_v3" else {})})
-    except (UserError, ValueError, TypeError) as error:
-        return [str(error).splitlines()[0]]
+    except (UserError, ValueError) as error:
+        return [str(error).splitlines()[0]] * _UNREADABLE
     mine, theirs = (dict(flatten(model.model_dump(mode="json"))) for model in (config, again))
     differing = [
         f"model.{key} = {mine.get(key)}" for key in {**mine, **theirs} if mine.get(key) != theirs.get(key) and not key.startswith(TRAINING)

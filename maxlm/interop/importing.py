@@ -88,7 +88,8 @@ def _write(
 def _write_model(path: Path, source: Path, family: Family, section: dict[str, Any], count: int | None) -> None:
     """The model config, its source and exact size on top."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     said = "" if count is None else f"# {count:,} parameters.\n"
     with path.open("w", encoding="utf-8") as stream:
         stream.write(f"# Imported from {source.name} (model_type {family.model_type}) by `maxlm import`.\n{said}")

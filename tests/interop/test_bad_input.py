@@ -108,6 +108,7 @@ def moved(index, folder):
 
 def tokenizer(folder):
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
 
 
 def rename(values, old, new):
@@ -135,7 +136,7 @@ CASES = {
     "fewer layers than tensors": (config(num_hidden_layers=2), "holds model.layers.2.input_layernorm.weight"),
     "another width": (
         config(intermediate_size=48),
-        "mlp.gate_proj.weight has shape [40, 24] in the source, and its config.json makes it [48, 24]",
+        "mlp.down_proj.weight has shape [24, 40] in the source, and its config.json makes it [24, 48]",
     ),
     "heads that do not divide": (config(num_attention_heads=5, head_dim=None), "n_heads"),
     "one kind of bias": (config(attention_bias=True), "attention_bias = True"),
@@ -177,7 +178,7 @@ CASES = {
         lambda folder: (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes()),
         "which one counts",
     ),
-    "tokenizer damaged": (tokenizer, "tokenizer.json"),
+    "tokenizer damaged": (tokenizer, "is not a tokenizer.json that the tokenizers library reads"),
     "tied and different": (config(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
 }
 

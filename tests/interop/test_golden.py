@@ -18,8 +18,10 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config import load
 from maxlm.interop import weights
 from maxlm.interop.exporting import export_model
+from maxlm.interop.families import FAMILIES
 from maxlm.interop.importing import import_model
 from maxlm.interop.layouts import FROM_ONE
+from maxlm.interop.tensor_files import TensorFiles
 from maxlm.kernels.linear_cross_entropy import logits as unembed
 from maxlm.models import abstract_model_state, abstract_parameters, bind
 from maxlm.parallel import build_mesh
@@ -92,8 +94,6 @@ def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
 
 
 def weights_family(case):
-    from maxlm.interop.families import FAMILIES
-
     return FAMILIES[json.loads(str(case.recorded["config"]))["model_type"]]
 
 
@@ -120,9 +120,16 @@ def test_what_went_in_comes_out(case, tmp_path):
 
 def test_a_mesh_reads_the_same(case):
     family = weights_family(case)
-    from maxlm.interop.tensor_files import TensorFiles
-
     found, files = weights.targets(case.config.model, family), TensorFiles(case.source)
     config = load(str(case.out / "config.yml"), ["mesh.fsdp=4", "mesh.data=2", "train.global_batch=8"]).config
     there = weights.load(config.model, found, files, build_mesh(config, jax.devices()), nothing)
     jax.tree.map(np.testing.assert_array_equal, there, case.state)
+
+
+def test_blocks_of_mxfp4_are_the_numbers_recorded(tmp_path):
+    recorded = np.load(GOLDEN / "mxfp4.npz")
+    save_file({"x_blocks": recorded["blocks"], "x_scales": recorded["scales"]}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert dict(files) == {"x": recorded["numbers"].shape}
+    np.testing.assert_array_equal(files.read("x"), recorded["numbers"])
+    np.testing.assert_array_equal(files.read("x", 1), recorded["numbers"][1])
