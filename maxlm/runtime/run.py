@@ -156,7 +156,8 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else fresh
     with phases(f"{restoring}compiling the step"):
-        start = restore_or_init(program, checkpoints, source and functools.partial(begin_from, program, source, data.tokenizer_hash))
+        init = program.init if source is None else functools.partial(begin_from, program, source, data.tokenizer_hash)
+        start = restore_or_init(program, checkpoints, init)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
     return start

@@ -26,8 +26,8 @@ FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "bal
 def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -> TrainState:
     """The first state of `program` with the parameters of `source`, a fresh optimizer and schedule.
 
-    The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the model
-    that differs otherwise, if the data has another tokenizer with as many tokens, or if there is no such checkpoint.
+    The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
+    model that differs otherwise, or if the data has another tokenizer with as many tokens, or if there is no such checkpoint.
     """
     folder = Path(source.path)
     if not (folder / "config.yml").is_file():
@@ -35,12 +35,10 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -
     other, model = load(str((folder / "config.yml").absolute()), any_mesh=True).config, program.config.model
     if differing := differences(other.model, model):
         raise UserError(f"{FIELD} = {source.path}: its model is another one: {', '.join(differing[:5])}.")
-    if other.model.vocab_size == model.vocab_size and (folder / "tokenizer").is_dir():
-        if open_tokenizer(str(folder / "tokenizer")).hash != tokenizer_hash:
-            rule = "has another tokenizer than the data, so that its embeddings are of other tokens"
-            raise ConfigError(
-                FIELD, source.path, rule, f"prepare the data with data.prepare.tokenizer.path={folder}/tokenizer/tokenizer.json"
-            )
+    tokenizer, same_size = folder / "tokenizer", other.model.vocab_size == model.vocab_size
+    if same_size and tokenizer.is_dir() and open_tokenizer(str(tokenizer)).hash != tokenizer_hash:
+        rule = "has another tokenizer than the data, so that its embeddings are of other tokens"
+        raise ConfigError(FIELD, source.path, rule, f"prepare the data with data.prepare.tokenizer.path={tokenizer}/tokenizer.json")
     checkpoints = Checkpoints(other.checkpoint.dir or folder / "checkpoints", other.checkpoint, {})
     shardings = program.state_shardings
     kinds = {"params": (abstract_parameters(other.model), shardings.params)}

@@ -9,6 +9,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.schema import StartFromConfig
+from maxlm.parallel import build_mesh
 from maxlm.training.program import build_program
 from maxlm.training.start_from import begin_from
 
@@ -36,9 +37,10 @@ def first_loss(program, state):
         return float(program.step(state, jax.device_put(tiny_batch(3), program.batch_sharding))[1].loss)
 
 
-@pytest.mark.parametrize(
-    "sections", [{}, {"mesh": {"fsdp": 2, "tensor": 2}}, {"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}], ids=str
-)
+LAYOUTS = [{}, {"mesh": {"fsdp": 2, "tensor": 2}}, {"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}]
+
+
+@pytest.mark.parametrize("sections", LAYOUTS, ids=str)
 def test_the_first_loss_is_that_of_the_source(source, sections):
     folder, model, loss, params = source
     devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
@@ -46,8 +48,7 @@ def test_the_first_loss_is_that_of_the_source(source, sections):
     state = begin_from(program, StartFromConfig(path=str(folder)), "")
     assert int(state.step) == int(state.skipped) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
-    fresh = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(state.opt_state))]
-    assert not any(np.any(leaf) for leaf in fresh), "moments and counts begin at 0"
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(program.init().opt_state))
     assert first_loss(program, state) == pytest.approx(loss, rel=1e-6)
 
 
@@ -58,7 +59,7 @@ def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
     drawn = jax.device_get(program.init().params["embedding_VD"])
     table = jax.device_get(state.params["embedding_VD"])
     np.testing.assert_array_equal(table[:128], params["embedding_VD"])
-    np.testing.assert_array_equal(table[128:], drawn[128:])
+    np.testing.assert_allclose(table[128:], drawn[128:], rtol=1e-6)
     np.testing.assert_array_equal(jax.device_get(state.params["final_norm"]["scale_D"]), params["final_norm"]["scale_D"])
 
 
@@ -74,9 +75,7 @@ def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
 def test_another_model_is_refused_by_field(source, model, said):
     folder, base, _, _ = source
     config = tiny_config(model={**base, **model})
-    program = build_program(
-        config, jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape((1,) * 6), ("data", "stage", "fsdp", "context", "tensor", "expert"))
-    )
+    program = build_program(config, build_mesh(config, jax.devices()[:1]))
     with pytest.raises(UserError, match=said):
         begin_from(program, StartFromConfig(path=str(folder)), "")
 
