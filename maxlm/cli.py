@@ -222,6 +222,47 @@ def generate(
         typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
 
 
+@app.command(name="import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder (config.json, safetensors, tokenizer), or one safetensors file.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new folder for the model config, the checkpoint and the tokenizer.")],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the config.json beside the weights.")] = None,
+) -> None:
+    """Import a published model."""
+    from maxlm.interop.importing import import_model
+    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.telemetry.log import RunLog
+    from maxlm.telemetry.phases import progress_bar
+
+    select_platform()
+    with RunLog(), progress_bar("importing") as step:
+        imported = import_model(source, out, overrides or [], step, config)
+    for note in imported.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{imported.folder}: {imported.family}, {imported.parameters:,} parameters (model.yml, checkpoints/, tokenizer/)")
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run, or of an imported model.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new folder.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file, such as 5GB.")] = "5GB",
+    step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
+) -> None:
+    """Export a model for the Hugging Face library."""
+    from maxlm.interop.exporting import export_model
+    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.telemetry.log import RunLog
+    from maxlm.telemetry.phases import progress_bar
+
+    select_platform()
+    with RunLog(), progress_bar("exporting") as progress:
+        exported = export_model(run_dir, out, dtype, shard_size, step, progress)
+    typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {exported.files} files of {dtype}")
+
+
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs; several are overlaid.")],

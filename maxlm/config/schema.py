@@ -272,6 +272,13 @@ class DataConfig(Section):
     prepare: PrepareConfig | None = None
 
 
+class StartFromConfig(Section):
+    """Parameters to begin with, from a run or an imported model; the optimizer and the schedule begin anew."""
+
+    path: LocalPath  # the folder of the run or of the imported model
+    step: Count | None = None  # of its checkpoint; None: the newest
+
+
 class TrainConfig(Section):
     """Length of the training and size of a step."""
 
@@ -282,6 +289,7 @@ class TrainConfig(Section):
     seed: Seed = 0
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
+    start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
 

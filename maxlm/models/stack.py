@@ -142,3 +142,10 @@ def _runs_of(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
         for entry in PATTERN
     )
     return whole, tail
+
+
+def within_layer(config: ModelConfig, name: Names) -> tuple[Names, Int[np.ndarray, "*stacked"]] | None:
+    """(name of a parameter within its layer, depth of every layer that is stacked in it); None if it belongs to no layer."""
+    if group := group_of(config, name):
+        return tuple(name[len(group.path) :]), group.depths
+    return (tuple(name[2:]), np.array(config.n_layers + int(name[1]))) if name[0] == "ahead" else None

@@ -47,6 +47,7 @@ from maxlm.training import fits
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
 from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.start_from import begin_from
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -103,7 +104,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, here.local_processes)
+    start = _start(config, phases, program, checkpoints, data, here.local_processes)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -149,11 +150,14 @@ def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Che
     return checkpoints
 
 
-def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, local_processes: int) -> Start:
+def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, data: Pipeline, local_processes: int) -> Start:
     """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
-    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else ""
+    source = config.train.start_from
+    fresh = "" if source is None else f"reading the parameters of {source.path} and "
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else fresh
     with phases(f"{restoring}compiling the step"):
-        start = restore_or_init(program, checkpoints)
+        init = program.init if source is None else functools.partial(begin_from, program, source, data.tokenizer_hash)
+        start = restore_or_init(program, checkpoints, init)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
     return start

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 SHORT_S = 1.0  # a shorter phase leaves no line on a terminal
 
@@ -44,3 +45,12 @@ class Phases:
 
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows (bytes done, of all) on stderr while the block runs; on a terminal only."""
+    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

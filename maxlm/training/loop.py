@@ -5,6 +5,7 @@ The loop never waits for the device to log: figures of step n - 1 are read while
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,8 +23,8 @@ from maxlm.training.session import Outcome, Session, Start
 from maxlm.training.step import TrainState
 
 
-def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
-    """Restore the newest good checkpoint, or initialize a fresh state, while the step is compiled. Writes nothing.
+def restore_or_init(program: Program, checkpoints: Checkpoints, init: Callable[[], TrainState] | None = None) -> Start:
+    """Restore the newest good checkpoint, or make the first state, by `init` or from the seed, while the step is compiled. Writes nothing.
 
     Raises UserError for a foreign checkpoint.
     """
@@ -33,7 +34,7 @@ def restore_or_init(program: Program, checkpoints: Checkpoints) -> Start:
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)  # an error below is raised at once
-    start = Start(program.init(), 0) if latest is None else _restore(program, checkpoints)
+    start = Start((init or program.init)(), 0) if latest is None else _restore(program, checkpoints)
     compiled.result()
     return start
 

@@ -105,6 +105,17 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self._initialization()
 
+    def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
+        """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
+
+        def make(params: Parameters, model_state: Parameters) -> TrainState:
+            zero = jnp.zeros((), jnp.int32)
+            return self.updater.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
+
+        with jax.set_mesh(self.mesh):
+            made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
+            return made(params, model_state)
+
     @cached_property
     def _initialization(self) -> jax.stages.Compiled:
         make = jax.jit(self._first_state, out_shardings=self.state_shardings)

@@ -1,0 +1,1 @@
+"""Weights from and to the formats of others."""

@@ -1,0 +1,166 @@
+"""`maxlm export`: a checkpoint as a folder that the Hugging Face library loads."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import Config, UserError, load
+from maxlm.interop import weights
+from maxlm.interop.families import Family
+from maxlm.interop.hf_export_config import family_of
+from maxlm.interop.importing import CHECKPOINTS, CONFIG, TOKENIZER, TOKENIZER_FILES
+from maxlm.interop.tensor_files import INDEX
+from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
+from maxlm.models.stack import Names
+
+DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_PARTIAL = ".partial"
+
+
+class Exported(NamedTuple):
+    """Result of an export."""
+
+    architecture: str
+    parameters: int
+    files: int
+
+
+def export_model(run: Path, out: Path, dtype: str, shard_size: str, step: int | None, progress: weights.Step) -> Exported:
+    """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
+    limit = _bytes(shard_size)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}.")
+    config = load(str(run / CONFIG)).config
+    family, their_config = family_of(config.model, config.data.seq_len)
+    partial = out.with_name(out.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        exported = _write(run, config, family, {**their_config, "dtype": dtype}, partial, DTYPES[dtype], limit, step, progress)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return exported
+
+
+def _write(
+    run: Path,
+    config: Config,
+    family: Family,
+    their_config: dict[str, Any],
+    folder: Path,
+    dtype: np.dtype,
+    limit: int,
+    step: int | None,
+    progress: weights.Step,
+) -> Exported:
+    checkpoints = Checkpoints(config.checkpoint.dir or run / CHECKPOINTS, config.checkpoint, {})
+    found = weights.targets(config.model, family)
+    shapes = weights.their_shapes(config.model, found)
+    here, specs = (
+        SingleDeviceSharding(jax.devices("cpu")[0]),
+        {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)},
+    )
+    at = step if step is not None else checkpoints.latest()
+    if at is None:
+        raise UserError(f"{run} holds no checkpoint.")
+
+    def leaf(name: Names) -> np.ndarray:
+        kind = next(kind for kind, tree in specs.items() if weights.entry(tree, name) is not None)
+        abstract = weights.entry(specs[kind], name)
+        wanted = jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=here)
+        restored = checkpoints.restore_entries({kind: weights.nested(name, wanted)}, at).state
+        return np.asarray(weights.entry(restored[kind], name))
+
+    files = _shards(shapes, dtype.itemsize, limit)
+    index: dict[str, str] = {}
+    total = sum(dtype.itemsize * math.prod(shape) for shape in shapes.values())
+    waiting: dict[str, np.ndarray] = {}
+    number = written = 0
+    for name, value in weights.tensors(found, leaf):
+        waiting[name] = np.ascontiguousarray(value.astype(dtype, copy=False))
+        written += waiting[name].nbytes
+        progress(written, total)
+        if len(waiting) == files[number]:
+            file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            save_file(waiting, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(waiting, file)
+            waiting, number = {}, number + 1
+    if len(files) > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1), encoding="utf-8")
+    count = count_parameters(config.model)
+    their_config |= _tokens(run / TOKENIZER, folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": [family.architecture], **their_config}, indent=2), encoding="utf-8")
+    (folder / "README.md").write_text(_card(run, config, family, count, at), encoding="utf-8")
+    return Exported(family.architecture, count, len(files))
+
+
+def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[int]:
+    """Tensors in each file: as many, in their order, as fit."""
+    counts, size = [0], 0
+    for shape in shapes.values():
+        own = itemsize * math.prod(shape)
+        if counts[-1] and size + own > limit:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += own
+    return counts
+
+
+def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
+    """Copy the tokenizer; returns what config.json says of it."""
+    if not tokenizer.is_dir():
+        return {}
+    from maxlm.data.tokenizer import open_tokenizer
+
+    known = open_tokenizer(str(tokenizer))
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    if not (folder / "tokenizer_config.json").is_file():
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    if not (folder / "generation_config.json").is_file():
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": known.end_of_document_id}), encoding="utf-8")
+    return {"eos_token_id": known.end_of_document_id}
+
+
+def _card(run: Path, config: Config, family: Family, count: int, step: int) -> str:
+    """The model card: facts of the run."""
+    rows = {
+        "architecture": family.architecture,
+        "parameters": f"{count:,}",
+        "checkpoint": f"step {step:,}",
+        "sequence length": f"{config.data.seq_len:,} tokens",
+        "batch": f"{config.train.global_batch:,} sequences an update",
+        "optimizer": f"{config.optimizer.name}, peak learning rate {config.optimizer.peak_lr:g}, {config.optimizer.schedule}",
+        "seed": str(config.train.seed),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {run.name}\nTrained with maxlm.\n\n| | |\n|---|---|\n{table}\n"
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d{1,9})\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
+    if not match or int(match[1]) < 1:
+        raise UserError(f"--shard-size {size} is not a size: give one such as 5GB.")
+    return int(match[1]) * _UNITS[(match[2] or "").upper().replace("B", "B") if (match[2] or "").upper() != "B" else ""]

@@ -1,0 +1,399 @@
+"""config.json of the Hugging Face library to our model settings, and back. A key that is not understood is refused by name."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from maxlm.config.errors import UserError
+from maxlm.interop.families import FAMILIES, Family
+
+Json = dict[str, Any]
+Section = dict[str, Any]  # settings of our `model` section
+
+# Keys that change nothing in the network: names of files and versions, dropout, which pretraining does without, and limits of their own.
+HARMLESS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "ep_size",
+        "id2label",
+        "initial_context_length",
+        "initializer_range",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "n_ctx",
+        "num_nextn_predict_layers",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "qk_head_dim",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "rope_interleave",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "seq_aux",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    ]
+)
+
+
+class Keys:
+    """The keys of a config.json; remembers which were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values, self._source, self._asked = values, source, set[str]()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the key is missing or null."""
+        self._asked.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 1:
+            self.refuse(key, value, "must be a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            self.refuse(key, value, "must be a finite number")
+        return float(value)
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; empty where the key is missing or null."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            self.refuse(key, value, "must be an object")
+        return value
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse any value but these, of which the first is the default."""
+        if self.get(key, values[0]) not in values:
+            self.refuse(key, self._values[key], f"is not supported: only {' or '.join(map(repr, values))} is")
+
+    def finish(self) -> None:
+        """Refuse keys that nothing has asked for."""
+        unknown = sorted(self._values.keys() - self._asked - HARMLESS)
+        if unknown:
+            self.refuse(unknown[0], self._values[unknown[0]], "is a setting that maxlm does not know, so it cannot say what it changes")
+
+    def refuse(self, key: str, value: Any, rule: str) -> NoReturn:
+        text = repr(value)
+        raise UserError(f"{self._source}: {key} = {text if len(text) < 80 else text[:77] + '...'} {rule}.")
+
+
+def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
+    """(family, settings of our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
+    keys = Keys(values, source)
+    model_type = keys.get("model_type")
+    if model_type not in FAMILIES:
+        keys.refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
+    section = _READERS[model_type](keys)
+    keys.finish()
+    return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
+
+
+def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu")) -> Section:
+    """Settings that all families but GPT-2 name alike. `activation`: the key and the only value of the activation."""
+    heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
+    keys.only(*activation)
+    groups = keys.count("num_key_value_heads", heads)
+    head_dim = keys.get("head_dim")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "d_model": width,
+        "n_layers": keys.count("num_hidden_layers"),
+        "n_heads": heads,
+        "n_kv_heads": None if groups == heads else groups,
+        "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
+        "d_ff": keys.count("intermediate_size"),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "init_std": keys.number("initializer_range", 0.02),
+        "rope": _rope(keys),
+        "tie_embeddings": bool(keys.get("tie_word_embeddings", False)),
+    }
+
+
+def _rope(keys: Keys, kind_of_layer: str = "full_attention") -> Section:
+    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Gemma 3 has one for each kind of layer."""
+    given = keys.section("rope_parameters")
+    given = given.get(kind_of_layer, given)
+    if not isinstance(given, dict):
+        keys.refuse("rope_parameters", given, "must be an object")
+    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **keys.section("rope_scaling"), **given}
+    scaling = Keys(joined, "config.json: rope_parameters")
+    section: Section = {"theta": scaling.number("rope_theta")}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling.get("type")
+    if kind not in _SCALINGS:
+        scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
+    if kind != "default":
+        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
+    scaling.only("partial_rotary_factor", 1.0)
+    scaling.finish()
+    return section
+
+
+def _llama3(keys: Keys) -> Section:
+    names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+    return {
+        **{ours: keys.number(name) for ours, name in names.items()},
+        "original_seq_len": keys.count("original_max_position_embeddings"),
+    }
+
+
+def _yarn(keys: Keys) -> Section:
+    section = {
+        "factor": keys.number("factor"),
+        "beta_fast": keys.number("beta_fast", 32),
+        "beta_slow": keys.number("beta_slow", 1),
+        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "truncate": bool(keys.get("truncate", True)),
+    }
+    mscale, mscale_all_dim = keys.get("mscale", 0), keys.get("mscale_all_dim", 0)
+    if mscale != mscale_all_dim:
+        keys.refuse("mscale", mscale, f"differs from mscale_all_dim = {mscale_all_dim}, which is not supported")
+    keys.only("attention_factor", None)
+    return section | ({"mscale_all_dim": float(mscale_all_dim)} if mscale_all_dim else {})
+
+
+_SCALINGS: dict[str, Callable[[Keys], Section]] = {
+    "default": lambda keys: {},
+    "linear": lambda keys: {"factor": keys.number("factor")},
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _llama(keys: Keys) -> Section:
+    bias, mlp_bias = keys.get("attention_bias", False), keys.get("mlp_bias", False)
+    if bias != mlp_bias:
+        keys.refuse(
+            "attention_bias",
+            bias,
+            f"and mlp_bias = {mlp_bias}: maxlm has biases in all linear layers, in queries, keys and values, or in none",
+        )
+    return {**_decoder(keys), "bias": "all" if bias else None}
+
+
+def _windows(keys: Keys, types: list[str]) -> Section:
+    """Layers with and without a window, from the kind of each."""
+    names, layers = {"sliding_attention": "local", "full_attention": "global"}, keys.get("num_hidden_layers")
+    if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= names.keys():
+        keys.refuse("layer_types", types, f"is not supported: a list of {layers} of {' and '.join(names)} is")
+    depth = [names[name] for name in types]
+    if "local" not in depth:
+        return {}
+    period = next(n for n in range(1, layers + 1) if all(depth[i] == depth[i % n] for i in range(layers)))
+    return {"layer_pattern": depth[:period], "window": keys.count("sliding_window")}
+
+
+def _mistral(keys: Keys) -> Section:
+    section = _decoder(keys)
+    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    return {**section, **_windows(keys, keys.get("layer_types", [kind] * section["n_layers"]))}
+
+
+def _qwen(keys: Keys, **settings: Any) -> Section:
+    section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
+    if not keys.get("use_sliding_window", False) or not window:
+        return {**section, **settings}
+    if types is None:  # layers from max_window_layers on
+        below = min(keys.get("max_window_layers", 0), section["n_layers"])
+        types = ["full_attention"] * below + ["sliding_attention"] * (section["n_layers"] - below)
+    return {**section, **_windows(keys, types), **settings}
+
+
+def _qwen2(keys: Keys) -> Section:
+    return _qwen(keys, bias="qkv")
+
+
+def _qwen3(keys: Keys) -> Section:
+    keys.only("attention_bias", False)
+    return _qwen(keys, qk_norm=True)
+
+
+def _qwen3_moe(keys: Keys) -> Section:
+    keys.only("decoder_sparse_step", 1)
+    keys.only("mlp_only_layers", [])
+    section = _qwen3(keys)
+    n_experts = keys.get("num_experts", keys.get("num_local_experts"))
+    router = {"normalize": bool(keys.get("norm_topk_prob", False)), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    return {**section, "moe": _moe(keys, n_experts, keys.count("moe_intermediate_size"), router)}
+
+
+def _mixtral(keys: Keys) -> Section:
+    section = _mistral(keys)
+    router = {"jitter": keys.number("router_jitter_noise", 0.0), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    return {**section, "moe": _moe(keys, keys.count("num_local_experts"), section["d_ff"], router)}
+
+
+def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
+    return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
+
+
+def _balance(keys: Keys, section: Section, top_k: int) -> Section:
+    """The weight of the balancing loss. Theirs is of the mean over layers and is `top_k` when even; ours is of each layer and is 1."""
+    weight = keys.number("router_aux_loss_coef", 0.001)
+    return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
+
+
+def _gemma(keys: Keys, **settings: Any) -> Section:
+    keys.only("attention_bias", False)
+    keys.only("use_bidirectional_attention", False)
+    keys.get("hidden_act")  # old files have it beside hidden_activation, which is what is read
+    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "activation": "geglu", "norm_position": "sandwich"}
+    section |= {"scale_embeddings": True, "tie_embeddings": bool(keys.get("tie_word_embeddings", True)), **settings}
+    scale = keys.number("query_pre_attn_scalar", 256) ** -0.5
+    head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
+    caps = {"attention": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+    softcap = {ours: keys.number(name) for ours, name in caps.items() if keys.get(name) is not None}
+    return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": softcap or None}
+
+
+def _gemma2(keys: Keys) -> Section:
+    section = _gemma(keys)
+    return {**section, **_windows(keys, _repeated(keys, 2))}
+
+
+def _repeated(keys: Keys, period: int) -> list[str]:
+    """`layer_types`, or every `period`-th layer without a window."""
+    kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(keys.get("num_hidden_layers"))]
+    types: list[str] = keys.get("layer_types", kinds)
+    return types
+
+
+def _gemma3(keys: Keys) -> Section:
+    section = _gemma(keys, qk_norm=True)
+    if "full_attention" in keys.section("rope_parameters"):
+        section["rope_local"] = _rope(keys, "sliding_attention")
+    else:
+        section["rope_local"] = {"theta": keys.number("rope_local_base_freq", 10000.0)}
+    period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
+    return {**section, **_windows(keys, _repeated(keys, period))}
+
+
+def _gpt2(keys: Keys) -> Section:
+    keys.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    keys.only("scale_attn_weights", True)
+    keys.only("scale_attn_by_inverse_layer_idx", False)
+    keys.only("add_cross_attention", False)
+    width = keys.count("n_embd")
+    return {
+        "vocab_size": keys.count("vocab_size"),
+        "d_model": width,
+        "n_layers": keys.count("n_layer"),
+        "n_heads": keys.count("n_head"),
+        "d_ff": keys.count("n_inner", 4 * width),
+        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "init_std": keys.number("initializer_range", 0.02),
+        "activation": "gelu",
+        "norm": "layernorm",
+        "bias": "all",
+        "learned_positions": {"max_seq_len": keys.count("n_positions")},
+        "tie_embeddings": bool(keys.get("tie_word_embeddings", True)),
+    }
+
+
+def _gpt_oss(keys: Keys) -> Section:
+    keys.only("attention_bias", True)
+    if keys.section("quantization_config").get("quant_method", "mxfp4") != "mxfp4":
+        keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
+    keys.only("swiglu_limit", 7.0)
+    keys.only("swiglu_alpha", 1.702)
+    section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
+    top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
+    n_experts = keys.count("num_local_experts", keys.get("num_experts"))
+    return {**section, "moe": _moe(keys, n_experts, section["d_ff"], _balance(keys, section, top_k))}
+
+
+def _deepseek(keys: Keys, router: Section) -> Section:
+    keys.only("attention_bias", False)
+    keys.only("mlp_bias", False)
+    keys.only("moe_layer_freq", 1)
+    section = _decoder(keys)
+    names = {
+        "q_rank": "q_lora_rank",
+        "kv_rank": "kv_lora_rank",
+        "nope_dim": "qk_nope_head_dim",
+        "rope_dim": "qk_rope_head_dim",
+        "value_dim": "v_head_dim",
+    }
+    latent = {ours: keys.get(name) if ours == "q_rank" else keys.count(name) for ours, name in names.items()}
+    section |= {"latent": {name: value for name, value in latent.items() if value is not None}, "head_dim": None, "n_kv_heads": None}
+    n_dense, n_shared = keys.get("first_k_dense_replace", 0), keys.get("n_shared_experts", 0)
+    router = {"normalize": bool(keys.get("norm_topk_prob", False)), "scale": keys.number("routed_scaling_factor", 1.0), **router}
+    moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
+    return {**section, "moe": moe}
+
+
+def _deepseek_v2(keys: Keys) -> Section:
+    keys.only("topk_method", "greedy", "group_limited_greedy")
+    keys.only("scoring_func", "softmax")
+    groups = keys.get("n_group", 1)
+    if keys.get("topk_method", "greedy") == "group_limited_greedy" and groups > 1:
+        keys.refuse(
+            "topk_method", "group_limited_greedy", "with several groups is not supported: a group is scored by its two best experts here"
+        )
+    keys.get("topk_group"), keys.get("aux_loss_alpha")
+    if keys.get("norm_topk_prob", False):
+        keys.refuse("norm_topk_prob", True, "is not supported for this family, whose published code ignores it")
+    return _deepseek(keys, {"balance_loss": keys.number("aux_loss_alpha", 0.001), "balance_over": "sequence"})
+
+
+def _deepseek_v3(keys: Keys) -> Section:
+    keys.only("topk_method", "noaux_tc")
+    keys.only("scoring_func", "sigmoid")
+    keys.get("aux_loss_alpha")
+    groups = {"groups": keys.get("n_group", 1), "top_groups": keys.get("topk_group", 1)}
+    balance = {"bias_rate": 0.001, "balance_loss": 1e-4, "balance_over": "sequence"}  # arXiv 2412.19437, section 4.2
+    return _deepseek(keys, {"scores": "sigmoid", **groups, **balance})
+
+
+_READERS: dict[str, Callable[[Keys], Section]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}

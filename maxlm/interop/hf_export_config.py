@@ -1,0 +1,227 @@
+"""The config.json that describes a model of ours: the family whose config, read again, gives the same settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import flatten
+from maxlm.config.schema import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from maxlm.interop.families import FAMILIES, Family
+from maxlm.interop.hf_config import Json, read_config
+
+# Settings of training, which say nothing about the network.
+TRAINING = (
+    "init_std",
+    "mtp.loss_weight",
+    *(f"moe.router.{name}" for name in ("balance_loss", "balance_over", "z_loss", "jitter", "capacity", "bias_rate")),
+)
+
+
+_UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
+
+
+def family_of(config: ModelConfig, seq_len: int) -> tuple[Family, Json]:
+    """(family, config.json) that describe `config`. Raises UserError with what the nearest family cannot say."""
+    nearest: tuple[int, str] = (1 << 30, "")
+    for name, write in _WRITERS.items():
+        values = {"model_type": name, **write(config), "max_position_embeddings": config.max_seq_len or seq_len}
+        if name == "gpt2":
+            del values["max_position_embeddings"]
+        differing = _differing(config, values)
+        if not differing:
+            return FAMILIES[name], values
+        nearest = min(nearest, (len(differing), f"{FAMILIES[name].architecture} cannot say {', '.join(differing[:3])}"))
+    raise UserError(f"This model cannot be exported: no published architecture is like it; the nearest, {nearest[1]}.")
+
+
+def _differing(config: ModelConfig, values: Json) -> list[str]:
+    try:
+        section = read_config(values, "config.json")[1]
+        again = ModelConfig(**{**section, **({"mtp": config.mtp} if config.mtp and values["model_type"] == "deepseek_v3" else {})})
+    except (UserError, ValueError) as error:
+        return [str(error).splitlines()[0]] * _UNREADABLE
+    mine, theirs = (dict(flatten(model.model_dump(mode="json"))) for model in (config, again))
+    differing = [
+        f"model.{key} = {mine.get(key)}" for key in {**mine, **theirs} if mine.get(key) != theirs.get(key) and not key.startswith(TRAINING)
+    ]
+    balanced = [bool(model.moe and model.moe.router.bias_rate) for model in (config, again)]
+    return differing + (["model.moe.router.bias_rate"] if balanced[0] != balanced[1] else [])
+
+
+def _rope(rope: RopeConfig) -> Json:
+    scaling, values = rope.scaling, {"rope_theta": rope.theta, "rope_type": "default"}
+    if scaling is None:
+        return values
+    values |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if isinstance(scaling, LinearScaling):
+        return values
+    values |= {"original_max_position_embeddings": scaling.original_seq_len}
+    if isinstance(scaling, Llama3Scaling):
+        return {**values, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    assert isinstance(scaling, YarnScaling)
+    values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    gain = scaling.mscale_all_dim
+    return values if gain is None else {**values, "mscale": gain, "mscale_all_dim": gain}
+
+
+def _types(config: ModelConfig) -> Json:
+    pattern = config.layer_pattern
+    names = {"local": "sliding_attention", "global": "full_attention"}
+    return {"layer_types": [names[pattern[i % len(pattern)]] for i in range(config.n_layers)], "sliding_window": config.window}
+
+
+def _decoder(config: ModelConfig, **values: Any) -> Json:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.d_ff,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "rope_parameters": _rope(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        **values,
+    }
+
+
+def _llama(config: ModelConfig) -> Json:
+    return _decoder(config, attention_bias=config.bias == "all", mlp_bias=config.bias == "all")
+
+
+def _mistral(config: ModelConfig) -> Json:
+    values = _decoder(config, sliding_window=config.window if config.layer_pattern == ("local",) else None)
+    del values["attention_bias"]
+    return values
+
+
+def _qwen(config: ModelConfig) -> Json:
+    local = "local" in config.layer_pattern
+    return _decoder(config, use_sliding_window=local, **(_types(config) if local else {}))
+
+
+def _qwen2(config: ModelConfig) -> Json:
+    values = _qwen(config)
+    del values["attention_bias"]
+    return values if config.head_dim * config.n_heads != config.d_model else {k: v for k, v in values.items() if k != "head_dim"}
+
+
+def _moe(config: ModelConfig, counted: str) -> Json:
+    if config.moe is None:
+        return {}
+    router = config.moe.router
+    weight = router.balance_loss * config.n_layers / config.moe.top_k
+    return {
+        counted: config.moe.n_experts,
+        "num_experts_per_tok": config.moe.top_k,
+        "router_aux_loss_coef": weight,
+        "output_router_logits": False,
+    }
+
+
+def _qwen3_moe(config: ModelConfig) -> Json:
+    moe = config.moe
+    extra = {"moe_intermediate_size": moe.d_ff, "norm_topk_prob": moe.router.normalize} if moe else {}
+    return {**_qwen(config), **_moe(config, "num_experts"), **extra, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _mixtral(config: ModelConfig) -> Json:
+    width = {"intermediate_size": config.moe.d_ff, "router_jitter_noise": config.moe.router.jitter} if config.moe else {}
+    return {**_mistral(config), **_moe(config, "num_local_experts"), **width}
+
+
+def _gemma(config: ModelConfig) -> Json:
+    scale = config.attention_scale or config.head_dim**-0.5
+    values = _decoder(config, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=_whole(scale**-2))
+    del values["hidden_act"]
+    return {
+        **values,
+        **_types(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logits_softcap,
+    }
+
+
+def _whole(value: float) -> float | int:
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value
+
+
+def _gemma3(config: ModelConfig) -> Json:
+    local = config.rope_local or config.rope
+    return {**_gemma(config), "rope_parameters": {"full_attention": _rope(config.rope), "sliding_attention": _rope(local)}}
+
+
+def _gpt2(config: ModelConfig) -> Json:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.d_model,
+        "n_layer": config.n_layers,
+        "n_head": config.n_heads,
+        "n_inner": config.d_ff,
+        "n_positions": config.max_seq_len or 1,
+        "layer_norm_epsilon": config.norm_eps,
+        "initializer_range": config.init_std,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": config.tie_embeddings,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+
+
+def _gpt_oss(config: ModelConfig) -> Json:
+    width = {"intermediate_size": config.moe.d_ff} if config.moe else {}
+    return {**_decoder(config, attention_bias=True, swiglu_limit=7.0), **_types(config), **_moe(config, "num_local_experts"), **width}
+
+
+def _deepseek(config: ModelConfig) -> Json:
+    values = _decoder(config)
+    if config.latent is None or config.moe is None:
+        return values
+    latent, moe = config.latent, config.moe
+    values |= {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "head_dim": latent.rope_dim,
+        "n_routed_experts": moe.n_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_ff,
+        "n_shared_experts": moe.n_shared,
+        "first_k_dense_replace": moe.n_dense,
+        "norm_topk_prob": moe.router.normalize,
+        "routed_scaling_factor": moe.router.scale,
+        "moe_layer_freq": 1,
+    }
+    return values
+
+
+def _deepseek_v2(config: ModelConfig) -> Json:
+    return {**_deepseek(config), "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+
+
+def _deepseek_v3(config: ModelConfig) -> Json:
+    router = config.moe.router if config.moe else None
+    groups = {"n_group": router.groups, "topk_group": router.top_groups} if router else {}
+    depth = {"num_nextn_predict_layers": config.mtp_depth}
+    return {**_deepseek(config), **groups, **depth, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+_WRITERS: dict[str, Callable[[ModelConfig], Json]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}

@@ -1,0 +1,140 @@
+"""How one tensor of a published model lies beside ours: reshapes, transposes and splits, each readable backwards."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
+
+    This one: the same numbers in the same order, and the same dims.
+    """
+
+    def shape(self, ours: Shape) -> Shape:
+        return ours
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        return theirs.reshape(ours)
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        return ours.reshape(self.shape(ours.shape))
+
+
+@dataclass(frozen=True)
+class Flat(Layout):
+    """All dims in one: biases of heads."""
+
+    def shape(self, ours: Shape) -> Shape:
+        return (math.prod(ours),)
+
+
+@dataclass(frozen=True)
+class Matrix(Layout):
+    """Two dims, inputs first: the first `inputs` dims of ours, and the others."""
+
+    inputs: int = 1
+
+    def shape(self, ours: Shape) -> Shape:
+        return math.prod(ours[: self.inputs]), math.prod(ours[self.inputs :])
+
+
+@dataclass(frozen=True)
+class Linear(Matrix):
+    """As torch's Linear, outputs first."""
+
+    def shape(self, ours: Shape) -> Shape:
+        rows, columns = super().shape(ours)
+        return columns, rows
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        return theirs.T.reshape(ours)
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        return ours.reshape(super().shape(ours.shape)).T
+
+
+@dataclass(frozen=True)
+class FromOne(Layout):
+    """A scale stored as its difference from 1 (Gemma's norms)."""
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        return np.float32(1) + theirs.astype(np.float32).reshape(ours)
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        return ours - np.float32(1)
+
+
+@dataclass(frozen=True)
+class RotaryPairs(Linear):
+    """A Linear whose rotary outputs, the last `rope_dim` of each head, are stored as neighbouring pairs; ours are halves (DeepSeek)."""
+
+    rope_dim: int = 0
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        x = super().read(theirs, ours)
+        rest, rotary = x[..., : -self.rope_dim], x[..., -self.rope_dim :]
+        return np.concatenate([rest, rotary[..., ::2], rotary[..., 1::2]], axis=-1)
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        rest, rotary = ours[..., : -self.rope_dim], ours[..., -self.rope_dim :]
+        pairs = np.stack(np.split(rotary, 2, axis=-1), axis=-1).reshape(rotary.shape)
+        return super().write(np.concatenate([rest, pairs], axis=-1))
+
+
+KEEP, FLAT, LINEAR, FROM_ONE = Layout(), Flat(), Linear(), FromOne()
+OUTPUT = Linear(inputs=2)  # attention's output projection: heads and their dims
+CONV, CONV_OUTPUT = Matrix(), Matrix(inputs=2)  # GPT-2's Conv1D is stored inputs first
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor of a family.
+
+    `theirs`: its name, with `{layer}` and `{expert}` where it is one of many. `ours`: names in the parameter tree, within a layer if it is
+    one of many; several lie side by side in the last dim of theirs, or if `interleaved` take turns in it. `by_expert`: their first dim
+    counts experts.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout = KEEP
+    interleaved: bool = False
+    by_expert: bool = False
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.theirs
+
+    @property
+    def per_expert(self) -> bool:
+        """True if ours are read expert by expert."""
+        return self.by_expert or "{expert}" in self.theirs
+
+    def shape(self, ours: Shape, experts: int) -> Shape:
+        """Shape of their tensor; `ours`: of one of ours, without layers and experts."""
+        *leading, last = self.layout.shape(ours)
+        return (*((experts,) if self.by_expert else ()), *leading, last * len(self.ours))
+
+    def part(self, theirs: np.ndarray, name: str) -> np.ndarray:
+        """The columns of their tensor that are `name`."""
+        i, n = self.ours.index(name), len(self.ours)
+        if self.interleaved:
+            return theirs[..., i::n]
+        width = theirs.shape[-1] // n
+        return theirs[..., i * width : (i + 1) * width]
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The inverse of `part`."""
+        if self.interleaved:
+            return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def expert_axis(name: str) -> int:
+    """The dim of experts of our parameter `name`, which ends in one letter a dim."""
+    return name.rpartition("_")[2].index("E")

@@ -1,0 +1,157 @@
+"""Tensors of safetensors files, read by name and by slice. Nothing else is opened: a pickle can run code, so none is ever read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from maxlm.config.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
+_SHOWN = 3
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
+
+
+class TensorFiles(Mapping[str, tuple[int, ...]]):
+    """Shapes of all tensors, by name; `read` has their numbers.
+
+    A pair `x_blocks`, `x_scales` of MXFP4 (OCP Microscaling Formats v1.0) is one tensor `x`, with its last two dims swapped, as gpt-oss
+    stores its experts.
+    """
+
+    def __init__(self, source: Path) -> None:
+        """`source`: a folder, or one file. Raises UserError for what is damaged, missing, listed wrongly, or no safetensors file."""
+        self._file: dict[str, Path] = {}
+        self._shape: dict[str, tuple[int, ...]] = {}
+        self._open: dict[Path, Any] = {}
+        listed = _listed(source) if source.is_dir() else {}
+        files = sorted(set(listed.values())) or _files(source)
+        for file in files:
+            for name in self._handle(file).keys():  # noqa: SIM118  (no mapping)
+                if name in self._file:
+                    raise UserError(f"{source}: {name} is in {self._file[name].name} and in {file.name}; which one counts is not said.")
+                self._file[name] = file
+                with _told(file):
+                    self._shape[name] = tuple(self._handle(file).get_slice(name).get_shape())
+        wrong = [name for name, file in listed.items() if self._file.get(name) != file] + [
+            name for name in self._file if listed and name not in listed
+        ]
+        if wrong:
+            raise UserError(
+                f"{source / INDEX} does not agree with the files: {some(wrong)} {'is' if len(wrong) == 1 else 'are'} not where it says."
+            )
+        for name in [name for name in self._shape if name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _SCALES in self._shape]:
+            *leading, rows, blocks, width = self._shape.pop(name)
+            self._shape.pop(name.removesuffix(_BLOCKS) + _SCALES)
+            self._shape[name.removesuffix(_BLOCKS)] = (*leading, 2 * width * blocks, rows)
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._shape[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shape)
+
+    def __len__(self) -> int:
+        return len(self._shape)
+
+    def prefix(self, prefix: str, names: set[str]) -> None:
+        """Add `prefix` to the names of tensors that are among `names` only with it."""
+        for name in [name for name in self._shape if name not in names and prefix + name in names]:
+            self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
+            self._stored[prefix + name] = name
+
+    @property
+    def _stored(self) -> dict[str, str]:
+        """Names in the files, where they differ."""
+        return self.__dict__.setdefault("_names", {})
+
+    def read(self, name: str, row: int | None = None) -> np.ndarray:
+        """The tensor, or one entry of its first dim. Raises UserError if a number in it is not finite."""
+        if name not in self._file:
+            blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
+            value = _dequantise(blocks, scales)
+        else:
+            value = self._slice(name, row)
+        if not np.isfinite(value.astype(np.float32, copy=False)).all():
+            raise UserError(f"{name} in {self._file.get(name, Path(name)).name} holds numbers that are not finite.")
+        return value
+
+    def _slice(self, name: str, row: int | None) -> np.ndarray:
+        file = self._file[name]
+        with _told(file):
+            stored = self._handle(file).get_slice(self._stored.get(name, name))
+            return stored[:] if row is None else stored[row]
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            _refuse_others(file)
+            with _told(file):
+                self._open[file] = safe_open(file, framework="numpy")
+        return self._open[file]
+
+
+def some(names: list[str]) -> str:
+    """The first of these names, and the number of others."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _listed(folder: Path) -> dict[str, Path]:
+    """Name -> file, as the index of a folder says; empty without one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        entries = json.loads(index.read_bytes())["weight_map"]
+        names = {str(name): str(file) for name, file in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is no index of safetensors files: {type(error).__name__}.") from error
+    for file in set(names.values()):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise UserError(f"{index} lists {file!r}, which is not a file of this folder.")
+        if not (folder / file).is_file():
+            raise UserError(f"{index} lists {file}, which is not there: download it again.")
+    return {name: folder / file for name, file in names.items()}
+
+
+def _files(source: Path) -> list[Path]:
+    """The safetensors files of a folder without an index."""
+    if source.is_file():
+        return [source]
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        pickles = [file.name for pattern in PICKLES for file in source.glob(pattern)]
+        rule = f"only pickle files ({some(pickles)}), which can run code when they are read" if pickles else "no safetensors files"
+        raise UserError(f"{source} holds {rule}: use a source with safetensors files.")
+    return files
+
+
+def _refuse_others(file: Path) -> None:
+    with _told(file), file.open("rb") as stream:
+        start = stream.read(9)
+    if start[8:] != b"{" and (start[:4] == _ZIP or start[:1] == _PICKLE):  # a safetensors file has 8 bytes of length, then a JSON object
+        raise UserError(f"{file} is a pickle file, which can run code when it is read: use a source with safetensors files.")
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}; it may be cut short: download it again."
+        ) from error
+
+
+def _dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 as float32: two numbers a byte, the low half first, 32 a scale, which is a power of two; the last two dims swapped."""
+    numbers = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], -1)
+    scaled = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+    return np.swapaxes(scaled.reshape(*scaled.shape[:-2], -1), -1, -2)

@@ -1,0 +1,200 @@
+"""Parameters from tensors of a published model, straight onto their shards, and back."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from maxlm.config.errors import UserError
+from maxlm.config.schema import ModelConfig
+from maxlm.interop.families import Family
+from maxlm.interop.layouts import Rule, Shape, expert_axis
+from maxlm.interop.tensor_files import TensorFiles, some
+from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
+from maxlm.models.stack import Names, within_layer
+
+Step = Callable[[int, int], None]  # (bytes read, of so many)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of one of our parameters, and the tensor in which it lies."""
+
+    index: tuple[int | slice, ...]  # in ours: layers, then the expert if theirs is of one
+    theirs: str
+    row: int | None  # of their tensor, where its first dim counts experts
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of our parameters: its shape without layers and experts, and the pieces that make it."""
+
+    name: Names
+    rule: Rule
+    shape: Shape
+    piece: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def part(self) -> str:
+        """Name by which the rule knows it."""
+        return next(part for part in self.rule.ours if "/".join(self.name).endswith(part))
+
+
+def targets(config: ModelConfig, family: Family) -> list[Target]:
+    """All parameters and model state of a model. Raises UserError for one that the family has no tensor for."""
+    rules = {(rule.per_layer, ours): rule for rule in family.rules(config) for ours in rule.ours}
+    found = []
+    for name, variable in declarations(config):
+        within = within_layer(config, name)
+        inner, depths = (name, np.array(0)) if within is None else within
+        rule = rules.get((within is not None, "/".join(inner)))
+        if rule is None:
+            raise UserError(f"models of the family {family.model_type} have no place for our parameter {'/'.join(name)}.")
+        found.append(_target(config, name, rule, tuple(variable.shape), depths))
+    return found
+
+
+def _target(config: ModelConfig, name: Names, rule: Rule, shape: Shape, depths: np.ndarray) -> Target:
+    piece = list(shape[depths.ndim :])
+    experts = piece.pop(expert_axis(name[-1])) if rule.per_expert else 0
+    pieces = []
+    for stacked in np.ndindex(depths.shape):
+        for expert in range(experts) if rule.per_expert else (None,):
+            index: tuple[int | slice, ...] = stacked
+            if expert is not None:
+                index = (*stacked, *([slice(None)] * expert_axis(name[-1])), expert)
+            theirs = rule.theirs.format(layer=depths[stacked], expert=expert)
+            pieces.append(Piece(index, theirs, expert if rule.by_expert else None))
+    return Target(name, rule, shape, tuple(piece), tuple(pieces))
+
+
+def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
+    """Name -> shape of every tensor of theirs."""
+    experts = config.moe.n_experts if config.moe else 0
+    return {piece.theirs: target.rule.shape(target.piece, experts) for target in found for piece in target.pieces}
+
+
+def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
+    """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on copies passed over."""
+    wanted = their_shapes(config, found)
+    files.prefix(family.prefix, set(wanted) | {f"{family.prefix}{name}" for name in files})
+    if missing := sorted(wanted.keys() - files.keys()):
+        raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
+    notes, unknown = [], []
+    for name in sorted(files.keys() - wanted.keys()):
+        why = next((why for pattern, why in family.copies if re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name)), None)
+        if why is None and name == "lm_head.weight" and config.tie_embeddings:
+            why = _same_as_embedding(next(t.pieces[0].theirs for t in found if t.name == ("embedding_VD",)), files, name)
+        notes.append(f"{name} is {why}: not read") if why else unknown.append(name)
+    if unknown:
+        raise UserError(f"The source holds {some(unknown)}, which a model of its config.json does not have.")
+    for name, shape in wanted.items():
+        if files[name] != shape:
+            raise UserError(f"{name} has shape {list(files[name])} in the source, and its config.json makes it {list(shape)}.")
+    return notes
+
+
+def _same_as_embedding(table: str, files: TensorFiles, name: str) -> str:
+    if files[name] != files[table] or not np.array_equal(files.read(name), files.read(table)):
+        raise UserError(f"{name} differs from {table}, though tie_word_embeddings makes them one.")
+    return "a copy of the embedding"
+
+
+def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mesh, step: Step) -> dict[str, Any]:
+    """{"params", "model_state"} in float32, each leaf on its sharding over `mesh`.
+
+    A tensor is read once for each of ours that it holds, and only where a device of this process wants it: a host holds one of them,
+    and its own shards.
+    """
+    tree: dict[str, Any] = {"params": {}, "model_state": {}}
+    specs = {"params": parameter_specs(config, mesh), "model_state": model_state_specs(config, mesh)}
+    total, done = 4 * sum(math.prod(target.shape) for target in found), 0
+    for target in found:
+        kind = "params" if entry(specs["params"], target.name) is not None else "model_state"
+        sharding = NamedSharding(mesh, entry(specs[kind], target.name))
+        branch = tree[kind]
+        for part in target.name[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[target.name[-1]] = _leaf(target, files, sharding)
+        done += 4 * math.prod(target.shape)
+        step(done, total)
+    return tree
+
+
+def nested(name: Names, value: Any) -> dict[str, Any]:
+    """A tree with one leaf."""
+    return {name[0]: nested(name[1:], value) if len(name) > 1 else value}
+
+
+def entry(tree: Mapping[str, Any], name: Names) -> Any:
+    """The leaf of this name, or None."""
+    branch: Any = tree
+    for part in name:
+        branch = branch.get(part) if isinstance(branch, Mapping) else None
+    return branch
+
+
+def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Array:
+    """The parameter, of which only this process's shards are ever in memory."""
+    where = {device: _bounds(index or (), target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
+    shards = {bounds: np.empty([stop - start for start, stop in bounds], np.float32) for bounds in set(where.values())}
+    for piece in target.pieces:
+        fitting = [bounds for bounds in shards if all(_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
+        if fitting:
+            theirs = target.rule.part(files.read(piece.theirs, piece.row), target.part)
+            ours = target.rule.layout.read(theirs, target.piece)
+            for bounds in fitting:
+                _copy(ours, shards[bounds], piece.index, bounds)
+    return jax.make_array_from_single_device_arrays(
+        target.shape, sharding, [jax.device_put(shards[bounds], device) for device, bounds in where.items()]
+    )
+
+
+Bounds = tuple[tuple[int, int], ...]  # of a shard: start and stop in every dim
+
+
+def _bounds(index: tuple[slice, ...], shape: Shape) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _inside(at: int | slice, start: int, stop: int) -> bool:
+    return isinstance(at, slice) or start <= at < stop
+
+
+def _copy(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], bounds: Bounds) -> None:
+    """Copy what a shard has of a piece, whose dims are those of the parameter without the numbers in `index`."""
+    full = (*index, *[slice(None)] * (len(bounds) - len(index)))
+    inside = tuple(at if isinstance(at, slice) else at - start for at, (start, _) in zip(full, bounds, strict=True))
+    shard[inside] = ours[tuple(slice(*b) for at, b in zip(full, bounds, strict=True) if isinstance(at, slice))]
+
+
+def tensors(found: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of theirs, from our parameters as `leaf` gives them: those of one rule after the other."""
+    by_rule: dict[Rule, list[Target]] = {}
+    for target in found:
+        by_rule.setdefault(target.rule, []).append(target)
+    for rule, members in by_rule.items():
+        yield from _of_rule(rule, members, leaf)
+
+
+def _of_rule(rule: Rule, members: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    groups: dict[tuple[str, ...], list[Target]] = {}
+    for target in members:  # the parts of one tensor belong to the same layers
+        groups.setdefault(tuple(piece.theirs for piece in target.pieces), []).append(target)
+    for parts in groups.values():
+        parts.sort(key=lambda target: rule.ours.index(target.part))
+        values = [leaf(target.name) for target in parts]
+        rows: dict[str, list[np.ndarray]] = {}
+        for pieces in zip(*(target.pieces for target in parts), strict=True):
+            joined = rule.join([rule.layout.write(value[piece.index]) for value, piece in zip(values, pieces, strict=True)])
+            rows.setdefault(pieces[0].theirs, []).append(joined)
+            if not rule.by_expert:
+                yield pieces[0].theirs, rows.pop(pieces[0].theirs)[0]
+        for name, experts in rows.items():
+            yield name, np.stack(experts)

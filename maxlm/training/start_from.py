@@ -1,0 +1,76 @@
+"""Begin with the parameters of another run, or of an imported model."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import UserError, load
+from maxlm.config.errors import ConfigError
+from maxlm.config.loader import flatten
+from maxlm.config.schema import ModelConfig, StartFromConfig
+from maxlm.data.tokenizer import open_tokenizer
+from maxlm.models import abstract_model_state, abstract_parameters, init_parameters, parameter_axes
+from maxlm.training.program import Program
+from maxlm.training.step import TrainState
+
+FIELD = "train.start_from.path"
+# Settings of the model that may differ: positions, and what only training reads.
+FREE = ("rope.", "rope_local", "init_std", "mtp.loss_weight", "vocab_size")
+FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "balance_loss", "balance_over", "z_loss"))
+
+
+def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -> TrainState:
+    """The first state of `program` with the parameters of `source`, a fresh optimizer and schedule.
+
+    The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
+    model that differs otherwise, or if the data has another tokenizer with as many tokens, or if there is no such checkpoint.
+    """
+    folder = Path(source.path)
+    if not (folder / "config.yml").is_file():
+        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
+    other, model = load(str((folder / "config.yml").absolute()), any_mesh=True).config, program.config.model
+    if differing := differences(other.model, model):
+        raise UserError(f"{FIELD} = {source.path}: its model is another one: {', '.join(differing[:5])}.")
+    tokenizer, same_size = folder / "tokenizer", other.model.vocab_size == model.vocab_size
+    if same_size and tokenizer.is_dir() and open_tokenizer(str(tokenizer)).hash != tokenizer_hash:
+        rule = "has another tokenizer than the data, so that its embeddings are of other tokens"
+        raise ConfigError(FIELD, source.path, rule, f"prepare the data with data.prepare.tokenizer.path={tokenizer}/tokenizer.json")
+    checkpoints = Checkpoints(other.checkpoint.dir or folder / "checkpoints", other.checkpoint, {})
+    shardings = program.state_shardings
+    kinds = {"params": (abstract_parameters(other.model), shardings.params)}
+    kinds["model_state"] = abstract_model_state(other.model), shardings.model_state
+    whole, grown = NamedSharding(program.mesh, PartitionSpec()), other.model.vocab_size != model.vocab_size
+
+    def wanted(shape: Any, sharding: NamedSharding, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else sharding)
+
+    axes = parameter_axes(model)
+    abstract = {name: jax.tree.map(wanted, *pair) for name, pair in kinds.items()}
+    abstract["params"] = jax.tree.map(wanted, *kinds["params"], axes)
+    restored = checkpoints.restore_entries(abstract, source.step).state
+    params = _grown(program, restored["params"]) if grown else restored["params"]
+    return program.begin_with(params, restored["model_state"])
+
+
+def differences(source: ModelConfig, model: ModelConfig) -> list[str]:
+    """Settings in which the models differ and may not, with both values."""
+    theirs, mine = (dict(flatten(one.model_dump(mode="json"))) for one in (source, model))
+    keys = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key) and not key.startswith((*FREE, *FREE_ROUTER))]
+    smaller = ["vocab_size"] if model.vocab_size < source.vocab_size else []
+    return [f"model.{key} is {theirs.get(key)} there and {mine.get(key)} here" for key in [*smaller, *keys]]
+
+
+def _grown(program: Program, params: Any) -> Any:
+    """`params` with the rows that their tables of the vocabulary lack, drawn as for a fresh model."""
+    config = program.config
+
+    def join(params: Any) -> Any:
+        fresh = init_parameters(config.model, config.train.seed)
+        return jax.tree.map(lambda old, new: old if old.shape == new.shape else jnp.concatenate([old, new[len(old) :]]), params, fresh)
+
+    with jax.set_mesh(program.mesh):
+        return jax.jit(join, out_shardings=program.state_shardings.params)(params)

@@ -1,0 +1,135 @@
+"""Recorded results of the Hugging Face library, replayed: the same weights give the same logits, loss and gradients, and come out again."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from golden_hf import CASES, drawn, tokens
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import load
+from maxlm.interop import weights
+from maxlm.interop.exporting import export_model
+from maxlm.interop.families import FAMILIES
+from maxlm.interop.importing import import_model
+from maxlm.interop.layouts import FROM_ONE
+from maxlm.interop.tensor_files import TensorFiles
+from maxlm.kernels.linear_cross_entropy import logits as unembed
+from maxlm.models import abstract_model_state, abstract_parameters, bind
+from maxlm.parallel import build_mesh
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def nothing(done: int, total: int) -> None:
+    pass
+
+
+def restored(folder: Path):
+    """Parameters and model state of an imported model."""
+    config = load(str(folder / "config.yml")).config
+    wanted = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), wanted)
+    return Checkpoints(folder / "checkpoints", config.checkpoint, {}).restore_entries(wanted).state
+
+
+class Case:
+    """A recorded case, and its import."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.recorded = np.load(GOLDEN / f"{name}.npz")
+        self.source, self.out = folder / "source", folder / "imported"
+        self.source.mkdir()
+        (self.source / "config.json").write_text(str(self.recorded["config"]))
+        grads = {key.removeprefix("grad "): self.recorded[key] for key in self.recorded.files if key.startswith("grad ")}
+        self.grads = grads
+        self.weights = {key: drawn(key, value.shape) for key, value in grads.items()}
+        save_file(self.weights, self.source / "model.safetensors")
+        self.imported = import_model(self.source, self.out, [], nothing)
+        self.config = load(str(self.out / "config.yml")).config
+        self.state = restored(self.out)
+
+    def loss(self, params):
+        """(loss, logits) of the recorded batch."""
+        config, ids = self.config.model, jnp.asarray(tokens(), jnp.int32)
+        model = bind(config, params, self.state["model_state"])
+        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+        out = model(ids, positions, jnp.ones_like(ids))
+        scores = unembed(out.x_BSD, model.unembedding_VD, config.logits_softcap).astype(jnp.float32)
+        logp = jax.nn.log_softmax(scores[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], -1)), scores
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
+    with jax.default_matmul_precision("highest"):
+        (loss, logits), grads = jax.jit(jax.value_and_grad(case.loss, has_aux=True))(case.state["params"])
+    wanted = case.recorded["logits"]
+    assert np.abs(logits - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    assert float(loss) == pytest.approx(float(case.recorded["loss"]), rel=1e-5)
+    family = weights_family(case)
+    for target in weights.targets(case.config.model, family):
+        mine = weights.entry(grads, target.name)
+        if mine is None:
+            continue  # model state has no gradient
+        for piece in target.pieces:
+            theirs = case.grads[piece.theirs]
+            theirs = target.rule.part(theirs if piece.row is None else theirs[piece.row], target.part)
+            theirs = target.rule.layout.read(theirs, target.piece) - (1 if target.rule.layout == FROM_ONE else 0)
+            scale = max(np.abs(theirs).max(), 1e-3)
+            assert np.abs(np.asarray(mine)[piece.index] - theirs).max() <= 1e-4 * scale, piece.theirs
+
+
+def weights_family(case):
+    return FAMILIES[json.loads(str(case.recorded["config"]))["model_type"]]
+
+
+def test_what_went_in_comes_out(case, tmp_path):
+    exported = export_model(case.out, tmp_path / "out", "float32", "30KB", None, nothing)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == exported.files > 1
+    again = {name: value for file in files for name, value in load_file(file).items()}
+    assert again.keys() == case.weights.keys()
+    from_one = {
+        piece.theirs
+        for target in weights.targets(case.config.model, weights_family(case))
+        if target.rule.layout == FROM_ONE
+        for piece in target.pieces
+    }
+    for name, value in case.weights.items():
+        one = np.float32(name in from_one)  # a scale is stored as its difference from 1, in which float32 rounds
+        np.testing.assert_array_equal(one + again[name], one + value, err_msg=name, strict=True)
+    back = import_model(tmp_path / "out", tmp_path / "back", [], nothing)
+    assert back[1:3] == case.imported[1:3]
+    assert (tmp_path / "back" / "model.yml").read_text().splitlines()[2:] == (case.out / "model.yml").read_text().splitlines()[2:]
+    jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "back"), case.state)
+
+
+def test_a_mesh_reads_the_same(case):
+    family = weights_family(case)
+    found, files = weights.targets(case.config.model, family), TensorFiles(case.source)
+    config = load(str(case.out / "config.yml"), ["mesh.fsdp=4", "mesh.data=2", "train.global_batch=8"]).config
+    there = weights.load(config.model, found, files, build_mesh(config, jax.devices()), nothing)
+    jax.tree.map(np.testing.assert_array_equal, there, case.state)
+
+
+def test_blocks_of_mxfp4_are_the_numbers_recorded(tmp_path):
+    recorded = np.load(GOLDEN / "mxfp4.npz")
+    save_file({"x_blocks": recorded["blocks"], "x_scales": recorded["scales"]}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert dict(files) == {"x": recorded["numbers"].shape}
+    np.testing.assert_array_equal(files.read("x"), recorded["numbers"])
+    np.testing.assert_array_equal(files.read("x", 1), recorded["numbers"][1])

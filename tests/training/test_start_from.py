@@ -1,0 +1,94 @@
+"""A run that starts from the parameters of another: the same loss on the same batch, on any mesh; a fresh optimizer and schedule."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import run_steps, tiny_batch, tiny_config, tiny_program
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config.errors import UserError
+from maxlm.config.loader import dump
+from maxlm.config.schema import StartFromConfig
+from maxlm.parallel import build_mesh
+from maxlm.training.program import build_program
+from maxlm.training.start_from import begin_from
+
+MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"bias_rate": 0.01}}}
+
+
+@pytest.fixture(scope="module", params=[{}, MOE], ids=["dense", "experts"])
+def source(request, tmp_path_factory):
+    """(folder of a run after three steps, model section, its loss on the fourth batch)."""
+    folder = tmp_path_factory.mktemp("source")
+    program = tiny_program(1, model=request.param)
+    state, _ = run_steps(program, 3)
+    (folder / "config.yml").write_text(dump(program.config))
+    checkpoints = Checkpoints(folder / "checkpoints", program.config.checkpoint, {})
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    params = jax.device_get(state.params)
+    with jax.set_mesh(program.mesh):
+        metrics = program.step(state, jax.device_put(tiny_batch(3), program.batch_sharding))[1]
+    return folder, request.param, float(metrics.loss), params
+
+
+def first_loss(program, state):
+    with jax.set_mesh(program.mesh):
+        return float(program.step(state, jax.device_put(tiny_batch(3), program.batch_sharding))[1].loss)
+
+
+LAYOUTS = [{}, {"mesh": {"fsdp": 2, "tensor": 2}}, {"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}]
+
+
+@pytest.mark.parametrize("sections", LAYOUTS, ids=str)
+def test_the_first_loss_is_that_of_the_source(source, sections):
+    folder, model, loss, params = source
+    devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
+    program = tiny_program(devices, model=model, **sections)
+    state = begin_from(program, StartFromConfig(path=str(folder)), "")
+    assert int(state.step) == int(state.skipped) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(program.init().opt_state))
+    assert first_loss(program, state) == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
+    folder, model, _, params = source
+    program = tiny_program(2, model={**model, "vocab_size": 136}, mesh={"fsdp": 1, "tensor": 2})
+    state = begin_from(program, StartFromConfig(path=str(folder)), "")
+    drawn = jax.device_get(program.init().params["embedding_VD"])
+    table = jax.device_get(state.params["embedding_VD"])
+    np.testing.assert_array_equal(table[:128], params["embedding_VD"])
+    np.testing.assert_allclose(table[128:], drawn[128:], rtol=1e-6)
+    np.testing.assert_array_equal(jax.device_get(state.params["final_norm"]["scale_D"]), params["final_norm"]["scale_D"])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"d_ff": 192}, "model.d_ff is 128 there and 192 here"),
+        ({"n_layers": 3}, "model.n_layers is 2 there and 3 here"),
+        ({"vocab_size": 120}, "model.vocab_size is 128 there and 120 here"),
+        ({"qk_norm": True}, "model.qk_norm is False there and True here"),
+    ],
+)
+def test_another_model_is_refused_by_field(source, model, said):
+    folder, base, _, _ = source
+    config = tiny_config(model={**base, **model})
+    program = build_program(config, build_mesh(config, jax.devices()[:1]))
+    with pytest.raises(UserError, match=said):
+        begin_from(program, StartFromConfig(path=str(folder)), "")
+
+
+@pytest.mark.parametrize(("path", "step", "said"), [("nowhere", None, "holds no config.yml"), (None, 7, "has no checkpoint 7")])
+def test_a_source_that_is_not_there_is_refused(source, path, step, said):
+    program = tiny_program(1, model=source[1])
+    with pytest.raises(UserError, match=said):
+        begin_from(program, StartFromConfig(path=path or str(source[0]), step=step), "")
+
+
+def test_a_longer_rope_is_no_other_model(source):
+    folder, base, _, _ = source
+    scaling = {"kind": "linear", "factor": 4.0}
+    program = tiny_program(1, model={**base, "rope": {"theta": 50000.0, "scaling": scaling}})
+    begin_from(program, StartFromConfig(path=str(folder)), "")

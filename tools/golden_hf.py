@@ -1,0 +1,232 @@
+"""Record small cases of the Hugging Face library, one a family: logits, loss and the gradient of every tensor.
+
+Usage, in an environment of its own with torch, transformers and safetensors:
+    python tools/golden_hf.py [FOLDER] [CASE ...]
+    python tools/golden_hf.py --compare FOLDER     load what `maxlm export` made of the cases, and compare the logits
+Weights are drawn from a seed by the name of each tensor (`drawn`), so that only results are stored; tests/interop replays them.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "interop" / "golden"
+SHAPE, SEQ_LEN, VOCAB = (2, 24), 24, 48
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}),
+    "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4, "head_dim": 6, "rope_parameters": _PLAIN}),
+    "llama3": ("llama", {**_DENSE, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases-linear": ("llama", {**_DENSE, "rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**_DENSE, "sliding_window": 7, "rope_parameters": _PLAIN}),
+    "qwen2": ("qwen2", {**_DENSE, "hidden_size": 32, "rope_parameters": _YARN, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**_DENSE, "rope_parameters": _YARN}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **_DENSE,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            **_DENSE,
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_DENSE,
+            "num_hidden_layers": 5,
+            "tie_word_embeddings": True,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+            "layer_types": [_LOCAL, _LOCAL, _GLOBAL, _LOCAL, _LOCAL],
+            "rope_parameters": {_GLOBAL: {**_LINEAR, "rope_theta": 1000000.0}, _LOCAL: _PLAIN},
+        },
+    ),
+    "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "rope_parameters": _PLAIN}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **_DENSE,
+            **_LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_DENSE,
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **_DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "layer_types": [_LOCAL, _GLOBAL] * 2,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+}
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights of a tensor, float32, a function of its name and shape alone."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    values = np.random.default_rng(seed).standard_normal(shape)
+    if len(shape) > 1:
+        return (values * 0.6 * shape[-1] ** -0.5).astype(np.float32)
+    scale = name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))
+    return (0.2 * values + (1.0 if scale else 0.0)).astype(np.float32)
+
+
+def tokens() -> np.ndarray:
+    """The batch of every case, without token 0, which pads in some families and then has no gradient."""
+    return np.random.default_rng(7).integers(1, VOCAB, SHAPE)
+
+
+def record(name: str, folder: Path) -> None:
+    """Run one case with the Hugging Face library and write its results to `folder`/`name`.npz."""
+    import torch
+    from safetensors.numpy import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = CASES[name]
+    config = AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
+    for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    with tempfile.TemporaryDirectory() as place:
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
+        file = Path(place) / "model.safetensors"
+        weights = {key: drawn(key, value.shape) for key, value in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", dtype=torch.float32).train()
+        ids = torch.tensor(tokens())
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        loss.backward()
+        settings = json.loads((Path(place) / "config.json").read_text())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(place)
+        grads = load_file(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {f"grad {key}": value for key, value in grads.items() if key in weights}
+    arrays |= {"config": json.dumps(settings), "logits": logits.detach().numpy(), "loss": loss.item()}
+    np.savez_compressed(folder / f"{name}.npz", **arrays)
+    print(f"{name}: loss {loss.item():.6f}, {len(weights)} tensors, {sum(w.size for w in weights.values()):,} weights")
+
+
+def record_mxfp4(folder: Path) -> None:
+    """Record how the library turns blocks and scales of MXFP4 into numbers: two experts of 6 outputs and 64 inputs."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = np.random.default_rng(3)
+    blocks, scales = random.integers(0, 256, (2, 6, 2, 16), np.uint8), random.integers(120, 132, (2, 6, 2), np.uint8)
+    numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    np.savez_compressed(folder / "mxfp4.npz", blocks=blocks, scales=scales, numbers=numbers.numpy())
+
+
+def compare(name: str, folder: Path) -> float:
+    """Load what `maxlm export` made of a recorded case, and return the largest relative difference of its logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+    wrong = {kind: sorted(names) for kind, names in told.items() if names}
+    assert not wrong, f"{name}: {wrong}"
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor(tokens()), use_cache=False).logits.numpy()
+    wanted = np.load(FOLDER / f"{name}.npz")["logits"]
+    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--compare"]:  # exports of the cases, each in a folder of its name
+        for exported in sorted(Path(sys.argv[2]).iterdir()):
+            print(f"{exported.name}: {compare(exported.name, exported):.1e}")
+    else:
+        for case in sys.argv[2:] or CASES:
+            record(case, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+        record_mxfp4(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
