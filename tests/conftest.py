@@ -6,6 +6,7 @@ milliseconds. XLA:CPU therefore uses its older emitters (two thirds of the time)
 the initial state (a third of the time), whose tests allow for rounding.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -24,6 +25,8 @@ from maxlm.runtime.jax_setup import enable_compilation_cache
 xla_flags.FLAGS["cpu"] = (xla_flags.CPU[0]._replace(value="0"), *xla_flags.CPU[1:])
 
 enable_compilation_cache()
+
+gc.set_threshold(200_000, 20, 100)  # tracing makes millions of small objects that live on: collecting rarely saves a twentieth of the time
 
 
 def pytest_runtest_setup() -> None:
