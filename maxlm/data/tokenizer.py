@@ -42,6 +42,11 @@ class Tokenizer:
         self.end_of_document = end_of_document
         self.end_of_document_id = int(self._bpe.get_vocab(with_added_tokens=True)[end_of_document])
 
+    @property
+    def ids(self) -> dict[str, int]:
+        """Id of every token, special ones included."""
+        return dict(self._bpe.get_vocab(with_added_tokens=True))
+
     @functools.cached_property
     def hash(self) -> str:
         """sha256, in hex, of the tokenizer.json as canonical JSON."""

@@ -19,13 +19,13 @@ from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import CHECKPOINTS, CONFIG, TOKENIZER, TOKENIZER_FILES
+from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import INDEX
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.stack import Names
 
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_PARTIAL = ".partial"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Exported(NamedTuple):
@@ -41,24 +41,12 @@ def export_model(run: Path, out: Path, dtype: str, shard_size: str, step: int | 
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     limit = _bytes(shard_size)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
     if not (run / CONFIG).is_file():
         raise UserError(f"{run} is not a run directory: it has no {CONFIG}.")
     config = load(str(run / CONFIG)).config
     family, their_config = family_of(config.model, config.data.seq_len)
-    partial = out.with_name(out.name + _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        exported = _write(run, config, family, {**their_config, "dtype": dtype}, partial, DTYPES[dtype], limit, step, progress)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return exported
+    with new_folder(out) as made:
+        return _write(run, config, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, progress)
 
 
 def _write(
@@ -75,10 +63,8 @@ def _write(
     checkpoints = Checkpoints(config.checkpoint.dir or run / CHECKPOINTS, config.checkpoint, {})
     found = weights.targets(config.model, family)
     shapes = weights.their_shapes(config.model, found)
-    here, specs = (
-        SingleDeviceSharding(jax.devices("cpu")[0]),
-        {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)},
-    )
+    here = SingleDeviceSharding(jax.devices("cpu")[0])
+    specs = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
     at = step if step is not None else checkpoints.latest()
     if at is None:
         raise UserError(f"{run} holds no checkpoint.")
@@ -90,13 +76,15 @@ def _write(
         restored = checkpoints.restore_entries({kind: weights.nested(name, wanted)}, at).state
         return np.asarray(weights.entry(restored[kind], name))
 
-    files = _shards(shapes, dtype.itemsize, limit)
+    exact = {piece.theirs for target in found if target.rule.exact for piece in target.pieces}
+    dtypes = {name: DTYPES["float32"] if name in exact else dtype for name in shapes}
+    sizes = [dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()]
+    files, total = _shards(sizes, limit), sum(sizes)
     index: dict[str, str] = {}
-    total = sum(dtype.itemsize * math.prod(shape) for shape in shapes.values())
     waiting: dict[str, np.ndarray] = {}
     number = written = 0
     for name, value in weights.tensors(found, leaf):
-        waiting[name] = np.ascontiguousarray(value.astype(dtype, copy=False))
+        waiting[name] = np.ascontiguousarray(value.astype(dtypes[name], copy=False))
         written += waiting[name].nbytes
         progress(written, total)
         if len(waiting) == files[number]:
@@ -113,16 +101,15 @@ def _write(
     return Exported(family.architecture, count, len(files))
 
 
-def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[int]:
-    """Tensors in each file: as many, in their order, as fit."""
-    counts, size = [0], 0
-    for shape in shapes.values():
-        own = itemsize * math.prod(shape)
-        if counts[-1] and size + own > limit:
+def _shards(sizes: list[int], limit: int) -> list[int]:
+    """Tensors in each file: as many, in their order, as fit into `limit` bytes; at least one."""
+    counts, filled = [0], 0
+    for size in sizes:
+        if counts[-1] and filled + size > limit:
             counts.append(0)
-            size = 0
+            filled = 0
         counts[-1] += 1
-        size += own
+        filled += size
     return counts
 
 
@@ -155,6 +142,10 @@ def _card(run: Path, config: Config, family: Family, count: int, step: int) -> s
         "optimizer": f"{config.optimizer.name}, peak learning rate {config.optimizer.peak_lr:g}, {config.optimizer.schedule}",
         "seed": str(config.train.seed),
     }
+    if config.model.moe is not None and config.model.moe.router.capacity is not None:
+        rows["routing"] = (
+            f"trained with a capacity of {config.model.moe.router.capacity:g} even shares an expert; this model drops no token"
+        )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {run.name}\nTrained with maxlm.\n\n| | |\n|---|---|\n{table}\n"
 
@@ -163,4 +154,4 @@ def _bytes(size: str) -> int:
     match = re.fullmatch(r"(\d{1,9})\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
     if not match or int(match[1]) < 1:
         raise UserError(f"--shard-size {size} is not a size: give one such as 5GB.")
-    return int(match[1]) * _UNITS[(match[2] or "").upper().replace("B", "B") if (match[2] or "").upper() != "B" else ""]
+    return int(match[1]) * _UNITS[(match[2] or "B").upper()]

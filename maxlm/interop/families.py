@@ -70,7 +70,7 @@ def _mlp(where: str = "mlp.", ours: str = "mlp/") -> tuple[Rule, ...]:
 
 
 def _experts(gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Experts in a tensor each. Ours of the down projection is stored transposed, as torch's is."""
+    """One tensor an expert. Our down projection is stored as outputs by inputs, as torch's Linear is."""
     return (
         Rule(f"{LAYER}{gate}.weight", ("mlp/gate_DEF",), LINEAR),
         Rule(f"{LAYER}{up}.weight", ("mlp/up_DEF",), LINEAR),
@@ -150,21 +150,21 @@ def _layer_norm(theirs: str, ours: str) -> tuple[Rule, ...]:
 
 def _deepseek(config: ModelConfig) -> tuple[Rule, ...]:
     assert config.latent is not None, "the config of this family has it"
-    heads, shared = RotaryPairs(rope_dim=config.latent.rope_dim), RotaryPairs(rope_dim=config.latent.rope_dim)
+    rotary = RotaryPairs(rope_dim=config.latent.rope_dim)
     query = "q_proj" if config.latent.q_rank is None else "q_b_proj"
     return (
         *_tables(),
         *_pre_norms(),
-        Rule(f"{ATTENTION}{query}.weight", ("attention/query_RHK",), heads),
+        Rule(f"{ATTENTION}{query}.weight", ("attention/query_RHK",), rotary),
         Rule(ATTENTION + "q_a_proj.weight", ("attention/query_down_DR",), LINEAR),
         Rule(ATTENTION + "q_a_layernorm.weight", ("attention/query_norm/scale_D",)),
-        Rule(ATTENTION + "kv_a_proj_with_mqa.weight", ("attention/kv_down_DR",), shared),
+        Rule(ATTENTION + "kv_a_proj_with_mqa.weight", ("attention/kv_down_DR",), rotary),
         Rule(ATTENTION + "kv_a_layernorm.weight", ("attention/kv_norm/scale_D",)),
         Rule(ATTENTION + "kv_b_proj.weight", ("attention/kv_RHK",), LINEAR),
         Rule(ATTENTION + "o_proj.weight", ("attention/out_HKD",), OUTPUT),
         *_mlp(),
         Rule(LAYER + "mlp.gate.weight", ("mlp/router_DE",), LINEAR),
-        Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",)),
+        Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",), exact=True),
         *_EXPERTS_OF_QWEN,
         *_mlp("mlp.shared_experts.", "mlp/shared/"),
         # Multi-token prediction: their one matrix reads the embedding, then hidden states.

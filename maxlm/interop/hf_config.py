@@ -1,10 +1,10 @@
 """config.json of the Hugging Face library to our model settings, and back. A key that is not understood is refused by name."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError
+from maxlm.config.schema import INT64, LARGEST
 from maxlm.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
@@ -46,7 +46,6 @@ HARMLESS = frozenset(
         "reorder_and_upcast_attn",
         "resid_pdrop",
         "return_dict",
-        "rope_interleave",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -66,6 +65,30 @@ HARMLESS = frozenset(
 )
 
 
+# Defaults of the library that differ from those of `_decoder`, or from "none".
+_QWEN: Json = {"max_window_layers": 28, "sliding_window": 4096}
+DEFAULTS: dict[str, Json] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen3_moe": _QWEN,
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6},
+    "deepseek_v2": {"n_shared_experts": 2},
+    "deepseek_v3": {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
+}
+MOST_LAYERS = 10_000
+
+
 class Keys:
     """The keys of a config.json; remembers which were asked for."""
 
@@ -81,16 +104,36 @@ class Keys:
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number above 0."""
         value = self.get(key, default)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 0 < value <= INT64:
             self.refuse(key, value, "must be a whole number above 0")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) < LARGEST:  # false for NaN
             self.refuse(key, value, "must be a finite number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        return value if value > 0 else self.refuse(key, value, "must be above 0")
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        return value if type(value) is bool else self.refuse(key, value, "must be true or false")
+
+    def without(self, key: str) -> "Keys":
+        """These keys, and what was asked of them, but for one."""
+        other = Keys({name: value for name, value in self._values.items() if name != key}, self._source)
+        other._asked = self._asked
+        return other
+
+    def ignore(self, *names: str) -> None:
+        """Accept keys whatever they say."""
+        self._asked.update(names)
 
     def section(self, key: str) -> Mapping[str, Any]:
         """A JSON object; empty where the key is missing or null."""
@@ -106,7 +149,7 @@ class Keys:
 
     def finish(self) -> None:
         """Refuse keys that nothing has asked for."""
-        unknown = sorted(self._values.keys() - self._asked - HARMLESS)
+        unknown = sorted(key for key in self._values.keys() - self._asked - HARMLESS if self._values[key] is not None)
         if unknown:
             self.refuse(unknown[0], self._values[unknown[0]], "is a setting that maxlm does not know, so it cannot say what it changes")
 
@@ -117,49 +160,56 @@ class Keys:
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
     """(family, settings of our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
-    keys = Keys(values, source)
-    model_type = keys.get("model_type")
-    if model_type not in FAMILIES:
-        keys.refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        Keys(values, source).refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
+    keys = Keys({**DEFAULTS.get(model_type, {}), **values}, source)
     section = _READERS[model_type](keys)
     keys.finish()
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
 
 
-def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu")) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`: the key and the only value of the activation."""
+def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu"), *, latent: bool = False) -> Section:
+    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `latent`: see `_rope`."""
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     keys.only(*activation)
-    groups = keys.count("num_key_value_heads", heads)
-    head_dim = keys.get("head_dim")
+    groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers")
+    head_dim = None if keys.get("head_dim") is None else keys.count("head_dim")
+    if layers > MOST_LAYERS:
+        keys.refuse("num_hidden_layers", layers, f"is above {MOST_LAYERS:,}, which no model has")
     return {
         "vocab_size": keys.count("vocab_size"),
         "d_model": width,
-        "n_layers": keys.count("num_hidden_layers"),
+        "n_layers": layers,
         "n_heads": heads,
         "n_kv_heads": None if groups == heads else groups,
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "d_ff": keys.count("intermediate_size"),
-        "norm_eps": keys.number("rms_norm_eps", 1e-6),
-        "init_std": keys.number("initializer_range", 0.02),
-        "rope": _rope(keys),
-        "tie_embeddings": bool(keys.get("tie_word_embeddings", False)),
+        "norm_eps": keys.positive("rms_norm_eps", 1e-6),
+        "init_std": keys.positive("initializer_range", 0.02),
+        "rope": _rope(keys, latent=latent),
+        "tie_embeddings": keys.flag("tie_word_embeddings", False),
     }
 
 
-def _rope(keys: Keys, kind_of_layer: str = "full_attention") -> Section:
-    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Gemma 3 has one for each kind of layer."""
-    given = keys.section("rope_parameters")
-    given = given.get(kind_of_layer, given)
+def _rope(keys: Keys, kind_of_layer: str = "", *, latent: bool = False) -> Section:
+    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own.
+    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k; elsewhere the library reads it otherwise, and it is refused.
+    """
+    given: Any = keys.section("rope_parameters")
+    given = given.get(kind_of_layer) if kind_of_layer else given
     if not isinstance(given, dict):
         keys.refuse("rope_parameters", given, "must be an object")
     joined = {"rope_theta": keys.get("rope_theta", 10000.0), **keys.section("rope_scaling"), **given}
     scaling = Keys(joined, "config.json: rope_parameters")
-    section: Section = {"theta": scaling.number("rope_theta")}
+    section: Section = {"theta": scaling.positive("rope_theta")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling.get("type")
-    if kind not in _SCALINGS:
+    scaling.ignore("type")
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
+    if not latent:
+        scaling.only("mscale", None)
+        scaling.only("mscale_all_dim", None)
     if kind != "default":
         section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
     scaling.only("partial_rotary_factor", 1.0)
@@ -177,34 +227,33 @@ def _llama3(keys: Keys) -> Section:
 
 def _yarn(keys: Keys) -> Section:
     section = {
-        "factor": keys.number("factor"),
+        "factor": keys.positive("factor"),
         "beta_fast": keys.number("beta_fast", 32),
         "beta_slow": keys.number("beta_slow", 1),
         "original_seq_len": keys.count("original_max_position_embeddings"),
-        "truncate": bool(keys.get("truncate", True)),
+        "truncate": keys.flag("truncate", True),
     }
-    mscale, mscale_all_dim = keys.get("mscale", 0), keys.get("mscale_all_dim", 0)
+    mscale, mscale_all_dim = keys.number("mscale", 0), keys.number("mscale_all_dim", 0)
     if mscale != mscale_all_dim:
         keys.refuse("mscale", mscale, f"differs from mscale_all_dim = {mscale_all_dim}, which is not supported")
     keys.only("attention_factor", None)
-    return section | ({"mscale_all_dim": float(mscale_all_dim)} if mscale_all_dim else {})
+    return section | ({"mscale_all_dim": mscale_all_dim} if mscale_all_dim else {})
 
 
 _SCALINGS: dict[str, Callable[[Keys], Section]] = {
     "default": lambda keys: {},
-    "linear": lambda keys: {"factor": keys.number("factor")},
+    "linear": lambda keys: {"factor": keys.positive("factor")},
     "llama3": _llama3,
     "yarn": _yarn,
 }
 
 
 def _llama(keys: Keys) -> Section:
-    bias, mlp_bias = keys.get("attention_bias", False), keys.get("mlp_bias", False)
+    keys.only("rope_interleaved", False)
+    bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
     if bias != mlp_bias:
         keys.refuse(
-            "attention_bias",
-            bias,
-            f"and mlp_bias = {mlp_bias}: maxlm has biases in all linear layers, in queries, keys and values, or in none",
+            "attention_bias", bias, f"and mlp_bias = {mlp_bias} are not supported: maxlm has biases in all linear layers or in none"
         )
     return {**_decoder(keys), "bias": "all" if bias else None}
 
@@ -229,15 +278,16 @@ def _mistral(keys: Keys) -> Section:
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
     section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
-    if not keys.get("use_sliding_window", False) or not window:
+    below = min(keys.count("max_window_layers"), section["n_layers"])  # layers without a window
+    if not keys.flag("use_sliding_window", False) or not window:
         return {**section, **settings}
-    if types is None:  # layers from max_window_layers on
-        below = min(keys.get("max_window_layers", 0), section["n_layers"])
+    if types is None:
         types = ["full_attention"] * below + ["sliding_attention"] * (section["n_layers"] - below)
     return {**section, **_windows(keys, types), **settings}
 
 
 def _qwen2(keys: Keys) -> Section:
+    keys.only("use_mrope", False)
     return _qwen(keys, bias="qkv")
 
 
@@ -249,9 +299,10 @@ def _qwen3(keys: Keys) -> Section:
 def _qwen3_moe(keys: Keys) -> Section:
     keys.only("decoder_sparse_step", 1)
     keys.only("mlp_only_layers", [])
+    keys.only("use_sliding_window", False)
     section = _qwen3(keys)
-    n_experts = keys.get("num_experts", keys.get("num_local_experts"))
-    router = {"normalize": bool(keys.get("norm_topk_prob", False)), **_balance(keys, section, keys.count("num_experts_per_tok"))}
+    n_experts = keys.count("num_experts", keys.get("num_local_experts"))
+    router = {"normalize": keys.flag("norm_topk_prob", False), **_balance(keys, section, keys.count("num_experts_per_tok"))}
     return {**section, "moe": _moe(keys, n_experts, keys.count("moe_intermediate_size"), router)}
 
 
@@ -274,13 +325,14 @@ def _balance(keys: Keys, section: Section, top_k: int) -> Section:
 def _gemma(keys: Keys, **settings: Any) -> Section:
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", False)
-    keys.get("hidden_act")  # old files have it beside hidden_activation, which is what is read
+    keys.ignore("hidden_act")  # old files have it beside hidden_activation, which is what is read
+    keys.only("sliding_window_size", None, keys.get("sliding_window"))  # a second name of it in some
     section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "activation": "geglu", "norm_position": "sandwich"}
-    section |= {"scale_embeddings": True, "tie_embeddings": bool(keys.get("tie_word_embeddings", True)), **settings}
-    scale = keys.number("query_pre_attn_scalar", 256) ** -0.5
-    head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
+    section |= {"scale_embeddings": True, "tie_embeddings": keys.flag("tie_word_embeddings", True), **settings}
+    scale = keys.positive("query_pre_attn_scalar", 256) ** -0.5
+    head_dim = keys.count("head_dim")
     caps = {"attention": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
-    softcap = {ours: keys.number(name) for ours, name in caps.items() if keys.get(name) is not None}
+    softcap = {ours: keys.positive(name) for ours, name in caps.items() if keys.get(name) is not None}
     return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": softcap or None}
 
 
@@ -297,11 +349,10 @@ def _repeated(keys: Keys, period: int) -> list[str]:
 
 
 def _gemma3(keys: Keys) -> Section:
-    section = _gemma(keys, qk_norm=True)
-    if "full_attention" in keys.section("rope_parameters"):
-        section["rope_local"] = _rope(keys, "sliding_attention")
-    else:
-        section["rope_local"] = {"theta": keys.number("rope_local_base_freq", 10000.0)}
+    by_kind = "full_attention" in keys.section("rope_parameters")
+    section = _gemma(keys.without("rope_parameters") if by_kind else keys, qk_norm=True)
+    local = _rope(keys, "sliding_attention") if by_kind else {"theta": keys.positive("rope_local_base_freq", 10000.0)}
+    section |= {"rope_local": local, **({"rope": _rope(keys, "full_attention")} if by_kind else {})}
     period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
     return {**section, **_windows(keys, _repeated(keys, period))}
 
@@ -318,13 +369,13 @@ def _gpt2(keys: Keys) -> Section:
         "n_layers": keys.count("n_layer"),
         "n_heads": keys.count("n_head"),
         "d_ff": keys.count("n_inner", 4 * width),
-        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
-        "init_std": keys.number("initializer_range", 0.02),
+        "norm_eps": keys.positive("layer_norm_epsilon", 1e-5),
+        "init_std": keys.positive("initializer_range", 0.02),
         "activation": "gelu",
         "norm": "layernorm",
         "bias": "all",
         "learned_positions": {"max_seq_len": keys.count("n_positions")},
-        "tie_embeddings": bool(keys.get("tie_word_embeddings", True)),
+        "tie_embeddings": keys.flag("tie_word_embeddings", True),
     }
 
 
@@ -334,6 +385,8 @@ def _gpt_oss(keys: Keys) -> Section:
         keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
     keys.only("swiglu_limit", 7.0)
     keys.only("swiglu_alpha", 1.702)
+    if not keys.section("rope_parameters") and not keys.section("rope_scaling"):
+        keys.refuse("rope_parameters", None, "is missing: the library would take YaRN of its own")
     section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
     top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
     n_experts = keys.count("num_local_experts", keys.get("num_experts"))
@@ -344,7 +397,8 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     keys.only("attention_bias", False)
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
-    section = _decoder(keys)
+    keys.only("rope_interleave", True)
+    section = _decoder(keys, latent=True)
     names = {
         "q_rank": "q_lora_rank",
         "kv_rank": "kv_lora_rank",
@@ -352,10 +406,10 @@ def _deepseek(keys: Keys, router: Section) -> Section:
         "rope_dim": "qk_rope_head_dim",
         "value_dim": "v_head_dim",
     }
-    latent = {ours: keys.get(name) if ours == "q_rank" else keys.count(name) for ours, name in names.items()}
-    section |= {"latent": {name: value for name, value in latent.items() if value is not None}, "head_dim": None, "n_kv_heads": None}
-    n_dense, n_shared = keys.get("first_k_dense_replace", 0), keys.get("n_shared_experts", 0)
-    router = {"normalize": bool(keys.get("norm_topk_prob", False)), "scale": keys.number("routed_scaling_factor", 1.0), **router}
+    latent = {ours: keys.count(name) for ours, name in names.items() if ours != "q_rank" or keys.get(name) is not None}
+    section |= {"latent": latent, "head_dim": None, "n_kv_heads": None}
+    n_dense, n_shared = (int(keys.number(name, 0)) for name in ("first_k_dense_replace", "n_shared_experts"))
+    router = {"normalize": keys.flag("norm_topk_prob", False), "scale": keys.positive("routed_scaling_factor", 1.0), **router}
     moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
     return {**section, "moe": moe}
 
@@ -363,24 +417,25 @@ def _deepseek(keys: Keys, router: Section) -> Section:
 def _deepseek_v2(keys: Keys) -> Section:
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.only("scoring_func", "softmax")
-    groups = keys.get("n_group", 1)
-    if keys.get("topk_method", "greedy") == "group_limited_greedy" and groups > 1:
+    keys.only("norm_topk_prob", False)  # the published code ignores it
+    keys.ignore("topk_group")
+    if keys.get("topk_method", "greedy") != "greedy" and keys.count("n_group", 1) > 1:
         keys.refuse(
-            "topk_method", "group_limited_greedy", "with several groups is not supported: a group is scored by its two best experts here"
+            "topk_method", "group_limited_greedy", "with several groups is not supported: here their two best experts score a group"
         )
-    keys.get("topk_group"), keys.get("aux_loss_alpha")
-    if keys.get("norm_topk_prob", False):
-        keys.refuse("norm_topk_prob", True, "is not supported for this family, whose published code ignores it")
-    return _deepseek(keys, {"balance_loss": keys.number("aux_loss_alpha", 0.001), "balance_over": "sequence"})
+    keys.ignore("n_group")
+    weight = keys.number("aux_loss_alpha", 0.001)
+    return _deepseek(keys, {"balance_loss": weight, "balance_over": "sequence"} if weight else {})
 
 
 def _deepseek_v3(keys: Keys) -> Section:
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
-    keys.get("aux_loss_alpha")
-    groups = {"groups": keys.get("n_group", 1), "top_groups": keys.get("topk_group", 1)}
+    keys.ignore("aux_loss_alpha")
+    groups, best = keys.count("n_group"), keys.count("topk_group")
+    chosen = {"groups": groups, "top_groups": best} if best < groups else {}
     balance = {"bias_rate": 0.001, "balance_loss": 1e-4, "balance_over": "sequence"}  # arXiv 2412.19437, section 4.2
-    return _deepseek(keys, {"scores": "sigmoid", **groups, **balance})
+    return _deepseek(keys, {"scores": "sigmoid", **chosen, **balance})
 
 
 _READERS: dict[str, Callable[[Keys], Section]] = {

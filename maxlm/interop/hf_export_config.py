@@ -17,6 +17,7 @@ TRAINING = (
 )
 
 
+DIVIDED = ("llama", "gemma2", "gemma3_text", "deepseek_v2")  # of which the library wants heads to divide the width
 _UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
 
 
@@ -24,7 +25,7 @@ def family_of(config: ModelConfig, seq_len: int) -> tuple[Family, Json]:
     """(family, config.json) that describe `config`. Raises UserError with what the nearest family cannot say."""
     nearest: tuple[int, str] = (1 << 30, "")
     for name, write in _WRITERS.items():
-        values = {"model_type": name, **write(config), "max_position_embeddings": config.max_seq_len or seq_len}
+        values = {"model_type": name, **write(config), "max_position_embeddings": _positions(config, seq_len)}
         if name == "gpt2":
             del values["max_position_embeddings"]
         differing = _differing(config, values)
@@ -32,6 +33,13 @@ def family_of(config: ModelConfig, seq_len: int) -> tuple[Family, Json]:
             return FAMILIES[name], values
         nearest = min(nearest, (len(differing), f"{FAMILIES[name].architecture} cannot say {', '.join(differing[:3])}"))
     raise UserError(f"This model cannot be exported: no published architecture is like it; the nearest, {nearest[1]}.")
+
+
+def _positions(config: ModelConfig, seq_len: int) -> int:
+    """Positions that the model is meant for: those that its RoPE is scaled to, if they are more than it was trained on here."""
+    scaling = config.rope.scaling
+    original = getattr(scaling, "original_seq_len", 0)
+    return config.max_seq_len or max(seq_len, round(scaling.factor * original) if scaling else 0)
 
 
 def _differing(config: ModelConfig, values: Json) -> list[str]:
@@ -44,6 +52,12 @@ def _differing(config: ModelConfig, values: Json) -> list[str]:
     differing = [
         f"model.{key} = {mine.get(key)}" for key in {**mine, **theirs} if mine.get(key) != theirs.get(key) and not key.startswith(TRAINING)
     ]
+    if config.moe is not None and not config.n_dense:  # then no layer is as wide as d_ff
+        differing = [text for text in differing if not text.startswith("model.d_ff ")]
+    if values.get("hidden_size", 0) % values.get("num_attention_heads", 1) and values["model_type"] in DIVIDED:
+        differing.append(f"model.d_model = {config.d_model}, which n_heads does not divide")
+    if not isinstance(values.get("query_pre_attn_scalar", 0), int):
+        differing.append(f"model.attention_scale = {config.attention_scale}, which is not one over the root of a whole number")
     balanced = [bool(model.moe and model.moe.router.bias_rate) for model in (config, again)]
     return differing + (["model.moe.router.bias_rate"] if balanced[0] != balanced[1] else [])
 

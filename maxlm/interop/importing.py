@@ -12,19 +12,19 @@ from ruamel.yaml import YAML
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load
 from maxlm.config.loader import dump
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import read_config
+from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
 
 MODEL, CONFIG, CHECKPOINTS, TOKENIZER = "model.yml", "config.yml", "checkpoints", "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
-_PARTIAL = ".partial"  # suffix of the folder until it is complete
 _MAX_JSON = 64 << 20
 
 
@@ -40,11 +40,11 @@ class Imported(NamedTuple):
 def import_model(source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None) -> Imported:
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
-    `overrides`: settings over the imported config; with any of `mesh` the parameters are spread over all devices, else they lie on one.
+    `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device.
     `config_file`: instead of the config.json beside the weights.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
+    if wrong := [text for text in overrides if not text.startswith("mesh.")]:
+        raise UserError(f"{wrong[0]}: an import takes settings of `mesh` only; others belong to the run that starts from it.")
     folder = source if source.is_dir() else source.parent
     if not source.exists():
         raise UserError(f"{source} does not exist: name a folder with config.json and safetensors files, or one such file.")
@@ -52,34 +52,36 @@ def import_model(source: Path, out: Path, overrides: Sequence[str], step: weight
     family, section = read_config(values, str(config_file or folder / "config.json"))
     files = TensorFiles(source)
     section = _with_further_modules(values, section, files)
-    partial = out.with_name(out.name + _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        imported = _write(source, family, section, files, partial, overrides, step)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    eos = values.get("eos_token_id")
+    with new_folder(out) as made:
+        imported = _write(source, family, section, files, made, overrides, step, eos if isinstance(eos, list) else [eos])
     return imported._replace(folder=out)
 
 
 def _write(
-    source: Path, family: Family, section: dict[str, Any], files: TensorFiles, folder: Path, overrides: Sequence[str], step: weights.Step
+    source: Path,
+    family: Family,
+    section: dict[str, Any],
+    files: TensorFiles,
+    folder: Path,
+    overrides: Sequence[str],
+    step: weights.Step,
+    end_of_document: list[Any],
 ) -> Imported:
     _write_model(folder / MODEL, source, family, section, None)
-    config: Config = load(str(folder / MODEL), overrides, assume=True).config
+    config = load(str(folder / MODEL), assume=True).config
     found = weights.targets(config.model, family)
     notes = weights.check(config.model, family, found, files)
     count = count_parameters(config.model)
     _write_model(folder / MODEL, source, family, section, count)
     (folder / CONFIG).write_text(dump(config), encoding="utf-8")
-    notes += _copy_tokenizer(source if source.is_dir() else source.parent, folder / TOKENIZER, config.model)
-    mesh = build_mesh(config, jax.devices() if any(text.startswith("mesh.") for text in overrides) else jax.devices()[:1])
+    notes += _copy_tokenizer(source if source.is_dir() else source.parent, folder / TOKENIZER, config.model, end_of_document)
+    mesh = build_mesh(config, jax.devices()[:1])
+    if overrides:
+        spread = [*overrides, f"train.global_batch={jax.device_count()}"]  # which a mesh must divide
+        mesh = build_mesh(load(str(folder / MODEL), spread, assume=True).config)
     state = weights.load(config.model, found, files, mesh, step)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, {"source": str(source.name), "family": family.model_type})
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, {"family": family.model_type})
     checkpoints.save(0, state, {})
     checkpoints.close()
     return Imported(folder, family.model_type, count, notes)
@@ -92,30 +94,33 @@ def _write_model(path: Path, source: Path, family: Family, section: dict[str, An
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     said = "" if count is None else f"# {count:,} parameters.\n"
     with path.open("w", encoding="utf-8") as stream:
-        stream.write(f"# Imported from {source.name} (model_type {family.model_type}) by `maxlm import`.\n{said}")
+        stream.write(f"# Imported from {source.resolve().name} (model_type {family.model_type}) by `maxlm import`.\n{said}")
         yaml.dump({"model": section}, stream)
 
 
 def _with_further_modules(values: dict[str, Any], section: dict[str, Any], files: TensorFiles) -> dict[str, Any]:
     """Multi-token prediction modules where the config counts some and the source has their weights, which not all releases have."""
     depth = values.get("num_nextn_predict_layers") or 0
+    depth = depth if isinstance(depth, int) else 0
     present = any(name.endswith(".eh_proj.weight") for name in files)
     return {**section, "mtp": {"depth": depth}} if depth and present else section
 
 
-def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> list[str]:
-    """Copy the tokenizer, if the source has one that the tokenizers library reads. Returns notes."""
+def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_document: list[Any]) -> list[str]:
+    """Copy the tokenizer, if the source has one that the tokenizers library reads. Returns notes. `end_of_document`: ids of config.json."""
     if not (source / "tokenizer.json").is_file():
         return ["the source has no tokenizer.json, so there is no tokenizer: give ids to what needs one"]
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    tokenizer = Tokenizer((folder / "tokenizer.json").read_bytes(), _end_of_document(source), str(source / "tokenizer.json"))
+    tokenizer = Tokenizer(
+        (folder / "tokenizer.json").read_bytes(), _end_of_document(source, end_of_document), str(source / "tokenizer.json")
+    )
+    notes = []
     if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"{source / 'tokenizer.json'} has {tokenizer.vocab_size:,} tokens, and the model's vocabulary {model.vocab_size:,}."
-        )
+        sizes = f"the tokenizer has {tokenizer.vocab_size:,} tokens and the model {model.vocab_size:,}"
+        notes.append(f"{sizes}: training on data of this tokenizer needs a larger model.vocab_size")
     settings = {"data.prepare.tokenizer.end_of_document": tokenizer.end_of_document}
     info = manifest.StoreInfo(
         tokenizer_hash=tokenizer.hash,
@@ -127,21 +132,20 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig) -> list[str]
         splits={split: manifest.SplitInfo(tokens=0, documents=0) for split in manifest.SPLITS},
     )
     (folder / manifest.MANIFEST).write_bytes(manifest.as_bytes(info.model_dump(mode="json")))
-    return []
+    return notes
 
 
-def _end_of_document(source: Path) -> str:
-    """The text of the token that ends a document: `eos_token` of the tokenizer, or the token of `eos_token_id`."""
+def _end_of_document(source: Path, ids: list[Any]) -> str:
+    """The text of the token that ends a document: `eos_token` of the tokenizer, or the special token with one of these ids."""
     settings = _json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str):
         return token
-    ids = _json(source / "config.json").get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    for added in _json(source / "tokenizer.json").get("added_tokens", []):
-        if added.get("id") in ids:
-            return str(added.get("content"))
+    added = _json(source / "tokenizer.json").get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and entry.get("id") in ids:
+            return str(entry.get("content"))
     raise UserError(f"{source}: neither tokenizer_config.json nor config.json names the token that ends a document (eos_token).")
 
 

@@ -97,7 +97,7 @@ class Rule:
 
     `theirs`: its name, with `{layer}` and `{expert}` where it is one of many. `ours`: names in the parameter tree, within a layer if it is
     one of many; several lie side by side in the last dim of theirs, or if `interleaved` take turns in it. `by_expert`: their first dim
-    counts experts.
+    counts experts. `exact`: float32 in every export.
     """
 
     theirs: str
@@ -105,6 +105,7 @@ class Rule:
     layout: Layout = KEEP
     interleaved: bool = False
     by_expert: bool = False
+    exact: bool = False
 
     @property
     def per_layer(self) -> bool:

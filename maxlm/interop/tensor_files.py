@@ -10,12 +10,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlm.config.errors import UserError
+from maxlm.config.transient import first_line
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
+_DTYPES = ("F32", "BF16", "F16")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
 
 
@@ -31,6 +33,8 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         self._file: dict[str, Path] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._open: dict[Path, Any] = {}
+        self._stored: dict[str, str] = {}  # names in the files, where they differ
+        kinds: dict[str, str] = {}
         listed = _listed(source) if source.is_dir() else {}
         files = sorted(set(listed.values())) or _files(source)
         for file in files:
@@ -39,7 +43,8 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
                     raise UserError(f"{source}: {name} is in {self._file[name].name} and in {file.name}; which one counts is not said.")
                 self._file[name] = file
                 with _told(file):
-                    self._shape[name] = tuple(self._handle(file).get_slice(name).get_shape())
+                    stored = self._handle(file).get_slice(name)
+                    self._shape[name], kinds[name] = tuple(stored.get_shape()), stored.get_dtype()
         wrong = [name for name, file in listed.items() if self._file.get(name) != file] + [
             name for name in self._file if listed and name not in listed
         ]
@@ -47,10 +52,23 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             raise UserError(
                 f"{source / INDEX} does not agree with the files: {some(wrong)} {'is' if len(wrong) == 1 else 'are'} not where it says."
             )
-        for name in [name for name in self._shape if name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _SCALES in self._shape]:
-            *leading, rows, blocks, width = self._shape.pop(name)
-            self._shape.pop(name.removesuffix(_BLOCKS) + _SCALES)
-            self._shape[name.removesuffix(_BLOCKS)] = (*leading, 2 * width * blocks, rows)
+        self._join_blocks(kinds)
+        if strange := [f"{name} ({kinds[name]})" for name in self._shape if kinds.get(name, _DTYPES[0]) not in _DTYPES]:
+            raise UserError(f"{source}: {some(strange)}: maxlm reads {', '.join(_DTYPES)} and MXFP4.")
+
+    def _join_blocks(self, kinds: dict[str, str]) -> None:
+        """Name each pair of blocks and scales as one tensor."""
+        for blocks in [name for name in self._shape if name.endswith(_BLOCKS)]:
+            name, scales = blocks.removesuffix(_BLOCKS), blocks.removesuffix(_BLOCKS) + _SCALES
+            shape = self._shape[blocks]
+            if (
+                {kinds[blocks], kinds.get(scales)} == {"U8"}
+                and len(shape) > 2
+                and shape[-1] == _BYTES
+                and self._shape[scales] == shape[:-1]
+            ):
+                del self._shape[blocks], self._shape[scales]
+                self._shape[name] = (*shape[:-3], 2 * _BYTES * shape[-2], shape[-3])
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._shape[name]
@@ -63,14 +81,9 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
 
     def prefix(self, prefix: str, names: set[str]) -> None:
         """Add `prefix` to the names of tensors that are among `names` only with it."""
-        for name in [name for name in self._shape if name not in names and prefix + name in names]:
+        for name in [name for name in self._shape if name not in names and not name.startswith(prefix) and prefix + name in names]:
             self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
             self._stored[prefix + name] = name
-
-    @property
-    def _stored(self) -> dict[str, str]:
-        """Names in the files, where they differ."""
-        return self.__dict__.setdefault("_names", {})
 
     def read(self, name: str, row: int | None = None) -> np.ndarray:
         """The tensor, or one entry of its first dim. Raises UserError if a number in it is not finite."""
@@ -145,9 +158,7 @@ def _told(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(
-            f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}; it may be cut short: download it again."
-        ) from error
+        raise UserError(f"{file} cannot be read as safetensors: {first_line(error)}; it may be cut short: download it again.") from error
 
 
 def _dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

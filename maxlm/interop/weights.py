@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -47,8 +48,9 @@ class Target:
 
 
 def targets(config: ModelConfig, family: Family) -> list[Target]:
-    """All parameters and model state of a model. Raises UserError for one that the family has no tensor for."""
-    rules = {(rule.per_layer, ours): rule for rule in family.rules(config) for ours in rule.ours}
+    """All parameters and model state of a model, those of a rule together. Raises UserError for one that the family has no tensor for."""
+    table = family.rules(config)
+    rules = {(rule.per_layer, ours): rule for rule in table for ours in rule.ours}
     found = []
     for name, variable in declarations(config):
         within = within_layer(config, name)
@@ -57,7 +59,7 @@ def targets(config: ModelConfig, family: Family) -> list[Target]:
         if rule is None:
             raise UserError(f"models of the family {family.model_type} have no place for our parameter {'/'.join(name)}.")
         found.append(_target(config, name, rule, tuple(variable.shape), depths))
-    return found
+    return sorted(found, key=lambda target: table.index(target.rule))
 
 
 def _target(config: ModelConfig, name: Names, rule: Rule, shape: Shape, depths: np.ndarray) -> Target:
@@ -83,7 +85,8 @@ def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
 def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
     """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on copies passed over."""
     wanted = their_shapes(config, found)
-    files.prefix(family.prefix, set(wanted) | {f"{family.prefix}{name}" for name in files})
+    known = {f"{family.prefix}{name}" for name in files if name != "lm_head.weight"}
+    files.prefix(family.prefix, set(wanted) | known) if family.prefix else None
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
     notes, unknown = [], []
@@ -91,7 +94,10 @@ def check(config: ModelConfig, family: Family, found: list[Target], files: Tenso
         why = next((why for pattern, why in family.copies if re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name)), None)
         if why is None and name == "lm_head.weight" and config.tie_embeddings:
             why = _same_as_embedding(next(t.pieces[0].theirs for t in found if t.name == ("embedding_VD",)), files, name)
-        notes.append(f"{name} is {why}: not read") if why else unknown.append(name)
+        if why is None:
+            unknown.append(name)
+        else:
+            notes.append(f"{name} is {why}: not read")
     if unknown:
         raise UserError(f"The source holds {some(unknown)}, which a model of its config.json does not have.")
     for name, shape in wanted.items():
@@ -175,26 +181,15 @@ def _copy(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], b
 
 
 def tensors(found: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of theirs, from our parameters as `leaf` gives them: those of one rule after the other."""
-    by_rule: dict[Rule, list[Target]] = {}
-    for target in found:
-        by_rule.setdefault(target.rule, []).append(target)
-    for rule, members in by_rule.items():
-        yield from _of_rule(rule, members, leaf)
-
-
-def _of_rule(rule: Rule, members: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    groups: dict[tuple[str, ...], list[Target]] = {}
-    for target in members:  # the parts of one tensor belong to the same layers
-        groups.setdefault(tuple(piece.theirs for piece in target.pieces), []).append(target)
-    for parts in groups.values():
+    """Every tensor of theirs, in the order of `their_shapes`, from our parameters as `leaf` gives them."""
+    together: dict[tuple[str, ...], list[Target]] = {}
+    for target in found:  # the parts of one tensor
+        together.setdefault(tuple(piece.theirs for piece in target.pieces), []).append(target)
+    for parts in together.values():
+        rule = parts[0].rule
         parts.sort(key=lambda target: rule.ours.index(target.part))
         values = [leaf(target.name) for target in parts]
-        rows: dict[str, list[np.ndarray]] = {}
-        for pieces in zip(*(target.pieces for target in parts), strict=True):
-            joined = rule.join([rule.layout.write(value[piece.index]) for value, piece in zip(values, pieces, strict=True)])
-            rows.setdefault(pieces[0].theirs, []).append(joined)
-            if not rule.by_expert:
-                yield pieces[0].theirs, rows.pop(pieces[0].theirs)[0]
-        for name, experts in rows.items():
-            yield name, np.stack(experts)
+        pieces = zip(*(target.pieces for target in parts), strict=True)
+        for name, experts in groupby(pieces, key=lambda pieces: pieces[0].theirs):
+            rows = [rule.join([rule.layout.write(value[piece.index]) for value, piece in zip(values, row, strict=True)]) for row in experts]
+            yield name, np.stack(rows) if rule.by_expert else rows[0]

@@ -21,7 +21,7 @@ from maxlm.config.loader import dump, flatten
 from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
-from maxlm.data.tokenizer import copy_tokenizer
+from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import build_objective
@@ -156,7 +156,8 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else fresh
     with phases(f"{restoring}compiling the step"):
-        init = program.init if source is None else functools.partial(begin_from, program, source, data.tokenizer_hash)
+        stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
+        init = program.init if source is None else functools.partial(begin_from, program, source, stored)
         start = restore_or_init(program, checkpoints, init)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)

@@ -1,5 +1,6 @@
 """Begin with the parameters of another run, or of an imported model."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,24 @@ from maxlm.config import UserError, load
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
 from maxlm.config.schema import ModelConfig, StartFromConfig
-from maxlm.data.tokenizer import open_tokenizer
+from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, init_parameters, parameter_axes
 from maxlm.training.program import Program
 from maxlm.training.step import TrainState
 
 FIELD = "train.start_from.path"
+_log = logging.getLogger(__name__)
 # Settings of the model that may differ: positions, and what only training reads.
 FREE = ("rope.", "rope_local", "init_std", "mtp.loss_weight", "vocab_size")
+BIASES = "moe.router.bias_rate"
 FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "balance_loss", "balance_over", "z_loss"))
 
 
-def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -> TrainState:
+def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer | None) -> TrainState:
     """The first state of `program` with the parameters of `source`, a fresh optimizer and schedule.
 
     The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
-    model that differs otherwise, or if the data has another tokenizer with as many tokens, or if there is no such checkpoint.
+    model that differs otherwise, or a token that has another id in `tokenizer`, the data's, or if there is no such checkpoint.
     """
     folder = Path(source.path)
     if not (folder / "config.yml").is_file():
@@ -35,10 +38,8 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -
     other, model = load(str((folder / "config.yml").absolute()), any_mesh=True).config, program.config.model
     if differing := differences(other.model, model):
         raise UserError(f"{FIELD} = {source.path}: its model is another one: {', '.join(differing[:5])}.")
-    tokenizer, same_size = folder / "tokenizer", other.model.vocab_size == model.vocab_size
-    if same_size and tokenizer.is_dir() and open_tokenizer(str(tokenizer)).hash != tokenizer_hash:
-        rule = "has another tokenizer than the data, so that its embeddings are of other tokens"
-        raise ConfigError(FIELD, source.path, rule, f"prepare the data with data.prepare.tokenizer.path={tokenizer}/tokenizer.json")
+    if tokenizer is not None and (folder / "tokenizer").is_dir():
+        _check_tokens(source.path, open_tokenizer(str(folder / "tokenizer")), tokenizer)
     checkpoints = Checkpoints(other.checkpoint.dir or folder / "checkpoints", other.checkpoint, {})
     shardings = program.state_shardings
     kinds = {"params": (abstract_parameters(other.model), shardings.params)}
@@ -56,10 +57,20 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer_hash: str) -
     return program.begin_with(params, restored["model_state"])
 
 
+def _check_tokens(path: str, theirs: Tokenizer, ours: Tokenizer) -> None:
+    """Raise UserError unless every token of the source has the same id in the data."""
+    ids = ours.ids
+    if moved := next((token for token, number in theirs.ids.items() if ids.get(token) != number), None):
+        rule = f"has another tokenizer than the data: {moved!r} is token {theirs.ids[moved]} there and {ids.get(moved, 'none')} here"
+        raise ConfigError(FIELD, path, rule, f"prepare the data with data.prepare.tokenizer.path={path}/tokenizer/tokenizer.json")
+
+
 def differences(source: ModelConfig, model: ModelConfig) -> list[str]:
     """Settings in which the models differ and may not, with both values."""
     theirs, mine = (dict(flatten(one.model_dump(mode="json"))) for one in (source, model))
-    keys = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key) and not key.startswith((*FREE, *FREE_ROUTER))]
+    balanced = (BIASES,) if theirs.get(BIASES) and mine.get(BIASES) else ()  # a rate of 0 has no biases
+    free = (*FREE, *FREE_ROUTER, *balanced)
+    keys = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key) and not key.startswith(free)]
     smaller = ["vocab_size"] if model.vocab_size < source.vocab_size else []
     return [f"model.{key} is {theirs.get(key)} there and {mine.get(key)} here" for key in [*smaller, *keys]]
 
@@ -67,6 +78,8 @@ def differences(source: ModelConfig, model: ModelConfig) -> list[str]:
 def _grown(program: Program, params: Any) -> Any:
     """`params` with the rows that their tables of the vocabulary lack, drawn as for a fresh model."""
     config = program.config
+    first = len(params["embedding_VD"])
+    _log.info("rows %d to %d of the vocabulary are drawn: the source has none", first, config.model.vocab_size - 1)
 
     def join(params: Any) -> Any:
         fresh = init_parameters(config.model, config.train.seed)

@@ -45,7 +45,7 @@ def test_the_first_loss_is_that_of_the_source(source, sections):
     folder, model, loss, params = source
     devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
     program = tiny_program(devices, model=model, **sections)
-    state = begin_from(program, StartFromConfig(path=str(folder)), "")
+    state = begin_from(program, StartFromConfig(path=str(folder)), None)
     assert int(state.step) == int(state.skipped) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(program.init().opt_state))
@@ -55,7 +55,7 @@ def test_the_first_loss_is_that_of_the_source(source, sections):
 def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
     folder, model, _, params = source
     program = tiny_program(2, model={**model, "vocab_size": 136}, mesh={"fsdp": 1, "tensor": 2})
-    state = begin_from(program, StartFromConfig(path=str(folder)), "")
+    state = begin_from(program, StartFromConfig(path=str(folder)), None)
     drawn = jax.device_get(program.init().params["embedding_VD"])
     table = jax.device_get(state.params["embedding_VD"])
     np.testing.assert_array_equal(table[:128], params["embedding_VD"])
@@ -77,18 +77,18 @@ def test_another_model_is_refused_by_field(source, model, said):
     config = tiny_config(model={**base, **model})
     program = build_program(config, build_mesh(config, jax.devices()[:1]))
     with pytest.raises(UserError, match=said):
-        begin_from(program, StartFromConfig(path=str(folder)), "")
+        begin_from(program, StartFromConfig(path=str(folder)), None)
 
 
 @pytest.mark.parametrize(("path", "step", "said"), [("nowhere", None, "holds no config.yml"), (None, 7, "has no checkpoint 7")])
 def test_a_source_that_is_not_there_is_refused(source, path, step, said):
     program = tiny_program(1, model=source[1])
     with pytest.raises(UserError, match=said):
-        begin_from(program, StartFromConfig(path=path or str(source[0]), step=step), "")
+        begin_from(program, StartFromConfig(path=path or str(source[0]), step=step), None)
 
 
 def test_a_longer_rope_is_no_other_model(source):
     folder, base, _, _ = source
     scaling = {"kind": "linear", "factor": 4.0}
     program = tiny_program(1, model={**base, "rope": {"theta": 50000.0, "scaling": scaling}})
-    begin_from(program, StartFromConfig(path=str(folder)), "")
+    begin_from(program, StartFromConfig(path=str(folder)), None)

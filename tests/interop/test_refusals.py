@@ -136,7 +136,7 @@ CASES = {
     "fewer layers than tensors": (config(num_hidden_layers=2), "holds model.layers.2.input_layernorm.weight"),
     "another width": (
         config(intermediate_size=48),
-        "mlp.down_proj.weight has shape [24, 40] in the source, and its config.json makes it [24, 48]",
+        "mlp.gate_proj.weight has shape [40, 24] in the source, and its config.json makes it [48, 24]",
     ),
     "heads that do not divide": (config(num_attention_heads=5, head_dim=None), "n_heads"),
     "one kind of bias": (config(attention_bias=True), "attention_bias = True"),
