@@ -226,7 +226,10 @@ def generate(
 def import_(
     source: Annotated[Path, typer.Argument(help="A Hugging Face folder (config.json, safetensors, tokenizer), or one safetensors file.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new folder for the model config, the checkpoint and the tokenizer.")],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the mesh that the parameters are spread over, such as mesh.fsdp=8."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the config.json beside the weights.")] = None,
 ) -> None:
     """Import a published model."""
