@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -19,6 +20,7 @@ from maxlm.interop.tensor_files import TensorFiles, some
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 
+READERS = 4  # tensors that are read and turned at a time
 Step = Callable[[int, int], None]  # (bytes read, of so many)
 
 
@@ -115,8 +117,8 @@ def _same_as_embedding(table: str, files: TensorFiles, name: str) -> str:
 def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mesh, step: Step) -> dict[str, Any]:
     """{"params", "model_state"} in float32, each leaf on its sharding over `mesh`.
 
-    A tensor is read once for each of ours that it holds, and only where a device of this process wants it: a host holds one of them,
-    and its own shards.
+    A tensor is read once for each of ours that it holds, and only where a device of this process wants it: a host holds `READERS`
+    of them, and its own shards.
     """
     tree: dict[str, Any] = {"params": {}, "model_state": {}}
     specs = {"params": parameter_specs(config, mesh), "model_state": model_state_specs(config, mesh)}
@@ -150,13 +152,17 @@ def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Ar
     """The parameter, of which only this process's shards are ever in memory."""
     where = {device: _bounds(index or (), target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
     shards = {bounds: np.empty([stop - start for start, stop in bounds], np.float32) for bounds in set(where.values())}
-    for piece in target.pieces:
+
+    def fill(piece: Piece) -> None:
         fitting = [bounds for bounds in shards if all(_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
         if fitting:
             theirs = target.rule.part(files.read(piece.theirs, piece.row), target.part)
             ours = target.rule.layout.read(theirs, target.piece)
             for bounds in fitting:
                 _copy(ours, shards[bounds], piece.index, bounds)
+
+    with ThreadPoolExecutor(READERS) as pool:  # pieces do not overlap
+        list(pool.map(fill, target.pieces))
     return jax.make_array_from_single_device_arrays(
         target.shape, sharding, [jax.device_put(shards[bounds], device) for device, bounds in where.items()]
     )
