@@ -1,4 +1,4 @@
-"""How one tensor of a published model lies beside ours: reshapes, transposes and splits, each readable backwards."""
+"""Layouts of published tensors relative to ours: reshapes, transposes and splits, each of which can be inverted."""
 
 import math
 from dataclasses import dataclass
