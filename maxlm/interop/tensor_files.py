@@ -80,9 +80,9 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def __len__(self) -> int:
         return len(self._shape)
 
-    def prefix(self, prefix: str, names: set[str]) -> None:
-        """Add `prefix` to the names of tensors that are among `names` only with it."""
-        for name in [name for name in self._shape if name not in names and not name.startswith(prefix) and prefix + name in names]:
+    def prefix(self, prefix: str, keep: str) -> None:
+        """Add `prefix` to the names of tensors that lack it, but for `keep`."""
+        for name in [name for name in self._shape if name != keep and not name.startswith(prefix)]:
             self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
             self._stored[prefix + name] = name
 

@@ -20,6 +20,7 @@ from maxlm.interop.tensor_files import TensorFiles, some
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 
+UNEMBEDDING = "lm_head.weight"
 READERS = 4  # tensors that are read and turned at a time
 Step = Callable[[int, int], None]  # (bytes read, of so many)
 
@@ -87,14 +88,13 @@ def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
 def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
     """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on copies passed over."""
     wanted = their_shapes(config, found)
-    known = {f"{family.prefix}{name}" for name in files if name != "lm_head.weight"}
-    files.prefix(family.prefix, set(wanted) | known) if family.prefix else None
+    files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
     notes, unknown = [], []
     for name in sorted(files.keys() - wanted.keys()):
         why = next((why for pattern, why in family.copies if re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name)), None)
-        if why is None and name == "lm_head.weight" and config.tie_embeddings:
+        if why is None and name == UNEMBEDDING and config.tie_embeddings:
             why = _same_as_embedding(next(t.pieces[0].theirs for t in found if t.name == ("embedding_VD",)), files, name)
         if why is None:
             unknown.append(name)

@@ -133,3 +133,15 @@ def test_blocks_of_mxfp4_are_the_numbers_recorded(tmp_path):
     assert dict(files) == {"x": recorded["numbers"].shape}
     np.testing.assert_array_equal(files.read("x"), recorded["numbers"])
     np.testing.assert_array_equal(files.read("x", 1), recorded["numbers"][1])
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_is_read_with_and_without_its_prefix_its_masks_and_a_copy_of_its_embedding(prefix, tmp_path):
+    case = Case("gpt2", tmp_path)
+    named = {prefix + name.removeprefix("transformer."): value for name, value in case.weights.items()}
+    masks = {f"{prefix}h.{layer}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for layer in range(3)}
+    tied = {"lm_head.weight": case.weights["transformer.wte.weight"]}
+    save_file({**named, **masks, **tied}, case.source / "model.safetensors")
+    imported = import_model(case.source, tmp_path / "again", [], nothing)
+    assert len(imported.notes) == 3 + 1 + 1, "masks, the copy, and that there is no tokenizer"
+    jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "again"), case.state)
