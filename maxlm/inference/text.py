@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
-from maxlm.checkpoint import Checkpoints
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError
 from maxlm.config.rules import most_generated
+from maxlm.config.schema import MeshConfig
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.inference.generate import Sampler, generate
-from maxlm.models import abstract_model_state, abstract_parameters
 from maxlm.models.parameters import Parameters
+from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
+from maxlm.training.saved_run import open_run
 
 
 def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
@@ -22,9 +22,8 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
 
     Raises UserError if the directory is no run or holds no checkpoint.
     """
-    if not (directory / "config.yml").is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yml; give the folder that `maxlm train` printed.")
-    config = load(str(directory / "config.yml")).config
+    run = open_run(directory)
+    config = run.config
     tokenizer = run_tokenizer(directory)
     length, most = len(tokenizer.encode(prompt)) + sampler.max_new_tokens, most_generated(config)
     if length > most:
@@ -32,12 +31,8 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
     check_generation(config.model, length)
-    checkpoints = Checkpoints(config.checkpoint.dir or directory / "checkpoints", config.checkpoint, {})
-    here = SingleDeviceSharding(jax.devices()[0])
-    entries = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
-    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), entries)
-    restored = checkpoints.restore_entries(wanted, step).state
-    return continue_text(config, restored["params"], restored["model_state"], tokenizer, prompt, sampler)
+    weights = run.weights(build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1]), step)
+    return continue_text(config, weights.params, weights.model_state, tokenizer, prompt, sampler)
 
 
 def continue_text(config: Config, params: Parameters, model_state: Parameters, tokenizer: Tokenizer, prompt: str, sampler: Sampler) -> str:

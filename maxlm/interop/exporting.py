@@ -13,16 +13,16 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from maxlm.checkpoint import Checkpoints
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
-from maxlm.interop.importing import CHECKPOINTS, CONFIG, TOKENIZER, TOKENIZER_FILES
+from maxlm.interop.importing import TOKENIZER_FILES
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import INDEX
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.stack import Names
+from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -41,17 +41,14 @@ def export_model(run: Path, out: Path, dtype: str, shard_size: str, step: int | 
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     limit = _bytes(shard_size)
-    if not (run / CONFIG).is_file():
-        raise UserError(f"{run} is not a run directory: it has no {CONFIG}.")
-    config = load(str(run / CONFIG)).config
-    family, their_config = family_of(config.model, config.data.seq_len)
+    saved = open_run(run)
+    family, their_config = family_of(saved.config.model, saved.config.data.seq_len)
     with new_folder(out) as made:
-        return _write(run, config, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, progress)
+        return _write(saved, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, progress)
 
 
 def _write(
-    run: Path,
-    config: Config,
+    saved: SavedRun,
     family: Family,
     their_config: dict[str, Any],
     folder: Path,
@@ -60,7 +57,7 @@ def _write(
     step: int | None,
     progress: weights.Step,
 ) -> Exported:
-    checkpoints = Checkpoints(config.checkpoint.dir or run / CHECKPOINTS, config.checkpoint, {})
+    run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
     found = weights.targets(config.model, family)
     shapes = weights.their_shapes(config.model, found)
     here = SingleDeviceSharding(jax.devices("cpu")[0])

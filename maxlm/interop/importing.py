@@ -22,8 +22,9 @@ from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
+from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
 
-MODEL, CONFIG, CHECKPOINTS, TOKENIZER = "model.yml", "config.yml", "checkpoints", "tokenizer"
+MODEL = "model.yml"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 _MAX_JSON = 64 << 20
 

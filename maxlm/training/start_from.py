@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlm.checkpoint import Checkpoints
-from maxlm.config import UserError, load
+from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
 from maxlm.config.schema import ModelConfig, StartFromConfig
-from maxlm.data.tokenizer import Tokenizer, open_tokenizer
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, init_parameters, parameter_axes
 from maxlm.training.program import Program
+from maxlm.training.saved_run import CONFIG, open_run
 from maxlm.training.step import TrainState
 
 FIELD = "train.start_from.path"
@@ -33,18 +33,18 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     model that differs otherwise, or a token that has another id in `tokenizer`, the data's, or if there is no such checkpoint.
     """
     folder = Path(source.path)
-    if not (folder / "config.yml").is_file():
+    if not (folder / CONFIG).is_file():
         raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
-    other, model = load(str((folder / "config.yml").absolute()), any_mesh=True).config, program.config.model
-    if differing := differences(other.model, model):
+    saved, model = open_run(folder), program.config.model
+    other = saved.config.model
+    if differing := differences(other, model):
         raise UserError(f"{FIELD} = {source.path}: its model is another one: {', '.join(differing[:5])}.")
-    if tokenizer is not None and (folder / "tokenizer").is_dir():
-        _check_tokens(source.path, open_tokenizer(str(folder / "tokenizer")), tokenizer)
-    checkpoints = Checkpoints(other.checkpoint.dir or folder / "checkpoints", other.checkpoint, {})
+    if tokenizer is not None and saved.tokenizer is not None:
+        _check_tokens(source.path, saved.tokenizer, tokenizer)
     shardings = program.state_shardings
-    kinds = {"params": (abstract_parameters(other.model), shardings.params)}
-    kinds["model_state"] = abstract_model_state(other.model), shardings.model_state
-    whole, grown = NamedSharding(program.mesh, PartitionSpec()), other.model.vocab_size != model.vocab_size
+    kinds = {"params": (abstract_parameters(other), shardings.params)}
+    kinds["model_state"] = abstract_model_state(other), shardings.model_state
+    whole, grown = NamedSharding(program.mesh, PartitionSpec()), other.vocab_size != model.vocab_size
 
     def wanted(shape: Any, sharding: NamedSharding, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else sharding)
@@ -52,7 +52,7 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     axes = parameter_axes(model)
     abstract = {name: jax.tree.map(wanted, *pair) for name, pair in kinds.items()}
     abstract["params"] = jax.tree.map(wanted, *kinds["params"], axes)
-    restored = checkpoints.restore_entries(abstract, source.step).state
+    restored = saved.checkpoints.restore_entries(abstract, source.step).state
     params = _grown(program, restored["params"]) if grown else restored["params"]
     return program.begin_with(params, restored["model_state"])
 
