@@ -57,7 +57,7 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
     assert saved_state(workspace, STEPS) == saved_state(straight, STEPS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, workspace, number):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=1000")
     process = start(workspace, *settings)

@@ -143,6 +143,7 @@ def of_the_lab(shape: str, folder, operation="attention", implementation="flash"
     return {kernel["part"]: kernel for kernel in map(json.loads, lines)}
 
 
+@pytest.mark.soak
 def test_the_matrix_unit_does_the_work_of_the_blocks_that_meet(tmp_path):
     """To the cycle: two matmuls forward and five backward, of four heads a core, 4 x 128 x 128 multiplications a cycle."""
     kernels = of_the_lab("llama-4k", tmp_path)

@@ -458,7 +458,7 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
 @pytest.mark.parametrize(
     ("implementation", "options", "pieces"),
     [
-        ("flash", {}, 1),
+        pytest.param("flash", {}, 1, marks=pytest.mark.soak),
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 2),

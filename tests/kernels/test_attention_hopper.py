@@ -57,7 +57,7 @@ def distance(x, y):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ({"S": 384, "H": 2, "K": 64}, {}),
+        pytest.param({"S": 384, "H": 2, "K": 64}, {}, marks=pytest.mark.soak),
         ({"S": 256, "H": 2, "G": 2, "K": 80}, {"mask": Mask(window=100)}),
         ({"S": 384, "K": 128}, {"mask": Mask(window=150), "softcap": 2.0}),
         ({"S": 256, "K": 256}, {"mask": Mask(window=100)}),
@@ -155,7 +155,7 @@ def test_is_refused_where_there_is_no_hopper():
         pytest.param("llama1b-8k", marks=pytest.mark.soak),
         "llama-8k",
         pytest.param("gemma2-27b-8k", marks=pytest.mark.soak),
-        "gemma-local-8k",
+        pytest.param("gemma-local-8k", marks=pytest.mark.soak),
     ],
 )
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel(shape):

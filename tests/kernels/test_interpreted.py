@@ -32,7 +32,9 @@ def test_a_race_is_found(capfd):
 
 
 @pytest.mark.parametrize(
-    ("wide", "options"), [(False, {}), (True, {"mask": Mask(window=100), "softcap": 5.0})], ids=["narrow", "wide, window"]
+    ("wide", "options"),
+    [pytest.param(False, {}, marks=pytest.mark.soak), (True, {"mask": Mask(window=100), "softcap": 5.0})],
+    ids=["narrow", "wide, window"],
 )
 def test_attention(wide, options, monkeypatch, capfd):
     monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))

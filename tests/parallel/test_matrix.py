@@ -16,7 +16,7 @@ LAYOUTS = (
 )
 SHORT = (
     {"tensor": 4, "context": 2},
-    {"context": 4, "stage": 2},
+    pytest.param({"context": 4, "stage": 2}, marks=pytest.mark.soak),  # below with data as well
     {"fsdp": 2, "tensor": 2, "stage": 2},
     {"data": 2, "context": 2, "stage": 2},
 )

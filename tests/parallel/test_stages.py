@@ -57,8 +57,9 @@ def references():
     return reference
 
 
-# Checked by the suite on the same mesh elsewhere: test_matrix.py, and with latent attention test_latent_layouts.py
-SLOW = {"stage x fsdp x tensor"}
+# Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the second's
+# schedule by the tests of bubbles below
+SLOW = {"stage x fsdp x tensor", "stage, fewer microbatches than stages"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
@@ -159,7 +160,13 @@ def toy_operands(schedule, layers=1):
     return draw(depth, WIDTH, WIDTH), {"first": draw(WIDTH, WIDTH), "last": draw(WIDTH, WIDTH)}, draw(schedule.microbatches, ROWS, WIDTH)
 
 
-SCHEDULES = [Schedule("1f1b", 4, 6), Schedule("gpipe", 4, 6), Schedule("1f1b", 4, 8, 2), Schedule("gpipe", 2, 4, 3), Schedule("1f1b", 4, 2)]
+SCHEDULES = [
+    Schedule("1f1b", 4, 6),
+    pytest.param(Schedule("gpipe", 4, 6), marks=pytest.mark.soak),
+    Schedule("1f1b", 4, 8, 2),
+    Schedule("gpipe", 2, 4, 3),
+    Schedule("1f1b", 4, 2),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
