@@ -1,10 +1,10 @@
-"""Our estimate of MaxText's own compiled steps, against the step times its public runs logged.
+"""Compare our estimate of MaxText's own compiled steps with the step times that its public runs logged.
 
     python tools/truth.py FOLDER              reads FOLDER/ROW.hlo, the scheduled program of MaxText's step, of each row of
                                               tools/truth_rows.yml, and writes docs/truth.md
     python tools/truth.py --arguments ROW     prints what to give MaxText's train_compile to make that program
 
-A row without a program is listed as not done. No factor is fitted to what was published.
+A row without a program is listed as not compiled yet. No factor is fitted to what was published.
 """
 
 import argparse
@@ -145,11 +145,11 @@ def _page(rows: list[Row], folder: Path) -> str:
     notes = {row.name: " ".join(_notes(row)) for row in rows if row.name in done}
     sections = {
         "Where the predicted time goes": [*PARTS, *map(_parts, results)],
-        "What the misses lack": [
+        "Rows outside 15%": [
             f"- {r.row.name} ({r.error:+.0%}): {r.row.lacks or 'not explained yet'}" for r in results if abs(r.error) > AIM
         ],
         "Notes": [f"- {name}: {note}" for name, note in notes.items() if note],
-        "Not done": [f"- {row.name}: published {row.seconds:.3f} s; not compiled yet" for row in rows if row.name not in done],
+        "Rows not compiled yet": [f"- {row.name}: published {row.seconds:.3f} s" for row in rows if row.name not in done],
     }
     parts = [INTRO.format(date=datetime.date.today(), within=within, rows=len(results)).rstrip(), "\n".join([*head, *map(_line, results)])]
     parts += [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
@@ -182,23 +182,23 @@ def _parts(result: Result) -> str:
 
 def _notes(row: Row) -> Iterator[str]:
     if row.does_not_fit:
-        yield f"Today's compiler refuses it ({row.does_not_fit}); it was told to go on."
+        yield f"Today's compiler refuses it ({row.does_not_fit}); the compile was forced."
     if row.note:
         yield row.note.strip()
 
 
-INTRO = """# Truth: predicted against published
+INTRO = """# Predicted and published step times
 
-{date}. Each program is MaxText 0.2.5's own step, compiled by its own stack (jax 0.12.0.1, libtpu 0.0.51) for the topology, without a
-TPU; the estimator is `maxlm.cost.step_cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). Nothing is
-fitted. **{within} of {rows} within 15%.**
+{date}. Each program is MaxText 0.2.5's own step, compiled ahead of time for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.51).
+The estimator is `maxlm.cost.step_cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). No factor is
+fitted to the published times. **{within} of {rows} within 15%.**
 
     python tools/truth.py FOLDER_OF_HLO
 
-The published runs are of 2024 to 2026, with the compilers of their day; ours is of November 2026 and does not take all of their flags.
-Where a run fused its all-gathers with compute, which libtpu now refuses everywhere but on v5e, the SparseCore gathers instead, as
-MaxText's own scripts have it now. Where only TFLOP/s were published, seconds come from the FLOPs that MaxText then counted: 6 a parameter,
-attention in full without the causal half.
+The published runs are from 2024 to 2026, with the compilers of the time. Our compiler is from November 2026 and does not accept all of
+their flags. Some runs fused their all-gathers with compute, which libtpu now accepts only on v5e; elsewhere the SparseCore gathers
+instead, as in MaxText's current scripts. Where only TFLOP/s were published, seconds are computed from the FLOPs that MaxText counted at
+the time: 6 a parameter, and full attention without halving it for causality.
 """
 
 
