@@ -1,8 +1,8 @@
-"""The largest model that each way of splitting it can train, by compiling: writes docs/memory.md and docs/memory.png.
+"""Find the largest model that each kind of parallelism can train, by compiling: writes docs/memory.md and docs/memory.png.
 
     python tools/memory_study.py [--devices 4 8]
 
-The question is DeepSpeed's third-party characterisation's: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
+The study follows DeepSpeed's third-party characterisation: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
 device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
 hardware. Each row takes about three compiles of a minute or two: memory is linear in layers, so two compiles predict the third.
 """
@@ -39,7 +39,7 @@ ALL, HALF = 0, -1
 
 @dataclass(frozen=True)
 class Way:
-    """A way of splitting the model over n devices: the axes of the mesh, and what was published for 4 and 8, in parameters."""
+    """A kind of parallelism over n devices: the axes of the mesh, and what was published for 4 and 8, in parameters."""
 
     name: str
     mesh: Mapping[str, int]  # ALL stands for all devices, HALF for half of them
@@ -97,21 +97,22 @@ def _guess(compiled: Mapping[int, CompiledStep]) -> int:
     return nearest[0] + int((one.available - one.needed) // a_layer)
 
 
-HEAD = """# The largest model that fits
+HEAD = """# Largest model that fits in memory
 
 `python tools/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
-float32 master weights, bfloat16 compute, full remat) with as many layers as the compiler lets into {available:.2f} GiB of a TPU v6e
-chip; 2% more are refused. Published are the figures of DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} as much.
+float32 master weights, bfloat16 compute, full remat) with the most layers that the compiler fits into {available:.2f} GiB of a TPU v6e chip;
+it refuses 2% more. The published figures are from DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} times as much.
 
-| way | devices | layers | parameters | published | ours to theirs, of equal memory | to replicated: ours | published | at most |
+| parallelism | devices | layers | parameters | published | ours / published, at equal memory | relative to replicated: ours | published | limit |
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
-"At most" is what the bytes of the state allow: replicas hold 16 a parameter (weights, gradient and two moments in float32), ZeRO-1 2 + 2
-whole and 12 split, ZeRO-2 2 whole and 14 split, the others split 16. Most of the published ratios lie above that: what was published as
-replicated held 28 bytes a parameter (1.4 B in 40 GB) where ours holds 16.3. So compare by memory.
+The limit is computed from the bytes of the state per parameter. Replicas hold 16 (weights, gradient and two moments in float32). ZeRO-1
+holds 2 + 2 on every device and splits 12, ZeRO-2 holds 2 on every device and splits 14, the others split all 16. Most of the published
+ratios are above this limit, because the published replicated model held 28 bytes a parameter (1.4 B in 40 GB) and ours holds 16.3.
+Compare the column at equal memory instead.
 
-![the same as a picture](memory.png)
+![Bar chart of the table](memory.png)
 """
 
 
