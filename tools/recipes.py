@@ -25,12 +25,12 @@ RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")
 FAMILIES = ("v5e", "v5p", "v6e", "tpu7x")
 HEAD = """# Recipes
 
-`maxlm train runs/NAME`, or fork the file under configs/runs. {date}, jax {jax}: the training step of each, compiled for its machine
-without it. Seconds and MFU (causal attention counted half) are the estimate that `maxlm compile` prints; nothing was measured on a
-chip, and on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is what a device needs by the
-compiler's count.{missing}
+Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. {date}, jax {jax}: each training step was compiled ahead of
+time for its machine. Step time and MFU (causal attention counted half) are the estimate that `maxlm compile` prints. Nothing was measured
+on a chip; on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is the compiler's figure for the
+memory that a device needs.{missing}
 
-| run | chips | tokens an update | step | MFU | HBM a device | the whole run |
+| run | chips | tokens per update | step | MFU | HBM per device | complete run |
 |---|---|---|---|---|---|---|
 """
 
