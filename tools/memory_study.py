@@ -100,10 +100,11 @@ def _guess(compiled: Mapping[int, CompiledStep]) -> int:
 HEAD = """# Largest model that fits in memory
 
 `python tools/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
-float32 master weights, bfloat16 compute, full remat) with the most layers that the compiler fits into {available:.2f} GiB of a TPU v6e chip;
-it refuses 2% more. The published figures are from DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} times as much.
+float32 master weights, bfloat16 compute, full remat) with the most layers that the compiler fits into {available:.2f} GiB of a TPU v6e
+chip; it refuses 2% more. The published figures are from DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} times
+as much.
 
-| parallelism | devices | layers | parameters | published | ours / published, at equal memory | relative to replicated: ours | published | limit |
+| parallelism | devices | layers | parameters | published | ours / published, equal memory | to replicated: ours | published | limit |
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
