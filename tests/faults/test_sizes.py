@@ -31,7 +31,6 @@ HARMLESS = {
     "checkpoint.keep_every": "no checkpoint is kept for ever",
     "run.log_every": "the last step is logged",
     "data.skip_bad_chunks.at_most": "no store has more chunks",
-    "data.prefetch": "a run has no more batches than steps",
     "data.prepare.tokenizer.train_bytes": "there is no more text than there is",
     "model.window": "a local layer sees all tokens",
 }
