@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
@@ -92,6 +92,16 @@ class SavedRun:
         for (entry, name), place in places.items():
             put(found[entry], name, _merged(restored.state, root, place))
         return Weights(restored.step, found["params"], found["model_state"])
+
+    def adapters(self, step: int | None = None, kind: WeightsKind = "raw") -> Parameters:
+        """The adapters of a checkpoint on the host, not merged: with `model.lora` all parameters that were trained."""
+        self.check_kind(kind)
+        here, root = SingleDeviceSharding(jax.devices("cpu")[0]), AVERAGE if kind == "ema" else ("params",)
+        shapes = abstract_parameters(self.trained.model)
+        asked: Parameters = {}
+        put(asked, root, jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes))
+        found: Parameters = leaf(self.checkpoints.restore_entries(asked, step).state, root)
+        return found
 
     def check_kind(self, kind: WeightsKind) -> None:
         """Raise UserError if this run keeps no such weights."""
