@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from maxlm.config import UserError
+from maxlm.config.rules import adaptable
 from maxlm.config.schema import LoraConfig, WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
@@ -22,6 +23,7 @@ from maxlm.interop.new_folder import new_folder
 from maxlm.models.adapters import leaf
 from maxlm.training.saved_run import SavedRun, open_run
 
+FEED_FORWARD = ("gate", "up", "down")
 Tensors = dict[str, np.ndarray]
 Pair = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank]
 
@@ -35,6 +37,12 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     lora = saved.trained.model.lora
     if lora is None:
         raise UserError(f"{run} was trained without model.lora, so it has no adapter: leave --adapter out.")
+    feed_forward = [name for name in lora.matrices or adaptable(saved.config.model) if name in FEED_FORWARD]
+    if saved.config.model.moe is not None and feed_forward:
+        raise UserError(
+            f"{run}: model.lora adapts `{feed_forward[0]}` beside experts, and PEFT (0.21) takes modules of that name for the experts: "
+            "export the merged model (leave --adapter out), or train adapters of attention alone (model.lora.matrices)."
+        )
     family, _ = family_of(saved.config.model, saved.config.data.seq_len)
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)

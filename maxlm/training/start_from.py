@@ -53,6 +53,9 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     if tokenizer is not None and saved.tokenizer is not None:
         _check_tokens(source.path, saved.tokenizer, tokenizer)
     grown = other.vocab_size != model.vocab_size
+    if grown and program.config.model.lora is not None:
+        rule = f"is above that of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
+        raise ConfigError("model.vocab_size", model.vocab_size, rule, f"use {other.vocab_size}, or train without model.lora first")
     wanted = _wanted(other, model, program.mesh)
     restored = saved.restore(wanted, source.step, source.weights)
     params = _grown(program, restored.params) if grown else restored.params

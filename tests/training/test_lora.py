@@ -97,6 +97,11 @@ def test_a_run_starts_from_one_with_adapters(adapted):
         assert loss_of(following, begun.params, begun.model_state) == pytest.approx(loss, rel=1e-5)
 
 
+def test_new_rows_of_the_vocabulary_are_not_frozen_as_they_are_drawn(source):
+    with pytest.raises(ConfigError, match="freeze the new rows"):
+        begin_from(tiny_program(1, model={**LORA, "vocab_size": 136}), StartFromConfig(path=str(source[0])), None)
+
+
 def test_resume_is_bitwise(adapted):
     """The state holds the frozen model, adapters, moments and moving average: its source is not needed any more."""
     program, _, state, saved = adapted
