@@ -7,7 +7,7 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
@@ -15,6 +15,9 @@ import maxlm
 from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
 from maxlm.config.transient import is_transient
 from maxlm.runtime import progress_file
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import WeightsKind
 
 NAMED = 3  # runs in the default name of a report, at most
 CTRL_C = 130  # exit code of typer after it
@@ -48,7 +51,14 @@ Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4
 Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")]
 Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
 Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]
+Weights = Annotated[str, typer.Option(metavar="KIND", help="raw, or ema: their moving average, which a run with `ema` keeps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _weights(kind: str) -> "WeightsKind":
+    if kind not in ("raw", "ema"):
+        raise UserError(f"--weights {kind} is neither raw nor ema.")
+    return cast("WeightsKind", kind)
 
 
 def _say_version(wanted: bool) -> None:
@@ -206,6 +216,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0: all.")] = 50,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
+    weights: Weights = "raw",
 ) -> None:
     """Continue a prompt with the model of a run."""
     if not math.isfinite(temperature):
@@ -219,7 +230,7 @@ def generate(
     select_platform()
     sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, or shorten the prompt"):
-        typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step))
+        typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step, _weights(weights)))
 
 
 @app.command(name="import")
@@ -253,17 +264,51 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file, such as 5GB.")] = "5GB",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
+    weights: Weights = "raw",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""
+    of = _weights(weights)
+    if adapter and (dtype, shard_size) != ("float32", "5GB"):
+        raise UserError("--adapter writes one file of float32: leave --dtype and --shard-size out.")
     from maxlm.interop.exporting import export_model
+    from maxlm.interop.peft import export_adapter
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
 
     select_platform()
     with RunLog(), progress_bar("exporting") as progress:
-        exported = export_model(run_dir, out, dtype, shard_size, step, progress)
+        if adapter:
+            adapters = export_adapter(run_dir, out, step, of)
+            typer.echo(f"{out}: adapters of {adapters.architecture}, {adapters.parameters:,} parameters")
+            return
+        exported = export_model(run_dir, out, dtype, shard_size, step, progress, of)
     typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {exported.files} files of {dtype}")
+
+
+@app.command()
+def average(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new folder.")],
+    last: Annotated[int, typer.Option(metavar="N", min=2, help="Average so many checkpoints, the newest.")] = 5,
+    steps: Annotated[str | None, typer.Option(metavar="A,B,...", help="Average the checkpoints of these steps instead.")] = None,
+    weights: Weights = "raw",
+) -> None:
+    """Average the last checkpoints of a run into a model that can be used like any."""
+    of = _weights(weights)
+    named = [part.strip() for part in steps.split(",")] if steps is not None else []
+    if wrong := [part for part in named if not (part.isascii() and part.isdigit() and len(part) < 10)]:
+        raise UserError(f"--steps: {wrong[0]!r} is not a step: give numbers with commas between them, such as 1000,2000.")
+    from maxlm.interop.averaging import average as average_checkpoints
+    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.telemetry.log import RunLog
+    from maxlm.telemetry.phases import progress_bar
+
+    select_platform()
+    with RunLog(), progress_bar("averaging") as progress:
+        made = average_checkpoints(run_dir, out, last, [int(part) for part in named], of, progress)
+    typer.echo(f"{out}: the mean of steps {', '.join(f'{step:,}' for step in made.steps)}, {made.parameters:,} parameters")
 
 
 @app.command()

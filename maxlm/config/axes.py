@@ -41,6 +41,7 @@ LOGICAL_AXES: Mapping[str, LogicalAxis] = {
     "choices": LogicalAxis(),  # experts, where every device knows all of them
     "worker": LogicalAxis(("data",), ("diloco.workers",), "each device of the axis holds whole workers"),
     "head_dim": LogicalAxis(),
+    "rank": LogicalAxis(),  # of adapters
     "position": LogicalAxis(),
     "layers": LogicalAxis(),
     "run": LogicalAxis(),

@@ -23,7 +23,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    sections = (_model, _moe, _rope, _data, _train, _optimizer, _diloco, _mesh, _memory, _checkpoint, _samples)
+    sections = (_model, _moe, _rope, _lora, _data, _train, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
     _refuse((problem for problems in sections for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
@@ -31,7 +31,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         if not any_mesh:
             check_devices(config, devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
-        _refuse((*inert.problems(config), *_accelerator(config), *_untrained_router(config)), origins)
+        _refuse((*inert.problems(config), *_accelerator(config), *_untrained_router(config), *_adapted_at_random(config)), origins)
 
 
 def _refuse(problems: Iterable[Problem], sources: Mapping[str, str]) -> None:
@@ -140,9 +140,17 @@ def _stages(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     if chunks > 1 and train.microbatches % stage:
         rule = f"is not a multiple of mesh.stage = {stage}, and pipeline.chunks > 1 takes them in rounds of as many"
         yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
+    if model.lora is not None and not set(model.lora.matrices or adaptable(model)) & set(adaptable(_of_pattern(model))):
+        rule = f"divides layers of which model.lora.matrices = {list(model.lora.matrices or ())} adapts none"
+        yield "mesh.stage", stage, rule, "adapt matrices of attention, too, or use 1"
     if config.memory.offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
         yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
+
+
+def _of_pattern(model: ModelConfig) -> ModelConfig:
+    """The model without the dense layers before its pattern."""
+    return model if model.moe is None else model.model_copy(update={"moe": model.moe.model_copy(update={"n_dense": 0})})
 
 
 def _context(config: Config, context: int, tensor: int) -> Iterator[Problem]:
@@ -274,6 +282,39 @@ def _rope(config: Config) -> Iterator[Problem]:
             yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
 
 
+def adaptable(model: ModelConfig) -> tuple[str, ...]:
+    """Matrices that `model.lora` may adapt, by their names in `model.lora.matrices`."""
+    latent, moe = model.latent, model.moe
+    compressed = ("query_down",) if latent is not None and latent.q_rank is not None else ()
+    attention = ("query", "key", "value", "out") if latent is None else ("query", "out", *compressed, "kv_down", "kv")
+    dense = moe is None or moe.n_dense or moe.n_shared
+    return *attention, *(("gate",) if dense and model.activation != "gelu" else ()), *(("up", "down") if dense else ())
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    """Settings of `model.lora`, and what does not go together with a frozen model."""
+    model, lora = config.model, config.model.lora
+    if lora is None:
+        return
+    names = adaptable(model)
+    if other := [name for name in lora.matrices or () if name not in names]:
+        experts = " (experts are not adapted)" if model.moe is not None else ""
+        yield "model.lora.matrices", list(lora.matrices or ()), f"this model has no `{other[0]}`{experts}", f"it has {', '.join(names)}"
+    if lora.rank > model.d_model:
+        yield "model.lora.rank", lora.rank, f"is above model.d_model = {model.d_model}, the rank of a whole matrix", "use 4 to 64"
+    if config.optimizer.name == "muon":
+        yield "optimizer.name", "muon", "orthogonalises whole matrices, and model.lora trains none", "use adamw"
+    if config.diloco is not None:
+        rule = "gives every worker a state of its own, with the frozen model of model.lora"
+        yield "diloco", "set", rule, "remove one of them: adapters are small, so reductions cost little"
+
+
+def _adapted_at_random(config: Config) -> Iterator[Problem]:
+    if config.model.lora is not None and config.train.start_from is None:
+        rule = "model.lora freezes the model that training starts from, and without one frozen weights would be random"
+        yield "train.start_from", None, rule, "set train.start_from.path to a run or an imported model"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if (data.store is None) == (not data.mixture):
@@ -343,6 +384,16 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         field = "decay_tokens" if optimizer.decay_tokens is not None else "decay_steps"
         rule = f"warm-up of {warmup} steps and decay of {decay} do not fit in the {total} of the run"
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
+
+
+def _ema(config: Config) -> Iterator[Problem]:
+    if config.ema is None:
+        return
+    if config.ema.decay >= BELOW_ONE:
+        yield "ema.decay", config.ema.decay, "must be below 1 in float32, or the average never moves", "use 0.99 to 0.9999"
+    if config.diloco is not None:
+        rule = "averages parameters after every update, and with diloco they move once in diloco.every"
+        yield "ema", "set", rule, "remove one of them, or average checkpoints (`maxlm average`)"
 
 
 def _diloco(config: Config) -> Iterator[Problem]:

@@ -150,6 +150,19 @@ class MtpConfig(Section):
     loss_weight: NonNegative = 0.3  # of the mean of their losses
 
 
+LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the model of `train.start_from` is frozen; a matrix W becomes W + alpha / rank * A B."""
+
+    rank: Positive
+    alpha: PositiveFloat = 16.0
+    # Names as in the parameter tree: attention (`query_down`, `kv_down`, `kv`: of model.latent), and feed-forward layers that are dense or
+    # shared by all tokens. None: all that the model has. Embeddings, norms, routers and experts are never adapted.
+    matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
+
+
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
@@ -182,6 +195,12 @@ class ModelConfig(Section):
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
     mtp: MtpConfig | None = None
+    lora: LoraConfig | None = None  # None: every parameter is trained
+
+    @property
+    def merged(self) -> "ModelConfig":
+        """The model without adapters: of parameters into which they are merged."""
+        return self if self.lora is None else self.model_copy(update={"lora": None})
 
     @property
     def max_seq_len(self) -> int | None:
@@ -272,11 +291,15 @@ class DataConfig(Section):
     prepare: PrepareConfig | None = None
 
 
+WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
+
+
 class StartFromConfig(Section):
     """Parameters to begin with, from a run or an imported model; the optimizer and the schedule begin anew."""
 
     path: LocalPath  # the folder of the run or of the imported model
     step: Count | None = None  # of its checkpoint; None: the newest
+    weights: WeightsKind = "raw"
 
 
 class TrainConfig(Section):
@@ -316,6 +339,12 @@ class DilocoConfig(Section):
     every: Positive  # updates of a worker between two synchronizations; the last update of the run is followed by one, too
     lr: PositiveFloat = 0.7
     momentum: Fraction = 0.9
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the parameters, in float32. Update n leaves it min(decay, (1 + n) / (10 + n)) of its old value."""
+
+    decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999
 
 
 class MuonConfig(Section):
@@ -440,6 +469,7 @@ class Config(Section):
     objective: ObjectiveConfig | None = None  # absent: next-token prediction
     cluster: ClusterConfig | None = None
     pipeline: PipelineConfig | None = None
+    ema: EmaConfig | None = None  # evaluated beside the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     samples: SamplesConfig | None = None
     wandb: WandbConfig | None = None

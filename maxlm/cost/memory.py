@@ -47,9 +47,11 @@ def divide_memory(program: "Program", step: CompiledStep, module: Module | None)
 
 
 def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
-    """Parameters, optimizer state and batch on one device, to the byte."""
+    """Parameters, frozen ones, optimizer state and batch on one device, to the byte."""
     state = program.abstract_state
+    frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
     return (
+        *(frozen if program.config.model.lora is not None else ()),
         MemoryPart("state", "parameters (float32)", _bytes(state.params)),
         MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.updater))),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),

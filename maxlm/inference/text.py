@@ -8,7 +8,7 @@ from rich.console import Console
 
 from maxlm.config import Config, UserError
 from maxlm.config.rules import most_generated
-from maxlm.config.schema import MeshConfig
+from maxlm.config.schema import MeshConfig, WeightsKind
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.inference.generate import Sampler, generate
 from maxlm.models.parameters import Parameters
@@ -17,8 +17,8 @@ from maxlm.training.fits import check_generation
 from maxlm.training.saved_run import open_run
 
 
-def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None) -> str:
-    """Continue `prompt` with the model of a run directory, from the newest checkpoint or exactly `step`.
+def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None, of: WeightsKind = "raw") -> str:
+    """Continue `prompt` with the model of a run directory: of the newest checkpoint, or exactly `step`; its weights, or their average.
 
     Raises UserError if the directory is no run or holds no checkpoint.
     """
@@ -31,7 +31,7 @@ def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int 
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
     check_generation(config.model, length)
-    weights = run.weights(build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1]), step)
+    weights = run.weights(build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1]), step, of)
     return continue_text(config, weights.params, weights.model_state, tokenizer, prompt, sampler)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from maxlm.config import Config, UserError
+from maxlm.config.schema import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
@@ -36,15 +37,21 @@ class Exported(NamedTuple):
     files: int
 
 
-def export_model(run: Path, out: Path, dtype: str, shard_size: str, step: int | None, progress: weights.Step) -> Exported:
-    """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left."""
+def export_model(
+    run: Path, out: Path, dtype: str, shard_size: str, step: int | None, progress: weights.Step, of: WeightsKind = "raw"
+) -> Exported:
+    """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left.
+
+    `of`: the parameters, or their moving average. Adapters are merged into them.
+    """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     limit = _bytes(shard_size)
     saved = open_run(run)
+    saved.check_kind(of)
     family, their_config = family_of(saved.config.model, saved.config.data.seq_len)
     with new_folder(out) as made:
-        return _write(saved, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, progress)
+        return _write(saved, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, of, progress)
 
 
 def _write(
@@ -55,6 +62,7 @@ def _write(
     dtype: np.dtype,
     limit: int,
     step: int | None,
+    of: WeightsKind,
     progress: weights.Step,
 ) -> Exported:
     run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
@@ -70,8 +78,8 @@ def _write(
         kind = next(kind for kind, tree in specs.items() if weights.entry(tree, name) is not None)
         abstract = weights.entry(specs[kind], name)
         wanted = jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=here)
-        restored = checkpoints.restore_entries({kind: weights.nested(name, wanted)}, at).state
-        return np.asarray(weights.entry(restored[kind], name))
+        restored = saved.restore({kind: weights.nested(name, wanted)}, at, of)
+        return np.asarray(weights.entry(restored.params if kind == "params" else restored.model_state, name))
 
     exact = {piece.theirs for target in found if target.rule.exact for piece in target.pieces}
     dtypes = {name: DTYPES["float32"] if name in exact else dtype for name in shapes}

@@ -235,9 +235,9 @@ def join_routing(*parts: Routing | None) -> Routing | None:
 def balance_experts(config: ModelConfig, model_state: Tree, routing: Routing) -> Tree:
     """The model state after an update. Loss-free balancing (Wang 2024, arXiv 2408.15664): every bias moves `bias_rate` towards even load,
     up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the
-    same everywhere.
+    same everywhere. Of a frozen model they stay.
     """
-    rate = config.moe.router.bias_rate if config.moe is not None else 0.0
+    rate = config.moe.router.bias_rate if config.moe is not None and config.lora is None else 0.0
     if not rate:
         return model_state
     groups = [group for group in layer_groups(config) if group.experts]

@@ -1,6 +1,4 @@
-"""Every matmul of the model, and the embedding lookup: the one place that decides precision, layout over tensor-parallel devices and
-compiler fences.
-"""
+"""Every matmul of the model, and the embedding lookup: their precision, layout over tensor-parallel devices and compiler fences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +17,13 @@ from maxlm import kernels
 from maxlm.config.schema import PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
+from maxlm.models.adapted_matrix import LowRankSum
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
+Weight = nnx.Param | Array | LowRankSum
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
@@ -43,14 +43,7 @@ def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
 
 
 def linear(
-    spec: str,
-    x: Array,
-    w: nnx.Param | Array,
-    bias: nnx.Param | None = None,
-    *,
-    reads: Axes | None,
-    writes: Axes | None,
-    exact: bool = False,
+    spec: str, x: Array, w: Weight, bias: nnx.Param | None = None, *, reads: Axes | None, writes: Axes | None, exact: bool = False
 ) -> Array:
     """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
     the layout to XLA's partitioner. `exact`: full float32 precision, whatever the setting.
@@ -74,9 +67,10 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     """W_down(act(x W_gate) * (x W_up)) by the fused kernel; None where it does not run or is no faster than XLA."""
     mesh = jax.sharding.get_abstract_mesh()
     layout = kernels.MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))
-    if activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
-        return None
     weights = gate_DF[...], up_DF[...], down_FD[...]
+    adapted = any(isinstance(w, LowRankSum) for w in weights)
+    if adapted or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
+        return None
     return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
 
 
@@ -127,7 +121,9 @@ def grouped_linear(
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
-def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
+def _einsum(spec: str, x: Array, w: Array | LowRankSum, *, exact: bool) -> Array:
+    if isinstance(w, LowRankSum):
+        return w.times(spec, x)
     return jnp.einsum(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
 
 

@@ -15,21 +15,22 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.models.decoder import Decoder
 from maxlm.models.layers import StateVariable
+from maxlm.models.lora import adapt
 from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
 
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
-def cast_matrices(config: Config, parameters: Parameters) -> Parameters:
-    """The parameters as the forward pass reads them: matrices in `precision.compute`, scales and biases unchanged."""
-    matrix = _tree(config.model, lambda _, variable: is_matrix(variable.axes))
+def cast_matrices(config: Config, parameters: Parameters, *, state: bool = False) -> Parameters:
+    """Parameters, or model state, as the forward pass reads them: matrices in `precision.compute`, scales and biases unchanged."""
+    matrix = _tree(config.model, lambda _, variable: is_matrix(variable.axes), state=state)
     return jax.tree.map(lambda leaf, cast: leaf.astype(config.precision.compute) if cast else leaf, parameters, matrix)
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """True for the logical axes of a matrix; False for a norm's scale, a bias, and a router, which is read in float32."""
-    return ("embed" in axes or "position" in axes) and "choices" not in axes
+    return any(name in axes for name in ("embed", "position", "rank")) and "choices" not in axes
 
 
 def bind(config: ModelConfig, parameters: Parameters, model_state: Parameters | None = None) -> Decoder:
@@ -48,12 +49,12 @@ def declarations(config: ModelConfig) -> list[tuple[tuple[str, ...], nnx.Variabl
 @lru_cache(maxsize=16)
 def abstract_decoder(config: ModelConfig) -> Decoder:
     """The model with shapes for arrays."""
-    return jax.eval_shape(lambda: Decoder(config))
+    return jax.eval_shape(lambda: Decoder(config) if config.lora is None else adapt(Decoder(config), config.lora))
 
 
-def parameter_axes(config: ModelConfig) -> Parameters:
-    """Logical axes of every parameter, one name a dim; stacked blocks lead with those of `decoder.STACKED`."""
-    return _tree(config, partial(_axes, config))
+def parameter_axes(config: ModelConfig, *, state: bool = False) -> Parameters:
+    """Logical axes of every parameter, or of the model state, one name a dim; stacked blocks lead with those of `decoder.STACKED`."""
+    return _tree(config, partial(_axes, config), state=state)
 
 
 def _axes(config: ModelConfig, name: tuple[str, ...], variable: nnx.Variable) -> tuple[str, ...]:

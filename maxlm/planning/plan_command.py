@@ -50,6 +50,8 @@ def run(request: Request, *, as_json: bool) -> int:
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
     if not topology.is_tpu:
         raise UserError(f"{topology.name} is not a TPU, and maxlm plan has no cost model for GPUs; use for example --topology v5p:4x4x4.")
+    if loaded.config.model.lora is not None:
+        raise UserError("maxlm plan has no cost model of a frozen model (model.lora): plan without it, then `maxlm compile` with it.")
     folder = request.file.absolute().parent
     if not folder.is_dir():
         raise UserError(f"--out {request.file}: there is no folder {folder}; make it first.")

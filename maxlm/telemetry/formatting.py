@@ -70,8 +70,9 @@ def sentence(event: Event) -> str:
         case "alarm":
             return f"Alarm at {at}{reason}"
         case "eval":
-            loss = data.get("eval_loss")
-            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}" if is_number(loss) else "")
+            loss, average = data.get("eval_loss"), data.get("eval_loss_ema")
+            of_average = f" ({figure(average)} of the moving average)" if is_number(average) else ""
+            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{of_average}" if is_number(loss) else "")
         case "rollback":
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""

@@ -54,7 +54,7 @@ class Event:
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
-    eval      `eval_loss` (nats a token), `seconds`
+    eval      `eval_loss` (nats a token), `eval_loss_ema` (of the moving average, with `ema`), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next

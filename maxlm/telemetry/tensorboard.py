@@ -36,7 +36,7 @@ class TensorBoardObserver:
 
     def on_event(self, event: Event) -> None:
         if event.kind == "eval":
-            self._write({"eval_loss": event.data.get("eval_loss")}, event.step, event.time)
+            self._write({name: event.data.get(name) for name in ("eval_loss", "eval_loss_ema")}, event.step, event.time)
 
     def close(self) -> None:
         if self._file is not None:

@@ -40,7 +40,8 @@ class WandbObserver:
 
     def on_event(self, event: Event) -> None:
         if event.kind == "eval":
-            self._log({"step": event.step, "eval_loss": event.data.get("eval_loss")})
+            losses = {name: event.data[name] for name in ("eval_loss", "eval_loss_ema") if name in event.data}
+            self._log({"step": event.step, **losses})
 
     def close(self) -> None:
         if self._run is not None:

@@ -95,14 +95,15 @@ _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, dat
 def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """Lower bound of what a device of a mesh of `sizes` holds during a step. In integers: no size is too large for it.
 
-    State in float32; either all gradients, or what the backward pass of a microbatch starts from, which is one tensor as wide as the model
-    a layer and the logits of one part of the loss; a sum of gradients over microbatches is beside both. State is split evenly.
+    State in float32, without moments and gradients of what is frozen; either all gradients, or what the backward pass of a microbatch
+    starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients over
+    microbatches is beside both. State is split evenly.
     """
     model, train = config.model, config.train
     number = 2 if config.precision.compute == "bfloat16" else FLOAT32
     numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
     moments = 2 if config.optimizer.name == "adamw" else 1  # of Muon's matrices
-    copies = 1 + moments
+    copies = 1 + moments + (config.ema is not None)
     if config.diloco is not None:
         copies = 2 + -(-config.diloco.workers // sizes["data"]) * (1 + moments)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
@@ -110,6 +111,8 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
     logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
     gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
+    if model.lora is not None:  # of adapters there are few
+        copies, gradients = 1, 0
     smaller = f"lower {_largest(model)}, or split the state over more devices with mesh.fsdp"
     state = Part("parameters and optimizer state", FLOAT32 * copies * numbers, smaller)
     activations = (

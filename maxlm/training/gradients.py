@@ -106,12 +106,12 @@ def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...], add: Ad
 # ZeRO stage 2.
 
 
-def gather_layers(config: Config, params: Parameters) -> Parameters:
-    """ZeRO stage 2: the layers' weights in the dtype of the matmuls, whole over `fsdp`; their gradients are scattered as they are formed.
-    Embedding and unembedding are read once a microbatch anyway.
+def gather_layers(config: Config, params: Parameters, *, state: bool = False) -> Parameters:
+    """ZeRO stage 2: the layers' weights (or frozen ones, with `state`) in the dtype of the matmuls, whole over `fsdp`; their gradients are
+    scattered as they are formed. Embedding and unembedding are read once a microbatch anyway.
     """
-    axes = parameter_axes(config.model)
-    layers, others = split_layers(cast_matrices(config, params))
+    axes = parameter_axes(config.model, state=state)
+    layers, others = split_layers(cast_matrices(config, params, state=state))
     return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 
@@ -124,6 +124,26 @@ def _gather(names: Axes, weight: jax.Array) -> jax.Array:
 
     gather.defvjp(lambda weight: (gather(weight), None), lambda _, gradient: (constrain(gradient, *names),))
     return gather(weight)
+
+
+# Frozen weights (`model.lora`).
+
+
+def cast_frozen(config: Config, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of parameters, model state and more, with frozen matrices in the dtype of the matmuls: cast before they are gathered."""
+    if config.model.lora is None:
+        return function
+    return lambda params, state, *inputs, **options: function(params, cast_matrices(config, state, state=True), *inputs, **options)
+
+
+def with_layers_gathered(config: Config, loss: LossFn) -> LossFn:
+    """`loss` with the layers' weights gathered before the first of them is read (ZeRO stage 2)."""
+
+    def gathered(params: Parameters, state: Parameters, batch: Any) -> tuple[Float[Array, ""], Sums]:
+        frozen = state if config.model.lora is None else gather_layers(config, state, state=True)
+        return loss(gather_layers(config, params), frozen, batch)
+
+    return gathered
 
 
 def _map(function: Callable[..., jax.Array | P], axes: Parameters, *trees: Parameters) -> Parameters:

@@ -15,6 +15,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.telemetry.observer import Event
+from maxlm.training.ema import average_of
 from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
@@ -139,12 +140,17 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     began = time.monotonic()
     with session.goodput.measure("eval"):
         loss = evaluate(session.program, state, session.held_out, gives_up)
+        averages = average_of(state)
+        averaged = None if averages is None else replace(state, params=averages)
+        loss_of_average = None if loss is None or averaged is None else evaluate(session.program, averaged, session.held_out, gives_up)
     _report_problems(session, session.held_out, step)
     if loss is None:
         reason = "the evaluation was skipped: a signal asked training to stop"
         session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
         return None
-    session.observers.on_event(Event("eval", step, data={"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}))
+    data = {"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}
+    data |= {} if loss_of_average is None else {"eval_loss_ema": loss_of_average}
+    session.observers.on_event(Event("eval", step, data=data))
     meter.pause()
     return loss
 

@@ -19,7 +19,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     """
     axes = parameter_axes(config.model)
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
-    decayed = _map_axes(lambda names: "embed" in names, axes)
+    decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         direction,
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),

@@ -21,7 +21,8 @@ from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.metric import Metric
 from maxlm.training import pipelined
 from maxlm.training.diloco import LocalUpdates
-from maxlm.training.gradients import accumulated, gather_layers, reduced_once, reduction_axes
+from maxlm.training.ema import EmaUpdates
+from maxlm.training.gradients import accumulated, cast_frozen, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
@@ -56,13 +57,13 @@ class Program:
         elif config.train.microbatches > 1:
             grad_fn = partial(accumulated, config.train.microbatches, loss)
         elif config.mesh.zero == 2:
-            grad_fn = partial(in_one_pass, lambda params, *inputs: loss(gather_layers(config, params), *inputs))
-        return reduced_once(config, grad_fn, axes) if axes else grad_fn
+            grad_fn = partial(in_one_pass, with_layers_gathered(config, loss))
+        return cast_frozen(config, reduced_once(config, grad_fn, axes) if axes else grad_fn)
 
     @cached_property
     def updater(self) -> Updater:
-        """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`)."""
-        kind = Updater if self.config.diloco is None else LocalUpdates
+        """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`)."""
+        kind = LocalUpdates if self.config.diloco is not None else EmaUpdates if self.config.ema is not None else Updater
         return kind(self.config, self.objective, self.optimizer, self.gradients)
 
     @cached_property
@@ -145,7 +146,7 @@ class Program:
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            return self.objective.loss(params, model_state, batch, training=False)[1]
+            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
 
         split = state.params, state.model_state, self.batch_sharding
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)

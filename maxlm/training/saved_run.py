@@ -1,20 +1,26 @@
 """A run or an imported model on disk: its config, its tokenizer, its weights. The one way to open one."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
+from maxlm.config.schema import WeightsKind
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, model_state_specs, parameter_specs
+from maxlm.models.adapted_matrix import merged
+from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
+from maxlm.models.stack import Names
+from maxlm.training.ema import EMA
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+AVERAGE = ("updater", EMA)  # path of the moving average in a state
 
 
 class Weights(NamedTuple):
@@ -27,15 +33,20 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The folder of a run, or of a model that `maxlm import` has made."""
+    """The folder of a run, or of a model that `maxlm import` has made. `trained`: its config as it was trained, perhaps with adapters."""
 
     directory: Path
-    config: Config
+    trained: Config
+
+    @cached_property
+    def config(self) -> Config:
+        """Its config, with a model that has the parameters of `weights`: adapters are merged into them."""
+        return self.trained.model_copy(update={"model": self.trained.model.merged})
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """Its checkpoints, to read only."""
-        return Checkpoints(self.config.checkpoint.dir or self.directory / CHECKPOINTS, self.config.checkpoint, {})
+        return Checkpoints(self.trained.checkpoint.dir or self.directory / CHECKPOINTS, self.trained.checkpoint, {})
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -43,7 +54,7 @@ class SavedRun:
         folder = self.directory / TOKENIZER
         return open_tokenizer(str(folder)) if folder.is_dir() else None
 
-    def weights(self, mesh: Mesh, step: int | None = None) -> Weights:
+    def weights(self, mesh: Mesh, step: int | None = None, kind: WeightsKind = "raw") -> Weights:
         """The weights of the newest checkpoint, or that of `step`, in float32 and split over `mesh` as in training.
 
         Raises UserError if there is no such checkpoint, or if `mesh` does not divide a dim.
@@ -58,8 +69,67 @@ class SavedRun:
         def split(shapes: Parameters, specs: Parameters) -> Any:
             return jax.tree.map(wanted, specs, shapes, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
-        restored = self.checkpoints.restore_entries({name: split(*pair) for name, pair in kinds.items()}, step)
-        return Weights(restored.step, restored.state["params"], restored.state["model_state"])
+        return self.restore({name: split(*pair) for name, pair in kinds.items()}, step, kind)
+
+    def restore(self, wanted: dict[str, Parameters], step: int | None = None, kind: WeightsKind = "raw") -> Weights:
+        """Those leaves of `params` and `model_state` that `wanted` names, with shape and sharding, as `weights`. Adapters are merged into
+        them in float32, one matrix at a time. `kind`: the parameters, or their moving average.
+        """
+        self.check_kind(kind)
+        places = {key: place for key, place in stored(self.trained.model).items() if _has(wanted.get(key[0], {}), key[1])}
+        root = AVERAGE if kind == "ema" else ("params",)
+        shapes = abstract_parameters(self.trained.model)
+        asked: Parameters = {}
+        for (entry, name), place in places.items():
+            target = leaf(wanted[entry], name)
+            put(asked, (*(root if place.entry == "params" else (place.entry,)), *place.name), target)
+            for part in (place.a, place.b):
+                if part is not None:
+                    shape = leaf(shapes, part)
+                    put(asked, (*root, *part), jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_whole(target.sharding)))
+        restored = self.checkpoints.restore_entries(asked, step)
+        found: dict[str, Parameters] = {"params": {}, "model_state": {}}
+        for (entry, name), place in places.items():
+            put(found[entry], name, _merged(restored.state, root, place))
+        return Weights(restored.step, found["params"], found["model_state"])
+
+    def adapters(self, step: int | None = None, kind: WeightsKind = "raw") -> Parameters:
+        """The adapters of a checkpoint on the host, not merged: with `model.lora` all parameters that were trained."""
+        self.check_kind(kind)
+        here, root = SingleDeviceSharding(jax.devices("cpu")[0]), AVERAGE if kind == "ema" else ("params",)
+        shapes = abstract_parameters(self.trained.model)
+        asked: Parameters = {}
+        put(asked, root, jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes))
+        found: Parameters = leaf(self.checkpoints.restore_entries(asked, step).state, root)
+        return found
+
+    def check_kind(self, kind: WeightsKind) -> None:
+        """Raise UserError if this run keeps no such weights."""
+        if kind == "ema" and self.trained.ema is None:
+            raise UserError(f"{self.directory} holds no moving average of its weights (it was trained without `ema`): ask for raw weights.")
+
+
+def _merged(state: Parameters, root: Names, place: Stored) -> jax.Array:
+    base: jax.Array = leaf(state, (*(root if place.entry == "params" else (place.entry,)), *place.name))
+    if place.a is None or place.b is None:
+        return base
+    a, b = (leaf(state, (*root, *part)) for part in (place.a, place.b))
+    add = partial(merged, scale=place.scale, stacked=place.stacked)
+    summed: jax.Array = jax.jit(add, out_shardings=base.sharding, donate_argnums=0)(base, a, b)
+    return summed
+
+
+def _whole(sharding: Sharding) -> Sharding:
+    """Adapters lie whole on every device that holds a part of the matrix."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _has(tree: Parameters, name: Names) -> bool:
+    try:
+        leaf(tree, name)
+    except KeyError:
+        return False
+    return True
 
 
 def open_run(directory: Path) -> SavedRun:

@@ -1,19 +1,29 @@
 """Begin with the parameters of another run, or of an imported model."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
 from maxlm.config.schema import ModelConfig, StartFromConfig
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.models import abstract_model_state, abstract_parameters, init_parameters, parameter_axes
+from maxlm.models import (
+    Parameters,
+    abstract_model_state,
+    abstract_parameters,
+    init_parameters,
+    model_state_specs,
+    parameter_axes,
+    parameter_specs,
+)
+from maxlm.models.adapters import frozen
 from maxlm.training.program import Program
 from maxlm.training.saved_run import CONFIG, open_run
 from maxlm.training.step import TrainState
@@ -27,7 +37,7 @@ FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "bal
 
 
 def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer | None) -> TrainState:
-    """The first state of `program` with the parameters of `source`, a fresh optimizer and schedule.
+    """The first state of `program` with the parameters of `source`, a fresh optimizer and schedule. With `model.lora` they are frozen.
 
     The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
     model that differs otherwise, or a token that has another id in `tokenizer`, the data's, or if there is no such checkpoint.
@@ -35,26 +45,42 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     folder = Path(source.path)
     if not (folder / CONFIG).is_file():
         raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
-    saved, model = open_run(folder), program.config.model
+    saved, model = open_run(folder), program.config.model.merged
+    saved.check_kind(source.weights)
     other = saved.config.model
     if differing := differences(other, model):
         raise UserError(f"{FIELD} = {source.path}: its model is another one: {', '.join(differing[:5])}.")
     if tokenizer is not None and saved.tokenizer is not None:
         _check_tokens(source.path, saved.tokenizer, tokenizer)
-    shardings = program.state_shardings
-    kinds = {"params": (abstract_parameters(other), shardings.params)}
-    kinds["model_state"] = abstract_model_state(other), shardings.model_state
-    whole, grown = NamedSharding(program.mesh, PartitionSpec()), other.vocab_size != model.vocab_size
+    grown = other.vocab_size != model.vocab_size
+    if grown and program.config.model.lora is not None:
+        rule = f"is above that of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
+        raise ConfigError("model.vocab_size", model.vocab_size, rule, f"use {other.vocab_size}, or train without model.lora first")
+    wanted = _wanted(other, model, program.mesh)
+    restored = saved.restore(wanted, source.step, source.weights)
+    params = _grown(program, restored.params) if grown else restored.params
+    if program.config.model.lora is None:
+        return program.begin_with(params, restored.model_state)
+    return program.begin_with(_adapters(program), frozen(program.config.model, params, restored.model_state))
 
-    def wanted(shape: Any, sharding: NamedSharding, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else sharding)
 
-    axes = parameter_axes(model)
-    abstract = {name: jax.tree.map(wanted, *pair) for name, pair in kinds.items()}
-    abstract["params"] = jax.tree.map(wanted, *kinds["params"], axes)
-    restored = saved.checkpoints.restore_entries(abstract, source.step).state
-    params = _grown(program, restored["params"]) if grown else restored["params"]
-    return program.begin_with(params, restored["model_state"])
+def _wanted(source: ModelConfig, model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Shapes of the source with the shardings of the model; tables of a vocabulary that grows are whole."""
+    whole, grown = NamedSharding(mesh, PartitionSpec()), source.vocab_size != model.vocab_size
+
+    def wanted(shape: Any, spec: PartitionSpec, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else NamedSharding(mesh, spec))
+
+    params = jax.tree.map(wanted, abstract_parameters(source), parameter_specs(model, mesh), parameter_axes(model))
+    return {"params": params, "model_state": jax.tree.map(wanted, abstract_model_state(source), model_state_specs(model, mesh))}
+
+
+def _adapters(program: Program) -> Parameters:
+    """Fresh adapters, where they will live."""
+    config, shardings = program.config, program.state_shardings.params
+    with jax.set_mesh(program.mesh):
+        adapters: Parameters = jax.jit(partial(init_parameters, config.model, config.train.seed), out_shardings=shardings)()
+    return adapters
 
 
 def _check_tokens(path: str, theirs: Tokenizer, ours: Tokenizer) -> None:
@@ -81,9 +107,14 @@ def _grown(program: Program, params: Any) -> Any:
     first = len(params["embedding_VD"])
     _log.info("rows %d to %d of the vocabulary are drawn: the source has none", first, config.model.vocab_size - 1)
 
+    model, mesh = config.model.merged, program.mesh
+    shardings = jax.tree.map(
+        partial(NamedSharding, mesh), parameter_specs(model, mesh), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
     def join(params: Any) -> Any:
-        fresh = init_parameters(config.model, config.train.seed)
+        fresh = init_parameters(model, config.train.seed)
         return jax.tree.map(lambda old, new: old if old.shape == new.shape else jnp.concatenate([old, new[len(old) :]]), params, fresh)
 
-    with jax.set_mesh(program.mesh):
-        return jax.jit(join, out_shardings=program.state_shardings.params)(params)
+    with jax.set_mesh(mesh):
+        return jax.jit(join, out_shardings=shardings)(params)

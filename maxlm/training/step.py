@@ -31,7 +31,7 @@ class TrainState:
     params: Parameters
     opt_state: Any
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
-    updater: Any = None  # state of the update itself: `diloco.WorkerState`, with local updates
+    updater: Any = None  # state of the update itself: `diloco.WorkerState` with local updates, the average of `ema.EmaUpdates`
 
 
 class Metrics(NamedTuple):
@@ -52,7 +52,7 @@ class Metrics(NamedTuple):
 
 
 class Updater:
-    """An update from one gradient of the whole batch: the plain case. `diloco.LocalUpdates` is the other; `program.py` chooses."""
+    """An update from one gradient of the whole batch: the plain case. `diloco.LocalUpdates` and `ema.EmaUpdates` are the others."""
 
     def __init__(self, config: Config, objective: Objective, optimizer: optax.GradientTransformation, gradients: GradFn) -> None:
         self.config, self._objective, self._optimizer, self._gradients = config, objective, optimizer, gradients

@@ -1,0 +1,103 @@
+"""`maxlm average`: the mean of a run's last checkpoints, as a folder like that of an imported model (arXiv 1803.05407)."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from ruamel.yaml import YAML
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import Config, UserError
+from maxlm.config.loader import dump
+from maxlm.config.schema import CheckpointConfig, WeightsKind
+from maxlm.interop.importing import MODEL
+from maxlm.interop.new_folder import new_folder
+from maxlm.interop.weights import Step, nested
+from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
+from maxlm.models.adapters import leaf, put, stored
+from maxlm.models.parameters import Parameters
+from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER, SavedRun, open_run
+
+
+class Averaged(NamedTuple):
+    """Result of an average: the steps of its checkpoints."""
+
+    steps: list[int]
+    parameters: int
+
+
+def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: WeightsKind, progress: Step) -> Averaged:
+    """Average the `last` checkpoints of `run`, or those of `steps`, into the new folder `out`, under the newest one's step.
+
+    All parameters are averaged with equal weights, in float64; biases of experts' routers, which go with them, as well. The host holds one
+    copy of the mean, and one array of a checkpoint. Raises UserError if checkpoints are missing or damaged; then nothing is left.
+    """
+    saved = open_run(run)
+    saved.check_kind(kind)
+    chosen = _chosen(saved, last, steps)
+    with new_folder(out) as made:
+        config = _config(saved.config)
+        state = _mean(saved, chosen, kind, progress)
+        checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
+        checkpoints.save(chosen[-1], state, {})
+        checkpoints.close()
+        (made / CONFIG).write_text(dump(config), encoding="utf-8")
+        _write_model(made / MODEL, config, f"the mean of {run.resolve().name}'s checkpoints {', '.join(map(str, chosen))}")
+        if (run / TOKENIZER).is_dir():
+            shutil.copytree(run / TOKENIZER, made / TOKENIZER)
+    return Averaged(chosen, count_parameters(config.model))
+
+
+def _chosen(saved: SavedRun, last: int, steps: Sequence[int]) -> list[int]:
+    """The steps to average, oldest first."""
+    present = saved.checkpoints.steps()
+    there = f"{saved.checkpoints.directory} holds {', '.join(map(str, present)) or 'none'}"
+    if steps:
+        if missing := [step for step in steps if step not in present]:
+            raise UserError(f"--steps: there is no checkpoint {missing[0]}: {there}.")
+        chosen = sorted(set(steps))
+        if len(chosen) < max(2, len(steps)):
+            raise UserError(f"--steps {','.join(map(str, steps))}: name two or more checkpoints, each once.")
+        return chosen
+    if last > len(present):
+        raise UserError(f"--last {last} asks for more checkpoints than there are: {there}; ask for fewer, or raise checkpoint.keep.")
+    return present[-last:]
+
+
+def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) -> dict[str, Parameters]:
+    model, here = saved.config.model, SingleDeviceSharding(jax.devices("cpu")[0])
+    shapes = {"params": abstract_parameters(model), "model_state": abstract_model_state(model)}
+    places = list(stored(model))
+    size, done = 4 * sum(leaf(shapes[entry], name).size for entry, name in places) * len(steps), 0
+    state: dict[str, Parameters] = {"params": {}, "model_state": {}}
+    for entry, name in places:
+        shape = leaf(shapes[entry], name)
+        wanted = {entry: nested(name, jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here))}
+        total = np.zeros(shape.shape, np.float64)
+        for step in steps:
+            restored = saved.restore(wanted, step, kind)
+            total += np.asarray(leaf({"params": restored.params, "model_state": restored.model_state}[entry], name))
+            done += 4 * shape.size
+            progress(done, size)
+        put(state[entry], name, jax.device_put((total / len(steps)).astype(np.float32), here))
+    return state
+
+
+def _config(config: Config) -> Config:
+    """The run's config, without what made its own checkpoints."""
+    train = config.train.model_copy(update={"start_from": None})
+    return config.model_copy(update={"train": train, "ema": None, "checkpoint": CheckpointConfig()})
+
+
+def _write_model(path: Path, config: Config, source: str) -> None:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    model: dict[str, Any] = config.model.model_dump(mode="json", exclude_none=True)
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(f"# {source[0].upper()}{source[1:]}, by `maxlm average`.\n# {count_parameters(config.model):,} parameters.\n")
+        yaml.dump({"model": model}, stream)
