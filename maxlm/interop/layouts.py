@@ -86,6 +86,31 @@ class RotaryPairs(Linear):
         return super().write(np.concatenate([rest, pairs], axis=-1))
 
 
+@dataclass(frozen=True)
+class Reordered(Layout):
+    """As `layout`, with the last dim of ours in another order: place i holds what `layout` has at `order[i]`."""
+
+    layout: Layout
+    order: tuple[int, ...]
+
+    def shape(self, ours: Shape) -> Shape:
+        return self.layout.shape(ours)
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        return self.layout.read(theirs, ours)[..., np.array(self.order)]
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        return self.layout.write(ours[..., np.argsort(self.order)])
+
+
+def turned_first(head_dim: int, turned: int) -> tuple[int, ...]:
+    """Order of a head whose first `turned` dims are rotary, paired among themselves: ours are pairs (i, i + half), those at rest last."""
+    half = turned // 2
+    rest = range(turned, head_dim)
+    middle = len(rest) // 2
+    return (*range(half), *rest[:middle], *range(half, turned), *rest[middle:])
+
+
 KEEP, FLAT, LINEAR, FROM_ONE = Layout(), Flat(), Linear(), FromOne()
 OUTPUT = Linear(inputs=2)  # attention's output projection: heads and their dims
 CONV, CONV_OUTPUT = Matrix(), Matrix(inputs=2)  # GPT-2's Conv1D is stored inputs first

@@ -1,6 +1,7 @@
 """Tensors of safetensors files, read by name and by slice. Nothing else is opened: a pickle can run code, so none is ever read."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
+_COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
@@ -86,6 +88,14 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
             self._stored[prefix + name] = name
 
+    def same(self, name: str, other: str) -> bool:
+        """True if both tensors hold the same numbers; compared in blocks of rows, so that no whole tensor is in memory."""
+        if self[name] != self[other]:
+            return False
+        rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
+        blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+        return all(np.array_equal(*(_as_float32(self._slice(one, block)) for one in (name, other))) for block in blocks)
+
     def read(self, name: str, row: int | None = None) -> np.ndarray:
         """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite."""
         if name not in self._file:
@@ -97,7 +107,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             raise UserError(f"{name} in {self._file.get(name, Path(name)).name} holds numbers that are not finite.")
         return value
 
-    def _slice(self, name: str, row: int | None) -> np.ndarray:
+    def _slice(self, name: str, row: int | slice | None) -> np.ndarray:
         file = self._file[name]
         with _told(file):
             stored = self._handle(file).get_slice(self._stored.get(name, name))
