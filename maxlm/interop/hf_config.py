@@ -171,8 +171,17 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
 
 
-def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu"), eps: str = "rms_norm_eps", **rope: bool) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `eps`: its key; `rope`: see `_rope`."""
+def _decoder(
+    keys: Keys,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    *,
+    latent: bool = False,
+    partial: bool = False,
+) -> Section:
+    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `eps`: its key and default; `latent` and
+    `partial`: see `_rope`.
+    """
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     keys.only(*activation)
     groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers")
@@ -187,9 +196,9 @@ def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu"), e
         "n_kv_heads": None if groups == heads else groups,
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "d_ff": keys.count("intermediate_size"),
-        "norm_eps": keys.positive(eps, 1e-6 if eps == "rms_norm_eps" else 1e-5),
+        "norm_eps": keys.positive(*eps),
         "init_std": keys.positive("initializer_range", 0.02),
-        "rope": _rope(keys, **rope),
+        "rope": _rope(keys, latent=latent, partial=partial),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
     }
 
@@ -418,7 +427,7 @@ def _stablelm(keys: Keys) -> Section:
     keys.only("qk_layernorm", False)
     keys.only("use_parallel_residual", False)
     keys.ignore("hidden_dropout")
-    section = _decoder(keys, eps="layer_norm_eps", partial=True)
+    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True)
     if keys.get("partial_rotary_factor") is None and keys.section("rope_parameters").get("partial_rotary_factor") is None:
         section["rope"]["share"] = 0.25  # the library's default
     return {**section, "norm": "layernorm", "bias": "qkv" if keys.flag("use_qkv_bias", False) else None}

@@ -94,7 +94,8 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             return False
         rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
         blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
-        return all(np.array_equal(*(_as_float32(self._slice(one, block)) for one in (name, other))) for block in blocks)
+        numbers = ([_as_float32(self._slice(one, block)) for one in (name, other)] for block in blocks)
+        return all(np.array_equal(one, two) for one, two in numbers)
 
     def read(self, name: str, row: int | None = None) -> np.ndarray:
         """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite."""
