@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,8 +13,10 @@ Shape = tuple[int, ...]
 class Layout:
     """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
 
-    This one: the same numbers in the same order, and the same dims.
+    This one: the same numbers in the same order, and the same dims. `computes`: what it writes are other numbers, not only elsewhere.
     """
+
+    computes: ClassVar[bool] = False
 
     def shape(self, ours: Shape) -> Shape:
         return ours
@@ -61,6 +64,8 @@ class Linear(Matrix):
 @dataclass(frozen=True)
 class FromOne(Layout):
     """A scale stored as its difference from 1 (Gemma's norms)."""
+
+    computes: ClassVar[bool] = True
 
     def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
         return np.float32(1) + theirs.astype(np.float32).reshape(ours)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
+from maxlm.interop.copying import all_finite, widened
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -94,19 +95,23 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             return False
         rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
         blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
-        numbers = ([_as_float32(self._slice(one, block)) for one in (name, other)] for block in blocks)
+        numbers = ([widened(self._slice(one, block)) for one in (name, other)] for block in blocks)
         return all(np.array_equal(one, two) for one, two in numbers)
 
-    def read(self, name: str, row: int | None = None) -> np.ndarray:
-        """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite."""
+    def read(self, name: str, row: int | None = None, *, bits: bool = False) -> np.ndarray:
+        """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite.
+
+        `bits`: numbers of bfloat16 as they are stored, in uint16, which `copy_widened` reads.
+        """
         if name not in self._file:
             blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
             value = _dequantise(blocks, scales)
         else:
-            value = _as_float32(self._slice(name, row))
-        if not np.isfinite(value).all():
+            value = self._slice(name, row)
+        value = value.view(np.uint16) if value.dtype == ml_dtypes.bfloat16 else widened(value)
+        if not all_finite(value):
             raise UserError(f"{name} in {self._file.get(name, Path(name)).name} holds numbers that are not finite.")
-        return value
+        return value if bits or value.dtype != np.uint16 else widened(value.view(ml_dtypes.bfloat16))
 
     def _slice(self, name: str, row: int | slice | None) -> np.ndarray:
         file = self._file[name]
@@ -171,13 +176,6 @@ def _told(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as safetensors: {first_line(error)}; it may be cut short: download it again.") from error
-
-
-def _as_float32(value: np.ndarray) -> np.ndarray:
-    """The same numbers. bfloat16 by its bits, the upper half of float32's: `astype` would keep other threads waiting."""
-    if value.dtype == ml_dtypes.bfloat16:
-        return np.left_shift(value.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    return value.astype(np.float32, copy=False)
 
 
 def _dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import ModelConfig
+from maxlm.interop.copying import bounds_of, copy_part, empty_aligned, is_inside
 from maxlm.interop.families import EMBEDDING, UNEMBEDDING, Family
 from maxlm.interop.layouts import Rule, Shape, expert_axis
 from maxlm.interop.tensor_files import TensorFiles, some
@@ -155,40 +156,24 @@ def entry(tree: Mapping[str, Any], name: Names) -> Any:
 
 def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Array:
     """The parameter, of which only this process's shards are ever in memory."""
-    where = {device: _bounds(index or (), target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
-    shards = {bounds: np.empty([stop - start for start, stop in bounds], np.float32) for bounds in set(where.values())}
+    indices = sharding.addressable_devices_indices_map(target.shape)
+    where = {device: bounds_of(index or (), target.shape) for device, index in indices.items()}
+    shards = {bounds: empty_aligned(tuple(stop - start for start, stop in bounds)) for bounds in set(where.values())}
 
     def fill(piece: Piece) -> None:
-        fitting = [bounds for bounds in shards if all(_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
+        fitting = [bounds for bounds in shards if all(is_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
         if fitting:
-            theirs = target.rule.part(files.read(piece.theirs, piece.row), target.part)
+            bits = not target.rule.layout.computes
+            theirs = target.rule.part(files.read(piece.theirs, piece.row, bits=bits), target.part)
             ours = target.rule.layout.read(theirs, target.piece)
             for bounds in fitting:
-                _copy(ours, shards[bounds], piece.index, bounds)
+                copy_part(ours, shards[bounds], piece.index, bounds)
 
     with ThreadPoolExecutor(READERS) as pool:  # pieces do not overlap
         list(pool.map(fill, target.pieces))
     return jax.make_array_from_single_device_arrays(
         target.shape, sharding, [jax.device_put(shards[bounds], device) for device, bounds in where.items()]
     )
-
-
-Bounds = tuple[tuple[int, int], ...]  # of a shard: start and stop in every dim
-
-
-def _bounds(index: tuple[slice, ...], shape: Shape) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _inside(at: int | slice, start: int, stop: int) -> bool:
-    return isinstance(at, slice) or start <= at < stop
-
-
-def _copy(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], bounds: Bounds) -> None:
-    """Copy what a shard has of a piece, whose dims are those of the parameter without the numbers in `index`."""
-    full = (*index, *[slice(None)] * (len(bounds) - len(index)))
-    inside = tuple(at if isinstance(at, slice) else at - start for at, (start, _) in zip(full, bounds, strict=True))
-    shard[inside] = ours[tuple(slice(*b) for at, b in zip(full, bounds, strict=True) if isinstance(at, slice))]
 
 
 def with_copies(tensors: Iterable[tuple[str, T]], repeated: Mapping[str, str]) -> Iterator[tuple[str, T]]:
