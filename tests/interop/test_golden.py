@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -156,3 +157,29 @@ def test_gpt2_is_read_with_and_without_its_prefix_its_masks_and_a_copy_of_its_em
     imported = import_model(case.source, tmp_path / "again", [], nothing)
     assert len(imported.notes) == 3 + 1 + 1, "masks, the copy, and that there is no tokenizer"
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "again"), case.state)
+
+
+@pytest.mark.parametrize("name", ["llama3", "deepseek-v3-mtp"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_is_read_exactly_and_written_back(name, dtype, tmp_path):
+    """bfloat16 in, out and in again is the same to the bit; biases of the choice stay float32 in every file, as the library keeps them."""
+    recorded = np.load(GOLDEN / f"{name}.npz")
+    keys = [key.removeprefix("grad ") for key in recorded.files if key.startswith("grad ")]
+    weights = {key: drawn(key, recorded[f"grad {key}"].shape).astype(np.float32 if "e_score" in key else dtype) for key in keys}
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    for folder, kept in ((whole, {key: value.astype(np.float32) for key, value in weights.items()}), (half, weights)):
+        folder.mkdir()
+        (folder / "config.json").write_text(str(recorded["config"]))
+        save_file(kept, folder / "model.safetensors")
+        import_model(folder, tmp_path / f"{folder.name}-in", [], nothing)
+    first = restored(tmp_path / "half-in")
+    jax.tree.map(np.testing.assert_array_equal, first, restored(tmp_path / "whole-in"))
+    if dtype == np.float16:
+        return  # no export of ours has it
+    export_model(tmp_path / "half-in", tmp_path / "out", "bfloat16", "5GB", None, nothing)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in weights.items():
+        np.testing.assert_array_equal(written[key].view(np.uint8), value.view(np.uint8), err_msg=key)
+        assert written[key].dtype == value.dtype, key
+    import_model(tmp_path / "out", tmp_path / "again", [], nothing)
+    jax.tree.map(np.testing.assert_array_equal, first, restored(tmp_path / "again"))
