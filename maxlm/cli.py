@@ -243,15 +243,23 @@ def import_(
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the config.json beside the weights.")] = None,
 ) -> None:
-    """Import a published model."""
+    """Import a published model. On a cluster every host runs it, and all see the source and the new folder."""
+    import jax
+
     from maxlm.interop.importing import import_model
+    from maxlm.runtime import cluster
+    from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.runtime.consistency import require_equal
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
 
+    named, rest = split_arguments(overrides or [])
     select_platform()
-    with RunLog(), progress_bar("importing") as step:
-        imported = import_model(source, out, overrides or [], step, config)
+    with cluster.joined(named, lambda line: typer.echo(line, err=True)), RunLog(), progress_bar("importing") as step:
+        imported = import_model(source, out, rest, step, config, require_equal)
+        if jax.process_index() > 0:
+            return
     for note in imported.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"{imported.folder}: {imported.family}, {imported.parameters:,} parameters (model.yml, checkpoints/, tokenizer/)")

@@ -8,6 +8,7 @@ Weights are drawn from a seed by the name of each tensor (`drawn`), so that only
 
 import hashlib
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -145,11 +146,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
+    # Part of each head is turned, and YaRN's factor, which is of that part alone, is a quotient.
+    "stablelm": (
+        "stablelm",
+        {
+            **{key: value for key, value in _DENSE.items() if key not in ("head_dim", "rms_norm_eps")},
+            "hidden_size": 32,
+            "use_qkv_bias": True,
+            "rope_parameters": {**_YARN, "partial_rotary_factor": 0.5, "mscale": 0.8, "mscale_all_dim": 0.3},
+        },
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {
+            **_DENSE,
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+        },
+    ),
+    "gpt-oss-clamp": (
+        "gpt_oss",
+        {
+            **_DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "num_hidden_layers": 2,
+            "layer_types": [_LOCAL, _GLOBAL],
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 1.3,
+            "rope_parameters": {**_YARN, "attention_factor": 1.4},
+        },
+    ),
+    "deepseek-v3-mtp": (
+        "deepseek_v3",
+        {
+            **_DENSE,
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "num_nextn_predict_layers": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "rope_parameters": _PLAIN,
+        },
+    ),
 }
+WEIGHT_AHEAD = 0.3  # in the loss, of the mean over modules that predict further
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Weights of a tensor, float32, a function of its name and shape alone."""
+    name = re.sub(r"model\.layers\.\d+\.embed_tokens", "model.embed_tokens", name)  # copies, which modules that predict further hold
+    name = re.sub(r"model\.layers\.\d+\.shared_head\.head", "lm_head", name)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).standard_normal(shape)
     if len(shape) > 1:
@@ -161,6 +215,62 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def tokens() -> np.ndarray:
     """The batch of every case, without token 0, which pads in some families and then has no gradient."""
     return np.random.default_rng(7).integers(1, VOCAB, SHAPE)
+
+
+def weights_ahead(weights: dict[str, np.ndarray], layers: int, modules: int) -> dict[str, np.ndarray]:
+    """Weights of modules that predict further, as DeepSeek-V3 stores them: layers after the last, with tensors and copies of their own."""
+    width, last = weights["lm_head.weight"].shape[1], f"model.layers.{layers - 1}."
+    shapes = {key.removeprefix(last): value.shape for key, value in weights.items() if key.startswith(last)}
+    shapes |= {
+        "enorm.weight": (width,),
+        "hnorm.weight": (width,),
+        "eh_proj.weight": (width, 2 * width),
+        "shared_head.norm.weight": (width,),
+    }
+    shapes |= dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), weights["lm_head.weight"].shape)
+    names = [(f"model.layers.{layer}.{key}", shape) for layer in range(layers, layers + modules) for key, shape in shapes.items()]
+    return {key: drawn(key, shape) for key, shape in names}
+
+
+def modules_ahead(model: Any) -> Any:
+    """The library's modules that predict further, from the folder that `model` was loaded from."""
+    from transformers.modeling_layers import MtpModel
+
+    model._keys_to_ignore_on_load_unexpected = [  # by which it finds their tensors; the model's own list is of the published depth
+        rf"model\.layers\.{model.config.num_hidden_layers + module}\..*" for module in range(model.config.num_mtp_layers)
+    ]
+    return MtpModel.from_pretrained(model)
+
+
+def run_ahead(model: Any, modules: Any, ids: Any) -> list[Any]:
+    """Logits of every module: those of the first at place i read token i + 1, and what the model says of i."""
+    import torch
+
+    hidden, logits = model.model(input_ids=ids, use_cache=False).last_hidden_state, []
+    for depth in range(1, len(modules.layers) + 1):
+        positions = torch.arange(depth, ids.shape[1])[None].expand(len(ids), -1)
+        hidden = modules.forward_layer(depth - 1, hidden[:, : ids.shape[1] - depth], positions, None, input_ids=ids[:, depth:])
+        logits.append(model.lm_head(hidden))
+    return logits
+
+
+def grads_ahead(modules: Any, layers: int) -> dict[str, np.ndarray]:
+    """Gradients of these modules by the names that their tensors have on disk; 0 for copies and biases of the choice."""
+    named: dict[str, np.ndarray] = {}
+    for key, parameter in modules.layers.named_parameters():
+        module, _, rest = key.partition(".")
+        rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        grad, name = parameter.grad.numpy(), f"model.layers.{layers + int(module)}.{rest}"
+        if rest.startswith("mlp.experts.gate_up_proj"):
+            halves = {"gate_proj": grad[:, : grad.shape[1] // 2], "up_proj": grad[:, grad.shape[1] // 2 :]}
+        elif rest.startswith("mlp.experts.down_proj"):
+            halves = {"down_proj": grad}
+        else:
+            named[name] = grad
+            continue
+        experts = name.rpartition(".")[0]
+        named |= {f"{experts}.{expert}.{half}.weight": rows[expert] for half, rows in halves.items() for expert in range(len(rows))}
+    return named
 
 
 def record(name: str, folder: Path) -> None:
@@ -178,21 +288,33 @@ def record(name: str, folder: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(place)
         file = Path(place) / "model.safetensors"
         weights = {key: drawn(key, value.shape) for key, value in load_file(file).items()}
+        layers, further = config.num_hidden_layers, settings.get("num_nextn_predict_layers", 0)
+        main = set(weights)
+        weights |= weights_ahead(weights, layers, further) if further else {}
         save_file(weights, file, metadata={"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", dtype=torch.float32).train()
         ids = torch.tensor(tokens())
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        modules = modules_ahead(model).train() if further else None
+        ahead = run_ahead(model, modules, ids) if further else []
+        for depth, predicted in enumerate(ahead, 1):
+            targets = ids[:, depth + 1 :].reshape(-1)
+            nearer = torch.nn.functional.cross_entropy(predicted[:, :-1].reshape(-1, logits.shape[-1]), targets)
+            loss = loss + WEIGHT_AHEAD / further * nearer
         loss.backward()
         settings = json.loads((Path(place) / "config.json").read_text())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         model.save_pretrained(place)
-        grads = load_file(file)
+        grads = {key: value for key, value in load_file(file).items() if key in main}
+        if further:
+            grads |= {key: np.zeros_like(value) for key, value in weights.items() if key not in main} | grads_ahead(modules, layers)
     folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {f"grad {key}": value for key, value in grads.items() if key in weights}
     arrays |= {"config": json.dumps(settings), "logits": logits.detach().numpy(), "loss": loss.item()}
+    arrays |= {f"logits ahead {depth}": predicted.detach().numpy() for depth, predicted in enumerate(ahead, 1)}
     np.savez_compressed(folder / f"{name}.npz", **arrays)
     print(f"{name}: loss {loss.item():.6f}, {len(weights)} tensors, {sum(w.size for w in weights.values()):,} weights")
 
@@ -214,12 +336,17 @@ def compare(name: str, folder: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     model, told = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
-    wrong = {kind: sorted(names) for kind, names in told.items() if names}
-    assert not wrong, f"{name}: {wrong}"
+    further = CASES[name][1].get("num_nextn_predict_layers", 0)
+    of_modules = tuple(f"model.layers.{model.config.num_hidden_layers + module}." for module in range(further))
+    wrong = {kind: sorted(key for key in names if not str(key).startswith(of_modules)) for kind, names in told.items()}
+    assert not any(wrong.values()), f"{name}: {wrong}"
+    recorded, ids = np.load(FOLDER / f"{name}.npz"), torch.tensor(tokens())
     with torch.no_grad():
-        logits = model.eval()(input_ids=torch.tensor(tokens()), use_cache=False).logits.numpy()
-    wanted = np.load(FOLDER / f"{name}.npz")["logits"]
-    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+        logits = {"logits": model.eval()(input_ids=ids, use_cache=False).logits}
+        if further:
+            ahead = run_ahead(model, modules_ahead(model).eval(), ids)
+            logits |= {f"logits ahead {depth}": predicted for depth, predicted in enumerate(ahead, 1)}
+    return max(float(np.abs(got.numpy() - recorded[key]).max() / np.abs(recorded[key]).max()) for key, got in logits.items())
 
 
 if __name__ == "__main__":

@@ -183,6 +183,9 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
     yield from _latent(model)
     yield from _windows(model)
+    if model.clamp is not None and model.activation != "swiglu_clamped":
+        rule = f"is read by swiglu_clamped alone, and model.activation = {model.activation}"
+        yield "model.clamp", "set", rule, "remove it, or use model.activation=swiglu_clamped"
     if len(model.layer_pattern) > model.n_layers:
         yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
 
@@ -236,6 +239,8 @@ def _router(moe: MoeConfig) -> Iterator[Problem]:
     elif moe.top_k > (within := router.top_groups * moe.n_experts // router.groups):
         rule = f"is above the {within} experts in {name}.top_groups = {router.top_groups} of {router.groups} groups"
         yield "model.moe.top_k", moe.top_k, rule, f"use {within} at most, or raise top_groups"
+    if router.group_score is not None and router.groups == 1:
+        yield f"{name}.group_score", router.group_score, f"{name}.groups = 1 makes no groups to score", "remove it, or raise groups"
     if router.choice == "expert":
         others = {"balance_loss": router.balance_loss, "bias_rate": router.bias_rate, "groups": router.groups - 1}
         for field, value in others.items():
@@ -273,6 +278,11 @@ def _rope(config: Config) -> Iterator[Problem]:
             continue
         if model.learned_positions is not None:
             yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
+        if rope.share is not None and model.latent is not None:
+            yield f"model.{name}.share", rope.share, "has no meaning with model.latent, whose rope_dim says what is turned", "remove it"
+        elif rope.share is not None and (dims := rope.rotary_dims(model.head_dim)) % 2 + (dims == 0):
+            rule = f"turns {dims} of model.head_dim = {model.head_dim} dims, and RoPE turns pairs"
+            yield f"model.{name}.share", rope.share, rule, "use one that makes an even number, such as 0.5"
         scaling = rope.scaling
         if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
             rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"

@@ -81,13 +81,19 @@ class YarnScaling(Section):
     truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
     # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
     mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None  # of what is turned, whatever mscale_all_dim says; None: see there
 
 
 class RopeConfig(Section):
     """Rotary position embedding (arXiv 2104.09864)."""
 
     theta: Annotated[Float, Field(gt=1)] = 10000.0
+    share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
     scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
+
+    def rotary_dims(self, head_dim: int) -> int:
+        """Dims of a head that are turned, as half as many pairs (i, i + head_dim / 2), the first."""
+        return head_dim if self.share is None else int(head_dim * self.share)
 
 
 class RouterConfig(Section):
@@ -101,6 +107,7 @@ class RouterConfig(Section):
     scale: PositiveFloat = 1.0  # multiplies those weights
     groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
     top_groups: Positive = 1
+    group_score: Literal["best"] | None = None  # score of its best expert (DeepSeek-V2); None: sum of its best two (arXiv 2412.19437)
     capacity: PositiveFloat | None = None  # None: dropless; else an expert takes this many times its even share of a sequence, at most
     jitter: Fraction = 0.0  # what the router reads is multiplied by 1 - jitter to 1 + jitter in training (arXiv 2101.03961)
     balance_loss: NonNegative = 0.0  # weight of experts * sum(share of tokens * mean score), 1 when even (arXiv 2006.16668, 2101.03961)
@@ -147,6 +154,8 @@ class MtpConfig(Section):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules that each predict one token further ahead, in training only."""
 
     depth: Annotated[int, Strict(), Field(ge=1, le=64)] = 1  # modules
+    # hidden states that a module reads: after the final norm of the model or module before it (transformers, vLLM), or before that norm
+    reads: Literal["normed", "residual"] = "normed"
     loss_weight: NonNegative = 0.3  # of the mean of their losses
 
 
@@ -163,6 +172,13 @@ class LoraConfig(Section):
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
 
 
+class ClampConfig(Section):
+    """Bounds of `swiglu_clamped` (gpt-oss, arXiv 2508.10925): min(gate, limit) * sigmoid(slope * gate) * (clip(up, -limit, limit) + 1)."""
+
+    limit: PositiveFloat = 7.0
+    slope: PositiveFloat = 1.702
+
+
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
@@ -175,6 +191,7 @@ class ModelConfig(Section):
     d_ff: Positive
     # geglu and gelu in their tanh form; swiglu_clamped: gpt-oss's (arXiv 2508.10925)
     activation: Literal["swiglu", "geglu", "gelu", "swiglu_clamped"] = "swiglu"
+    clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)

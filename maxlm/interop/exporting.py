@@ -67,7 +67,8 @@ def _write(
 ) -> Exported:
     run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
     found = weights.targets(config.model, family)
-    shapes = weights.their_shapes(config.model, found)
+    repeated = weights.copies(config.model, family)
+    shapes = dict(weights.with_copies(weights.their_shapes(config.model, found).items(), repeated))
     here = SingleDeviceSharding(jax.devices("cpu")[0])
     specs = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
     at = step if step is not None else checkpoints.latest()
@@ -88,7 +89,7 @@ def _write(
     index: dict[str, str] = {}
     waiting: dict[str, np.ndarray] = {}
     number = written = 0
-    for name, value in weights.tensors(found, leaf):
+    for name, value in weights.with_copies(weights.tensors(found, leaf), repeated):
         waiting[name] = np.ascontiguousarray(value.astype(dtypes[name], copy=False))
         written += waiting[name].nbytes
         progress(written, total)

@@ -4,7 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from maxlm.config.schema import ModelConfig
-from maxlm.interop.layouts import CONV, CONV_OUTPUT, FLAT, FROM_ONE, KEEP, LINEAR, OUTPUT, Layout, RotaryPairs, Rule
+from maxlm.interop.layouts import (
+    CONV,
+    CONV_OUTPUT,
+    FLAT,
+    FROM_ONE,
+    KEEP,
+    LINEAR,
+    OUTPUT,
+    Layout,
+    Reordered,
+    RotaryPairs,
+    Rule,
+    turned_first,
+)
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -14,32 +27,38 @@ ATTENTION = LAYER + "self_attn."
 class Family:
     """Tensors of one architecture of the Hugging Face library (`model_type`).
 
-    `copies`: tensors that repeat another, which are not read: name -> why. `prefix`: of all names, which some files leave out.
+    `ignored`: tensors that hold no weights: name -> what it is. `copies`: tensors that must equal another: name -> that one. `prefix`: of
+    all names, which some files leave out.
     """
 
     model_type: str
     architecture: str
     rules: Callable[[ModelConfig], tuple[Rule, ...]]
+    ignored: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
 
 
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+
+
 def _tables(norm: Layout = KEEP) -> tuple[Rule, ...]:
     return (
-        Rule("model.embed_tokens.weight", ("embedding_VD",)),
+        Rule(EMBEDDING, ("embedding_VD",)),
         Rule("model.norm.weight", ("final_norm/scale_D",), norm),
-        Rule("lm_head.weight", ("output_VD",)),
+        Rule(UNEMBEDDING, ("output_VD",)),
     )
 
 
-def _attention() -> tuple[Rule, ...]:
+def _attention(turned: Callable[[Layout], Layout] = lambda layout: layout) -> tuple[Rule, ...]:
+    """`turned`: the layout of queries and keys, from that of values."""
     return (
-        Rule(ATTENTION + "q_proj.weight", ("attention/query_DHK",), LINEAR),
-        Rule(ATTENTION + "k_proj.weight", ("attention/key_DGK",), LINEAR),
+        Rule(ATTENTION + "q_proj.weight", ("attention/query_DHK",), turned(LINEAR)),
+        Rule(ATTENTION + "k_proj.weight", ("attention/key_DGK",), turned(LINEAR)),
         Rule(ATTENTION + "v_proj.weight", ("attention/value_DGK",), LINEAR),
         Rule(ATTENTION + "o_proj.weight", ("attention/out_HKD",), OUTPUT),
-        Rule(ATTENTION + "q_proj.bias", ("attention/query_bias_HK",), FLAT),
-        Rule(ATTENTION + "k_proj.bias", ("attention/key_bias_GK",), FLAT),
+        Rule(ATTENTION + "q_proj.bias", ("attention/query_bias_HK",), turned(FLAT)),
+        Rule(ATTENTION + "k_proj.bias", ("attention/key_bias_GK",), turned(FLAT)),
         Rule(ATTENTION + "v_proj.bias", ("attention/value_bias_GK",), FLAT),
         Rule(ATTENTION + "o_proj.bias", ("attention/out_bias_D",)),
         Rule(ATTENTION + "sinks", ("attention/sinks_H",)),
@@ -83,6 +102,19 @@ _EXPERTS_OF_QWEN = _experts(*(f"mlp.experts.{{expert}}.{name}_proj" for name in 
 
 def _llama(config: ModelConfig) -> tuple[Rule, ...]:
     return *_tables(), *_attention(), *_pre_norms(), *_head_norms(), *_mlp()
+
+
+def _stablelm(config: ModelConfig) -> tuple[Rule, ...]:
+    order = turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    return (
+        Rule(EMBEDDING, ("embedding_VD",)),
+        *_layer_norm("model.norm", "final_norm"),
+        Rule(UNEMBEDDING, ("output_VD",)),
+        *_attention(lambda layout: Reordered(layout, order)),
+        *_layer_norm(LAYER + "input_layernorm", "attention_norm"),
+        *_layer_norm(LAYER + "post_attention_layernorm", "mlp_norm"),
+        *_mlp(),
+    )
 
 
 def _qwen3_moe(config: ModelConfig) -> tuple[Rule, ...]:
@@ -191,10 +223,7 @@ def _gpt_oss(config: ModelConfig) -> tuple[Rule, ...]:
 
 
 _INVERSE_FREQUENCIES = (LAYER + "self_attn.rotary_emb.inv_freq", "computed from the config")
-_TABLES_OF_MTP = (
-    (LAYER + "embed_tokens.weight", "a copy of the embedding"),
-    (LAYER + "shared_head.head.weight", "a copy of the unembedding"),
-)
+_TABLES_OF_MTP = ((LAYER + "embed_tokens.weight", EMBEDDING), (LAYER + "shared_head.head.weight", UNEMBEDDING))
 _MASKS = (("transformer.h.{layer}.attn.bias", "a causal mask"), ("transformer.h.{layer}.attn.masked_bias", "a constant of the mask"))
 
 FAMILIES: dict[str, Family] = {
@@ -210,7 +239,8 @@ FAMILIES: dict[str, Family] = {
         Family("gemma3_text", "Gemma3ForCausalLM", _gemma),
         Family("mixtral", "MixtralForCausalLM", _mixtral),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek),
-        Family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek, _TABLES_OF_MTP),
+        Family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek, copies=_TABLES_OF_MTP),
+        Family("stablelm", "StableLmForCausalLM", _stablelm),
         Family("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     )
 }

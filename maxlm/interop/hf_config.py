@@ -1,5 +1,6 @@
 """config.json of the Hugging Face library to our model settings, and back. A key that is not understood is refused by name."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -75,6 +76,7 @@ DEFAULTS: dict[str, Json] = {
     "qwen3_moe": _QWEN,
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {"head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6},
+    "stablelm": {"use_qkv_bias": False},
     "deepseek_v2": {"n_shared_experts": 2},
     "deepseek_v3": {
         "n_shared_experts": 1,
@@ -169,8 +171,17 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
 
 
-def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu"), *, latent: bool = False) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `latent`: see `_rope`."""
+def _decoder(
+    keys: Keys,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    *,
+    latent: bool = False,
+    partial: bool = False,
+) -> Section:
+    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `eps`: its key and default; `latent` and
+    `partial`: see `_rope`.
+    """
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     keys.only(*activation)
     groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers")
@@ -185,34 +196,38 @@ def _decoder(keys: Keys, activation: tuple[str, str] = ("hidden_act", "silu"), *
         "n_kv_heads": None if groups == heads else groups,
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "d_ff": keys.count("intermediate_size"),
-        "norm_eps": keys.positive("rms_norm_eps", 1e-6),
+        "norm_eps": keys.positive(*eps),
         "init_std": keys.positive("initializer_range", 0.02),
-        "rope": _rope(keys, latent=latent),
+        "rope": _rope(keys, latent=latent, partial=partial),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
     }
 
 
-def _rope(keys: Keys, kind_of_layer: str = "", *, latent: bool = False) -> Section:
+def _rope(keys: Keys, kind_of_layer: str = "", *, latent: bool = False, partial: bool = False) -> Section:
     """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own.
-    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k; elsewhere the library reads it otherwise, and it is refused.
+    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned.
     """
     given: Any = keys.section("rope_parameters")
     given = given.get(kind_of_layer) if kind_of_layer else given
     if not isinstance(given, dict):
         keys.refuse("rope_parameters", given, "must be an object")
-    joined = {"rope_theta": keys.get("rope_theta", 10000.0), **keys.section("rope_scaling"), **given}
+    older = {"rope_theta": keys.get("rope_theta", 10000.0), "partial_rotary_factor": keys.get("partial_rotary_factor")}
+    joined = {**older, **keys.section("rope_scaling"), **given}
     scaling = Keys(joined, "config.json: rope_parameters")
     section: Section = {"theta": scaling.positive("rope_theta")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     scaling.ignore("type")
     if not isinstance(kind, str) or kind not in _SCALINGS:
         scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
-    if not latent:
-        scaling.only("mscale", None)
-        scaling.only("mscale_all_dim", None)
     if kind != "default":
         section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
-    scaling.only("partial_rotary_factor", 1.0)
+        if kind == "yarn":
+            section["scaling"] |= _yarn_gains(scaling, section["scaling"]["factor"], latent=latent)
+    share = scaling.positive("partial_rotary_factor", 1.0)
+    if not partial and share != 1:
+        scaling.refuse("partial_rotary_factor", share, "is not supported here: the library turns whole heads in this family")
+    if share != 1:
+        section["share"] = share
     scaling.finish()
     return section
 
@@ -226,18 +241,31 @@ def _llama3(keys: Keys) -> Section:
 
 
 def _yarn(keys: Keys) -> Section:
-    section = {
+    return {
         "factor": keys.positive("factor"),
         "beta_fast": keys.number("beta_fast", 32),
         "beta_slow": keys.number("beta_slow", 1),
         "original_seq_len": keys.count("original_max_position_embeddings"),
         "truncate": keys.flag("truncate", True),
     }
-    mscale, mscale_all_dim = keys.number("mscale", 0), keys.number("mscale_all_dim", 0)
-    if mscale != mscale_all_dim:
-        keys.refuse("mscale", mscale, f"differs from mscale_all_dim = {mscale_all_dim}, which is not supported")
-    keys.only("attention_factor", None)
-    return section | ({"mscale_all_dim": mscale_all_dim} if mscale_all_dim else {})
+
+
+def _yarn_gains(keys: Keys, factor: float, *, latent: bool) -> Section:
+    """YaRN's attention temperature as the library reads it (modeling_rope_utils.py, and the attention of DeepSeek-V2 and V3).
+
+    What is turned is multiplied by `attention_factor`, else by g(mscale) / g(mscale_all_dim) where both are set, else by g(1), with
+    g(m) = 0.1 m ln(factor) + 1; with latent attention q k by g(mscale_all_dim)^2 beside.
+    """
+    turned, all_dims = keys.number("mscale", 0), keys.number("mscale_all_dim", 0)
+    told = None if keys.get("attention_factor") is None else keys.positive("attention_factor")
+    gain = (lambda m: 0.1 * m * math.log(factor) + 1) if factor > 1 else lambda m: 1.0
+    if min(turned, all_dims) < 0:
+        keys.refuse("mscale", min(turned, all_dims), "and mscale_all_dim must not be below 0")
+    both = gain(turned) / gain(all_dims) if turned and all_dims else gain(1.0)
+    usual = 1.0 if latent and all_dims else gain(1.0)  # that of our settings without attention_factor
+    section = {"mscale_all_dim": all_dims} if latent and all_dims else {}
+    read = both if told is None else told
+    return section if read == usual else {**section, "attention_factor": read}
 
 
 _SCALINGS: dict[str, Callable[[Keys], Section]] = {
@@ -317,7 +345,9 @@ def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any
 
 
 def _balance(keys: Keys, section: Section, top_k: int) -> Section:
-    """The weight of the balancing loss. Theirs is of the mean over layers and is `top_k` when even; ours is of each layer and is 1."""
+    """The weight of the balancing loss. Theirs is of shares over all layers together and is `top_k` when even (load_balancing_loss_func in
+    the library's modeling_mixtral.py); ours is of each layer, summed, and is 1: so ours is theirs times top_k / layers.
+    """
     weight = keys.number("router_aux_loss_coef", 0.001)
     return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
 
@@ -383,14 +413,24 @@ def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
     if keys.section("quantization_config").get("quant_method", "mxfp4") != "mxfp4":
         keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
-    keys.only("swiglu_limit", 7.0)
-    keys.only("swiglu_alpha", 1.702)
+    clamp = {"limit": keys.positive("swiglu_limit", 7.0), "slope": keys.positive("swiglu_alpha", 1.702)}
     if not keys.section("rope_parameters") and not keys.section("rope_scaling"):
         keys.refuse("rope_parameters", None, "is missing: the library would take YaRN of its own")
     section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
     top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
     n_experts = keys.count("num_local_experts", keys.get("num_experts"))
+    section["clamp"] = None if clamp == {"limit": 7.0, "slope": 1.702} else clamp
     return {**section, "moe": _moe(keys, n_experts, section["d_ff"], _balance(keys, section, top_k))}
+
+
+def _stablelm(keys: Keys) -> Section:
+    keys.only("qk_layernorm", False)
+    keys.only("use_parallel_residual", False)
+    keys.ignore("hidden_dropout")
+    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True)
+    if keys.get("partial_rotary_factor") is None and keys.section("rope_parameters").get("partial_rotary_factor") is None:
+        section["rope"]["share"] = 0.25  # the library's default
+    return {**section, "norm": "layernorm", "bias": "qkv" if keys.flag("use_qkv_bias", False) else None}
 
 
 def _deepseek(keys: Keys, router: Section) -> Section:
@@ -418,14 +458,13 @@ def _deepseek_v2(keys: Keys) -> Section:
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.only("scoring_func", "softmax")
     keys.only("norm_topk_prob", False)  # the published code ignores it
-    keys.ignore("topk_group")
-    if keys.get("topk_method", "greedy") != "greedy" and keys.count("n_group", 1) > 1:
-        keys.refuse(
-            "topk_method", "group_limited_greedy", "with several groups is not supported: here their two best experts score a group"
-        )
-    keys.ignore("n_group")
+    limited = keys.get("topk_method", "greedy") == "group_limited_greedy"
+    groups, best = (keys.count("n_group", 1), keys.count("topk_group", 1)) if limited else (1, 1)
+    keys.ignore("n_group", "topk_group")
+    chosen = {"groups": groups, "top_groups": best, "group_score": "best"} if best < groups else {}
     weight = keys.number("aux_loss_alpha", 0.001)
-    return _deepseek(keys, {"balance_loss": weight, "balance_over": "sequence"} if weight else {})
+    balance = {"balance_loss": weight, "balance_over": "sequence" if keys.flag("seq_aux", True) else None} if weight else {}
+    return _deepseek(keys, chosen | {name: value for name, value in balance.items() if value is not None})
 
 
 def _deepseek_v3(keys: Keys) -> Section:
@@ -450,5 +489,6 @@ _READERS: dict[str, Callable[[Keys], Section]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "stablelm": _stablelm,
     "gpt_oss": _gpt_oss,
 }

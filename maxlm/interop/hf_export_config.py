@@ -5,7 +5,7 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
-from maxlm.config.schema import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config.schema import ClampConfig, LinearScaling, Llama3Scaling, ModelConfig, MtpConfig, RopeConfig, RouterConfig, YarnScaling
 from maxlm.interop.families import FAMILIES, Family
 from maxlm.interop.hf_config import Json, read_config
 
@@ -45,7 +45,8 @@ def _positions(config: ModelConfig, seq_len: int) -> int:
 def _differing(config: ModelConfig, values: Json) -> list[str]:
     try:
         section = read_config(values, "config.json")[1]
-        again = ModelConfig(**{**section, **({"mtp": config.mtp} if config.mtp and values["model_type"] == "deepseek_v3" else {})})
+        further = MtpConfig(depth=config.mtp_depth) if config.mtp and values["model_type"] == "deepseek_v3" else None
+        again = ModelConfig(**{**section, "mtp": further})
     except (UserError, ValueError) as error:
         return [str(error).splitlines()[0]] * _UNREADABLE
     mine, theirs = (dict(flatten(model.model_dump(mode="json"))) for model in (config, again))
@@ -74,8 +75,9 @@ def _rope(rope: RopeConfig) -> Json:
         return {**values, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     assert isinstance(scaling, YarnScaling)
     values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-    gain = scaling.mscale_all_dim
-    return values if gain is None else {**values, "mscale": gain, "mscale_all_dim": gain}
+    gain, told = scaling.mscale_all_dim, scaling.attention_factor
+    values |= {} if gain is None else {"mscale": gain, "mscale_all_dim": gain}
+    return values if told is None else {**values, "attention_factor": told}
 
 
 def _types(config: ModelConfig) -> Json:
@@ -187,7 +189,15 @@ def _gpt2(config: ModelConfig) -> Json:
 
 def _gpt_oss(config: ModelConfig) -> Json:
     width = {"intermediate_size": config.moe.d_ff} if config.moe else {}
-    return {**_decoder(config, attention_bias=True, swiglu_limit=7.0), **_types(config), **_moe(config, "num_local_experts"), **width}
+    clamp = config.clamp or ClampConfig()
+    gate = {"swiglu_limit": clamp.limit, "swiglu_alpha": clamp.slope}
+    return {**_decoder(config, attention_bias=True, **gate), **_types(config), **_moe(config, "num_local_experts"), **width}
+
+
+def _stablelm(config: ModelConfig) -> Json:
+    values = _decoder(config, use_qkv_bias=config.bias == "qkv", layer_norm_eps=config.norm_eps, use_parallel_residual=False)
+    values["rope_parameters"] |= {"partial_rotary_factor": config.rope.share or 1.0}
+    return {key: value for key, value in values.items() if key not in ("attention_bias", "rms_norm_eps", "head_dim")}
 
 
 def _deepseek(config: ModelConfig) -> Json:
@@ -215,7 +225,11 @@ def _deepseek(config: ModelConfig) -> Json:
 
 
 def _deepseek_v2(config: ModelConfig) -> Json:
-    return {**_deepseek(config), "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+    router = config.moe.router if config.moe else RouterConfig()
+    method = "greedy" if router.groups == 1 else "group_limited_greedy"
+    groups = {"topk_method": method, "n_group": router.groups, "topk_group": router.top_groups}
+    balance = {"aux_loss_alpha": router.balance_loss, "seq_aux": router.balance_over == "sequence"}
+    return {**_deepseek(config), **groups, **balance, "scoring_func": "softmax"}
 
 
 def _deepseek_v3(config: ModelConfig) -> Json:
@@ -235,6 +249,7 @@ _WRITERS: dict[str, Callable[[ModelConfig], Json]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
+    "stablelm": _stablelm,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

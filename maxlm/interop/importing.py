@@ -1,16 +1,19 @@
 """`maxlm import`: a published model becomes a folder with a model config, a checkpoint and a tokenizer, from which a run can start."""
 
+import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config import UserError, load
+from maxlm.config import Config, UserError, load
 from maxlm.config.loader import dump
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
@@ -18,6 +21,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import read_config
+from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
@@ -38,12 +42,34 @@ class Imported(NamedTuple):
     notes: list[str]
 
 
-def import_model(source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None) -> Imported:
+class _Source(NamedTuple):
+    """All that is known of a source without its numbers."""
+
+    path: Path  # a folder, or one safetensors file
+    folder: Path
+    family: Family
+    section: dict[str, Any]
+    files: TensorFiles
+    end_of_document: list[Any]  # ids of config.json
+    digest: str
+
+
+def import_model(
+    source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None, agree: Agree = alone
+) -> Imported:
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
-    `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device.
-    `config_file`: instead of the config.json beside the weights.
+    `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device, or with several processes
+    on all by mesh.fsdp. `config_file`: instead of the config.json beside the weights. `agree`: of several processes, which all see the
+    source and `out`; one that does not ends all.
     """
+    known = on_all(agree, lambda: _read(source, overrides, config_file), lambda known: {"source": known.digest})
+    with new_folder(out, agree) as made:
+        imported = _write(known, made, overrides, step, agree)
+    return imported._replace(folder=out)
+
+
+def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _Source:
     if wrong := [text for text in overrides if not text.startswith("mesh.")]:
         raise UserError(f"{wrong[0]}: an import takes settings of `mesh` only; others belong to the run that starts from it.")
     folder = source if source.is_dir() else source.parent
@@ -52,51 +78,49 @@ def import_model(source: Path, out: Path, overrides: Sequence[str], step: weight
     values = _json(config_file or folder / "config.json")
     family, section = read_config(values, str(config_file or folder / "config.json"))
     files = TensorFiles(source)
-    section = _with_further_modules(values, section, files)
+    digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
     eos = values.get("eos_token_id")
-    with new_folder(out) as made:
-        imported = _write(source, family, section, files, made, overrides, step, eos if isinstance(eos, list) else [eos])
-    return imported._replace(folder=out)
+    section = _with_further_modules(values, section, files)
+    return _Source(source, folder, family, section, files, eos if isinstance(eos, list) else [eos], digest[:12])
 
 
-def _write(
-    source: Path,
-    family: Family,
-    section: dict[str, Any],
-    files: TensorFiles,
-    folder: Path,
-    overrides: Sequence[str],
-    step: weights.Step,
-    end_of_document: list[Any],
-) -> Imported:
-    _write_model(folder / MODEL, source, family, section, None)
-    config = load(str(folder / MODEL), assume=True).config
-    found = weights.targets(config.model, family)
-    notes = weights.check(config.model, family, found, files)
-    count = count_parameters(config.model)
-    _write_model(folder / MODEL, source, family, section, count)
-    (folder / CONFIG).write_text(dump(config), encoding="utf-8")
-    notes += _copy_tokenizer(source if source.is_dir() else source.parent, folder / TOKENIZER, config.model, end_of_document)
-    mesh = build_mesh(config, jax.devices()[:1])
-    if overrides:
-        spread = [*overrides, f"train.global_batch={jax.device_count()}"]  # which a mesh must divide
-        mesh = build_mesh(load(str(folder / MODEL), spread, assume=True).config)
-    state = weights.load(config.model, found, files, mesh, step)
+def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step, agree: Agree) -> Imported:
+    family, files = known.family, known.files
+
+    def prepare() -> tuple[Config, list[weights.Target], Mesh, list[str]]:
+        with tempfile.TemporaryDirectory() as own:  # of this host
+            model = Path(own) / MODEL
+            _write_model(model, known, None)
+            config = load(str(model), assume=True).config
+            mesh = build_mesh(config, jax.local_devices()[:1])
+            if spread := overrides or (["mesh.fsdp=-1"] if jax.process_count() > 1 else []):
+                batch = f"train.global_batch={jax.device_count()}"  # which a mesh must divide
+                mesh = build_mesh(load(str(model), [*spread, batch], assume=True).config)
+        found = weights.targets(config.model, family)
+        notes = weights.check(config.model, family, found, files)
+        if jax.process_index() == 0:
+            _write_model(folder / MODEL, known, count_parameters(config.model))
+            (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+            notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
+        return config, found, mesh, notes
+
+    config, found, mesh, notes = on_all(agree, prepare)
+    state = on_all(agree, lambda: weights.load(config.model, found, files, mesh, step))
     checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, {"family": family.model_type})
     checkpoints.save(0, state, {})
     checkpoints.close()
-    return Imported(folder, family.model_type, count, notes)
+    return Imported(folder, family.model_type, count_parameters(config.model), notes)
 
 
-def _write_model(path: Path, source: Path, family: Family, section: dict[str, Any], count: int | None) -> None:
+def _write_model(path: Path, known: _Source, count: int | None) -> None:
     """The model config, its source and exact size on top."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     said = "" if count is None else f"# {count:,} parameters.\n"
     with path.open("w", encoding="utf-8") as stream:
-        stream.write(f"# Imported from {source.resolve().name} (model_type {family.model_type}) by `maxlm import`.\n{said}")
-        yaml.dump({"model": section}, stream)
+        stream.write(f"# Imported from {known.path.resolve().name} (model_type {known.family.model_type}) by `maxlm import`.\n{said}")
+        yaml.dump({"model": known.section}, stream)
 
 
 def _with_further_modules(values: dict[str, Any], section: dict[str, Any], files: TensorFiles) -> dict[str, Any]:

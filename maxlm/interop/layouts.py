@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,8 +13,10 @@ Shape = tuple[int, ...]
 class Layout:
     """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
 
-    This one: the same numbers in the same order, and the same dims.
+    This one: the same numbers in the same order, and the same dims. `computes`: what it writes are other numbers, not only elsewhere.
     """
+
+    computes: ClassVar[bool] = False
 
     def shape(self, ours: Shape) -> Shape:
         return ours
@@ -62,6 +65,8 @@ class Linear(Matrix):
 class FromOne(Layout):
     """A scale stored as its difference from 1 (Gemma's norms)."""
 
+    computes: ClassVar[bool] = True
+
     def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
         return np.float32(1) + theirs.astype(np.float32).reshape(ours)
 
@@ -84,6 +89,31 @@ class RotaryPairs(Linear):
         rest, rotary = ours[..., : -self.rope_dim], ours[..., -self.rope_dim :]
         pairs = np.stack(np.split(rotary, 2, axis=-1), axis=-1).reshape(rotary.shape)
         return super().write(np.concatenate([rest, pairs], axis=-1))
+
+
+@dataclass(frozen=True)
+class Reordered(Layout):
+    """As `layout`, with the last dim of ours in another order: place i holds what `layout` has at `order[i]`."""
+
+    layout: Layout
+    order: tuple[int, ...]
+
+    def shape(self, ours: Shape) -> Shape:
+        return self.layout.shape(ours)
+
+    def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        return self.layout.read(theirs, ours)[..., np.array(self.order)]
+
+    def write(self, ours: np.ndarray) -> np.ndarray:
+        return self.layout.write(ours[..., np.argsort(self.order)])
+
+
+def turned_first(head_dim: int, turned: int) -> tuple[int, ...]:
+    """Order of a head whose first `turned` dims are rotary, paired among themselves: ours are pairs (i, i + half), those at rest last."""
+    half = turned // 2
+    rest = range(turned, head_dim)
+    middle = len(rest) // 2
+    return (*range(half), *rest[:middle], *range(half, turned), *rest[middle:])
 
 
 KEEP, FLAT, LINEAR, FROM_ONE = Layout(), Flat(), Linear(), FromOne()

@@ -1,6 +1,7 @@
 """Tensors of safetensors files, read by name and by slice. Nothing else is opened: a pickle can run code, so none is ever read."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
+from maxlm.interop.copying import all_finite, widened
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
+_COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
@@ -86,18 +89,31 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
             self._stored[prefix + name] = name
 
-    def read(self, name: str, row: int | None = None) -> np.ndarray:
-        """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite."""
+    def same(self, name: str, other: str) -> bool:
+        """True if both tensors hold the same numbers; compared in blocks of rows, so that no whole tensor is in memory."""
+        if self[name] != self[other]:
+            return False
+        rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
+        blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+        numbers = ([widened(self._slice(one, block)) for one in (name, other)] for block in blocks)
+        return all(np.array_equal(one, two) for one, two in numbers)
+
+    def read(self, name: str, row: int | None = None, *, bits: bool = False) -> np.ndarray:
+        """The tensor, or one entry of its first dim, in float32. Raises UserError if a number in it is not finite.
+
+        `bits`: numbers of bfloat16 as they are stored, in uint16, which `copy_widened` reads.
+        """
         if name not in self._file:
             blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
             value = _dequantise(blocks, scales)
         else:
-            value = _as_float32(self._slice(name, row))
-        if not np.isfinite(value).all():
+            value = self._slice(name, row)
+        value = value.view(np.uint16) if value.dtype == ml_dtypes.bfloat16 else widened(value)
+        if not all_finite(value):
             raise UserError(f"{name} in {self._file.get(name, Path(name)).name} holds numbers that are not finite.")
-        return value
+        return value if bits or value.dtype != np.uint16 else widened(value.view(ml_dtypes.bfloat16))
 
-    def _slice(self, name: str, row: int | None) -> np.ndarray:
+    def _slice(self, name: str, row: int | slice | None) -> np.ndarray:
         file = self._file[name]
         with _told(file):
             stored = self._handle(file).get_slice(self._stored.get(name, name))
@@ -160,13 +176,6 @@ def _told(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as safetensors: {first_line(error)}; it may be cut short: download it again.") from error
-
-
-def _as_float32(value: np.ndarray) -> np.ndarray:
-    """The same numbers. bfloat16 by its bits, the upper half of float32's: `astype` would keep other threads waiting."""
-    if value.dtype == ml_dtypes.bfloat16:
-        return np.left_shift(value.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
-    return value.astype(np.float32, copy=False)
 
 
 def _dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,14 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import ModelConfig
-from maxlm.interop.families import Family
+from maxlm.interop.copying import bounds_of, copy_part, empty_aligned, is_inside
+from maxlm.interop.families import EMBEDDING, UNEMBEDDING, Family
 from maxlm.interop.layouts import Rule, Shape, expert_axis
 from maxlm.interop.tensor_files import TensorFiles, some
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 
-UNEMBEDDING = "lm_head.weight"
 READERS = 4  # tensors that are read and turned at a time
+T = TypeVar("T")
 Step = Callable[[int, int], None]  # (bytes read, of so many)
 
 
@@ -86,20 +87,24 @@ def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
 
 
 def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
-    """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on copies passed over."""
+    """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on what is not read."""
     wanted = their_shapes(config, found)
     files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
-    notes, unknown = [], []
+    notes, unknown, repeated = [], [], copies(config, family)
+    if config.tie_embeddings:
+        repeated[UNEMBEDDING] = next(target.pieces[0].theirs for target in found if target.name == ("embedding_VD",))
     for name in sorted(files.keys() - wanted.keys()):
-        why = next((why for pattern, why in family.copies if re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name)), None)
-        if why is None and name == UNEMBEDDING and config.tie_embeddings:
-            why = _same_as_embedding(next(t.pieces[0].theirs for t in found if t.name == ("embedding_VD",)), files, name)
-        if why is None:
-            unknown.append(name)
+        ignored = (what for pattern, what in family.ignored if re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name))
+        if name in repeated:
+            if not files.same(name, repeated[name]):
+                raise UserError(f"{name} differs from {repeated[name]}, and a model of this config.json has one matrix for both.")
+            notes.append(f"{name} is a copy of {repeated[name]}: not read")
+        elif (what := next(ignored, None)) is not None:
+            notes.append(f"{name} is {what}: not read")
         else:
-            notes.append(f"{name} is {why}: not read")
+            unknown.append(name)
     if unknown:
         raise UserError(f"The source holds {some(unknown)}, which a model of its config.json does not have.")
     for name, shape in wanted.items():
@@ -108,10 +113,11 @@ def check(config: ModelConfig, family: Family, found: list[Target], files: Tenso
     return notes
 
 
-def _same_as_embedding(table: str, files: TensorFiles, name: str) -> str:
-    if files[name] != files[table] or not np.array_equal(files.read(name), files.read(table)):
-        raise UserError(f"{name} differs from {table}, though tie_word_embeddings makes them one.")
-    return "a copy of the embedding"
+def copies(config: ModelConfig, family: Family) -> dict[str, str]:
+    """Tensors of modules that predict further -> the tensor of the model that each repeats."""
+    tied = {UNEMBEDDING: EMBEDDING} if config.tie_embeddings else {}
+    ahead = range(config.n_layers, config.n_layers + config.mtp_depth)
+    return {name.format(layer=layer): tied.get(repeated, repeated) for layer in ahead for name, repeated in family.copies}
 
 
 def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mesh, step: Step) -> dict[str, Any]:
@@ -150,16 +156,18 @@ def entry(tree: Mapping[str, Any], name: Names) -> Any:
 
 def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Array:
     """The parameter, of which only this process's shards are ever in memory."""
-    where = {device: _bounds(index or (), target.shape) for device, index in sharding.addressable_devices_indices_map(target.shape).items()}
-    shards = {bounds: np.empty([stop - start for start, stop in bounds], np.float32) for bounds in set(where.values())}
+    indices = sharding.addressable_devices_indices_map(target.shape)
+    where = {device: bounds_of(index or (), target.shape) for device, index in indices.items()}
+    shards = {bounds: empty_aligned(tuple(stop - start for start, stop in bounds)) for bounds in set(where.values())}
 
     def fill(piece: Piece) -> None:
-        fitting = [bounds for bounds in shards if all(_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
+        fitting = [bounds for bounds in shards if all(is_inside(at, *b) for at, b in zip(piece.index, bounds, strict=False))]
         if fitting:
-            theirs = target.rule.part(files.read(piece.theirs, piece.row), target.part)
+            bits = not target.rule.layout.computes
+            theirs = target.rule.part(files.read(piece.theirs, piece.row, bits=bits), target.part)
             ours = target.rule.layout.read(theirs, target.piece)
             for bounds in fitting:
-                _copy(ours, shards[bounds], piece.index, bounds)
+                copy_part(ours, shards[bounds], piece.index, bounds)
 
     with ThreadPoolExecutor(READERS) as pool:  # pieces do not overlap
         list(pool.map(fill, target.pieces))
@@ -168,22 +176,11 @@ def _leaf(target: Target, files: TensorFiles, sharding: NamedSharding) -> jax.Ar
     )
 
 
-Bounds = tuple[tuple[int, int], ...]  # of a shard: start and stop in every dim
-
-
-def _bounds(index: tuple[slice, ...], shape: Shape) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _inside(at: int | slice, start: int, stop: int) -> bool:
-    return isinstance(at, slice) or start <= at < stop
-
-
-def _copy(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], bounds: Bounds) -> None:
-    """Copy what a shard has of a piece, whose dims are those of the parameter without the numbers in `index`."""
-    full = (*index, *[slice(None)] * (len(bounds) - len(index)))
-    inside = tuple(at if isinstance(at, slice) else at - start for at, (start, _) in zip(full, bounds, strict=True))
-    shard[inside] = ours[tuple(slice(*b) for at, b in zip(full, bounds, strict=True) if isinstance(at, slice))]
+def with_copies(tensors: Iterable[tuple[str, T]], repeated: Mapping[str, str]) -> Iterator[tuple[str, T]]:
+    """`tensors`, each followed by its copies."""
+    for name, value in tensors:
+        yield name, value
+        yield from ((copy, value) for copy, original in repeated.items() if original == name)
 
 
 def tensors(found: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

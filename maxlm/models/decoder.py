@@ -146,14 +146,17 @@ class Decoder(nnx.Module):
         self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
     ) -> tuple[list[Array], DecoderOutput]:
         """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: hidden states before
-        the final norm; `tokens[i]` are i + 1 places further than those of x_BSD.
+        the final norm; `tokens[i]` are i + 1 places further than those of x_BSD. `config.mtp.reads`: what modules read.
         """
         hidden: list[Array] = []
         routers: list[RouterOutput] = []
         embedded = [self._embed_tokens(tokens_BS) for tokens_BS in tokens]
+        normed, norm = self.config.mtp is not None and self.config.mtp.reads == "normed", self.final_norm
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
-            x_BSD, (_, router) = run_layer(context, module.join(x_BSD, token_BSD), (module.block, None))
-            hidden.append(module.final_norm(x_BSD))
+            read_BSD = norm(x_BSD) if normed else x_BSD
+            x_BSD, (_, router) = run_layer(context, module.join(read_BSD, token_BSD), (module.block, None))
+            norm = module.final_norm
+            hidden.append(norm(x_BSD))
             routers.append(router)
         aux_loss, routing = _join_routers(layer_groups(self.config, ("ahead",)), routers)
         return hidden, DecoderOutput(x_BSD, {}, aux_loss, routing)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm import kernels
-from maxlm.config.schema import ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config.schema import ClampConfig, ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
 from maxlm.kernels.attention import Form, Layout, Mask
 from maxlm.kernels.platform import device
 from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, gated_linear, linear
@@ -75,19 +75,19 @@ class Norm(nnx.Module):
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
-    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says."""
-    plain = [config.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]  # radians a token
-    frequencies = plain if config.scaling is None else [_scaled(frequency, config, head_dim, i) for i, frequency in enumerate(plain)]
-    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
-    gain = yarn_gains(config)[0]
-    return gain * jnp.cos(angle_BSF), gain * jnp.sin(angle_BSF)
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest come last."""
+    dim = config.rotary_dims(head_dim)
+    plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)]  # radians a token
+    frequencies = plain if config.scaling is None else [_scaled(frequency, config, dim, i) for i, frequency in enumerate(plain)]
+    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * jnp.asarray(frequencies + [0.0] * (head_dim // 2 - len(plain)), jnp.float32)
+    gain_F = jnp.asarray([yarn_gains(config)[0]] * len(plain) + [1.0] * (head_dim // 2 - len(plain)), jnp.float32)
+    return gain_F * jnp.cos(angle_BSF), gain_F * jnp.sin(angle_BSF)
 
 
 def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
     """Rotate pairs (i, i + K/2) of every head by their angle, computed in float32."""
     cos_BS1K, sin_BS1K = (jnp.concatenate([a, a], axis=-1)[:, :, None, :] for a in angles)
-    rotated_BSHK = x_BSHK.astype(jnp.float32) * cos_BS1K + _quarter_turn(x_BSHK).astype(jnp.float32) * sin_BS1K
-    return rotated_BSHK.astype(x_BSHK.dtype)
+    return (x_BSHK.astype(jnp.float32) * cos_BS1K + _quarter_turn(x_BSHK).astype(jnp.float32) * sin_BS1K).astype(x_BSHK.dtype)
 
 
 def _quarter_turn(x: jax.Array) -> jax.Array:
@@ -104,14 +104,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
 }
-CLAMP, SLOPE = 7.0, 1.702  # gpt-oss's gate: bounds, and the slope inside the sigmoid
 
 
-def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(activation: str, gate: jax.Array, up: jax.Array, clamp: ClampConfig | None = None) -> jax.Array:
     """Hidden units of a gated feed-forward layer: act(gate) * up, or clamped and shifted as in gpt-oss (openai/gpt-oss, torch/model.py)."""
     if activation == "swiglu_clamped":
-        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
-        return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
+        limit, slope = (clamp or ClampConfig()).limit, (clamp or ClampConfig()).slope
+        return jnp.minimum(gate, limit) * jax.nn.sigmoid(slope * jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -233,7 +232,7 @@ class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, hidden: int | None = None) -> None:
         """`hidden`: the feed-forward width, default `d_ff`."""
         width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
-        self.activation = config.activation
+        self.activation, self.clamp = config.activation, config.clamp
         has_gate = config.activation != "gelu"
         self.gate_DF = parameter((width, hidden), ("embed", "mlp"), std) if has_gate else None
         self.up_DF = parameter((width, hidden), ("embed", "mlp"), std)
@@ -251,7 +250,7 @@ class Mlp(nnx.Module):
         up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=_HIDDEN), "up")
         if self.gate_DF is not None:
             gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=_HIDDEN)
-            hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF)
+            hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF, self.clamp)
         else:
             hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
         out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=_HIDDEN, writes=BETWEEN)
@@ -327,8 +326,9 @@ def yarn_gains(config: RopeConfig) -> tuple[float, float]:
     scaling = config.scaling
     if not isinstance(scaling, YarnScaling):
         return 1.0, 1.0
-    once = 0.1 * (1.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim) * math.log(scaling.factor) + 1.0
-    return (once, 1.0) if scaling.mscale_all_dim is None else (1.0, once**2)  # scores: of all dims of queries and keys, rotated or not
+    once = 0.1 * (scaling.mscale_all_dim or 1.0) * math.log(scaling.factor) + 1.0
+    turned, scores = (once, 1.0) if scaling.mscale_all_dim is None else (1.0, once**2)  # scores: of all dims, rotated or not
+    return scaling.attention_factor or turned, scores
 
 
 # Model state, and sizes.

@@ -1,5 +1,6 @@
 """Feed-forward layers as a mixture of experts."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -28,7 +29,7 @@ class Moe(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         assert config.moe is not None, "the config has no experts"
         self.config, moe = config.moe, config.moe
-        self.activation = config.activation
+        self.activation, self.clamp = config.activation, config.clamp
         width, hidden, experts, std = config.d_model, moe.d_ff, moe.n_experts, config.init_std
         self.router_DE = parameter((width, experts), ("embed", "choices"), std)
         shape, axes = (width, experts, hidden), ("embed", "expert", "mlp")
@@ -53,7 +54,7 @@ class Moe(nnx.Module):
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(
-            partial(_compute, self.activation),
+            partial(_compute, partial(gated, self.activation, clamp=self.clamp)),
             {name: parameter[...] for name, parameter in parameters.items()},
             {name: parameter.axes for name, parameter in parameters.items()},
             x_BSD,
@@ -104,7 +105,7 @@ class Moe(nnx.Module):
         return {"gate": 0, "up": 0, "mlp_out": self.up_DEF.shape[-3], **({} if self.shared is None else self.shared.saved_tensors())}
 
 
-def _compute(activation: str, weights: Weights, x_RD: Array, weight_R: Array, sizes_E: Int[Array, " E"]) -> Float[Array, "R D"]:
+def _compute(activate: Callable, weights: Weights, x_RD: Array, weight_R: Array, sizes_E: Int[Array, " E"]) -> Float[Array, "R D"]:
     """Output of each expert for its rows, times their weights, which are applied to the hidden units: there it costs nothing."""
     one_hot_RE = _one_hot(sizes_E, x_RD) if "gate_bias_EF" in weights else None
 
@@ -112,7 +113,7 @@ def _compute(activation: str, weights: Weights, x_RD: Array, weight_R: Array, si
         y_RF = grouped_linear(x_RD, weights[f"{name}_DEF"], sizes_E)
         return checkpoint_name(y_RF if one_hot_RE is None else y_RF + one_hot_RE @ weights[f"{name}_bias_EF"].astype(y_RF.dtype), name)
 
-    hidden_RF = gated(activation, into("gate"), into("up")) * weight_R[:, None].astype(x_RD.dtype)
+    hidden_RF = activate(into("gate"), into("up")) * weight_R[:, None].astype(x_RD.dtype)
     return grouped_linear(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
 
 

@@ -28,7 +28,7 @@ class FutureTokenModule(nnx.Module):
         self.final_norm = Norm(width, config)
 
     def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Input of the block, from hidden states before their final norm and token embeddings."""
+        """Input of the block, from hidden states (`MtpConfig.reads`) and token embeddings."""
         x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
         return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
 

@@ -93,11 +93,12 @@ def route(
 
 
 def _chosen_by_tokens(config: MoeConfig, compared_BSE: jax.Array) -> jax.Array:
-    """The `top_k` best experts of each token in its best groups, scored by the sum of their two best (DeepSeek-V3, arXiv 2412.19437)."""
+    """The `top_k` best experts of each token in its best groups (DeepSeek, arXiv 2405.04434, 2412.19437)."""
     router = config.router
     if router.groups > 1:
         groups_BSGE = compared_BSE.reshape(*compared_BSE.shape[:2], router.groups, -1)
-        score_BSG = jnp.sum(jax.lax.top_k(groups_BSGE, min(2, groups_BSGE.shape[-1]))[0], -1)
+        summed = 1 if router.group_score == "best" else min(2, groups_BSGE.shape[-1])
+        score_BSG = jnp.sum(jax.lax.top_k(groups_BSGE, summed)[0], -1)
         best_BSG = jnp.any(jax.lax.top_k(score_BSG, router.top_groups)[1][..., None] == jnp.arange(router.groups), axis=-2)
         compared_BSE = jnp.where(best_BSG[..., None], groups_BSGE, -jnp.inf).reshape(compared_BSE.shape)
     return jax.lax.top_k(compared_BSE, config.top_k)[1]

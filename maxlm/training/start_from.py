@@ -30,7 +30,7 @@ from maxlm.training.step import TrainState
 
 FIELD = "train.start_from.path"
 _log = logging.getLogger(__name__)
-# Settings of the model that may differ: positions, and what only training reads.
+# Settings of the model that may differ: positions, and what only training reads. A rotary share says which weights are which.
 FREE = ("rope.", "rope_local", "init_std", "mtp.loss_weight", "vocab_size")
 BIASES = "moe.router.bias_rate"
 FREE_ROUTER = tuple(f"moe.router.{name}" for name in ("capacity", "jitter", "balance_loss", "balance_over", "z_loss"))
@@ -96,7 +96,8 @@ def differences(source: ModelConfig, model: ModelConfig) -> list[str]:
     theirs, mine = (dict(flatten(one.model_dump(mode="json"))) for one in (source, model))
     balanced = (BIASES,) if theirs.get(BIASES) and mine.get(BIASES) else ()  # a rate of 0 has no biases
     free = (*FREE, *FREE_ROUTER, *balanced)
-    keys = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key) and not key.startswith(free)]
+    changed = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)]
+    keys = [key for key in changed if not key.startswith(free) or key.endswith(".share")]
     smaller = ["vocab_size"] if model.vocab_size < source.vocab_size else []
     return [f"model.{key} is {theirs.get(key)} there and {mine.get(key)} here" for key in [*smaller, *keys]]
 

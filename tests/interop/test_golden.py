@@ -6,13 +6,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from golden_hf import CASES, drawn, tokens
+from golden_hf import CASES, WEIGHT_AHEAD, drawn, tokens
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import load
@@ -24,6 +25,7 @@ from maxlm.interop.layouts import FROM_ONE
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.kernels.linear_cross_entropy import logits as unembed
 from maxlm.models import abstract_model_state, abstract_parameters, bind
+from maxlm.models.layers import BlockContext
 from maxlm.parallel import build_mesh
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,10 +65,17 @@ class Case:
         config, ids = self.config.model, jnp.asarray(tokens(), jnp.int32)
         model = bind(config, params, self.state["model_state"])
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        out = model(ids, positions, jnp.ones_like(ids))
-        scores = unembed(out.x_BSD, model.unembedding_VD, config.logits_softcap).astype(jnp.float32)
-        logp = jax.nn.log_softmax(scores[:, :-1])
-        return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], -1)), scores
+        context = BlockContext(model.angles(positions), jnp.ones_like(ids))
+        x_BSD = model.run(model.embed(ids, positions), context).x_BSD
+        shifted = [jnp.pad(ids[:, depth:], ((0, 0), (0, depth))) for depth in range(1, config.mtp_depth + 1)]
+        ahead = model.predict_further(x_BSD, shifted, context)[0] if shifted else []
+        logits, losses = [], []
+        for depth, hidden in enumerate([model.final_norm(x_BSD), *ahead]):  # `depth` tokens further than the next
+            scores = unembed(hidden, model.unembedding_VD, config.logits_softcap).astype(jnp.float32)[:, : ids.shape[1] - depth]
+            logp = jax.nn.log_softmax(scores[:, :-1])
+            losses.append(-jnp.mean(jnp.take_along_axis(logp, ids[:, depth + 1 :, None], -1)))
+            logits.append(scores)
+        return losses[0] + sum(losses[1:]) * WEIGHT_AHEAD / max(1, len(ahead)), logits
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -77,8 +86,11 @@ def case(request, tmp_path_factory):
 def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
     with jax.default_matmul_precision("highest"):
         (loss, logits), grads = jax.jit(jax.value_and_grad(case.loss, has_aux=True))(case.state["params"])
-    wanted = case.recorded["logits"]
-    assert np.abs(logits - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    recorded = ["logits", *(f"logits ahead {depth}" for depth in range(1, len(logits)))]
+    assert recorded == [key for key in case.recorded.files if key.startswith("logits")]
+    for got, key in zip(logits, recorded, strict=True):
+        wanted = case.recorded[key]
+        assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max(), key
     assert float(loss) == pytest.approx(float(case.recorded["loss"]), rel=1e-5)
     family = weights_family(case)
     for target in weights.targets(case.config.model, family):
@@ -145,3 +157,29 @@ def test_gpt2_is_read_with_and_without_its_prefix_its_masks_and_a_copy_of_its_em
     imported = import_model(case.source, tmp_path / "again", [], nothing)
     assert len(imported.notes) == 3 + 1 + 1, "masks, the copy, and that there is no tokenizer"
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "again"), case.state)
+
+
+@pytest.mark.parametrize("name", ["llama3", "deepseek-v3-mtp"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_is_read_exactly_and_written_back(name, dtype, tmp_path):
+    """bfloat16 in, out and in again is the same to the bit; biases of the choice stay float32 in every file, as the library keeps them."""
+    recorded = np.load(GOLDEN / f"{name}.npz")
+    keys = [key.removeprefix("grad ") for key in recorded.files if key.startswith("grad ")]
+    weights = {key: drawn(key, recorded[f"grad {key}"].shape).astype(np.float32 if "e_score" in key else dtype) for key in keys}
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    for folder, kept in ((whole, {key: value.astype(np.float32) for key, value in weights.items()}), (half, weights)):
+        folder.mkdir()
+        (folder / "config.json").write_text(str(recorded["config"]))
+        save_file(kept, folder / "model.safetensors")
+        import_model(folder, tmp_path / f"{folder.name}-in", [], nothing)
+    first = restored(tmp_path / "half-in")
+    jax.tree.map(np.testing.assert_array_equal, first, restored(tmp_path / "whole-in"))
+    if dtype == np.float16:
+        return  # no export of ours has it
+    export_model(tmp_path / "half-in", tmp_path / "out", "bfloat16", "5GB", None, nothing)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in weights.items():
+        np.testing.assert_array_equal(written[key].view(np.uint8), value.view(np.uint8), err_msg=key)
+        assert written[key].dtype == value.dtype, key
+    import_model(tmp_path / "out", tmp_path / "again", [], nothing)
+    jax.tree.map(np.testing.assert_array_equal, first, restored(tmp_path / "again"))

@@ -116,6 +116,7 @@ def rename(values, old, new):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 CASES = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "config no JSON": (text("config.json", b"{"), "is no JSON"),
@@ -142,7 +143,14 @@ CASES = {
     "one kind of bias": (config(attention_bias=True), "attention_bias = True"),
     "unknown rope": (config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": []}), "rope_type = 'longrope'"),
     "unknown key of rope": (config(rope_parameters={**ROPE, "twist": 2}), "rope_parameters: twist = 2"),
-    "partial rotary": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5 is not supported"),
+    "partial rotary": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5 is not supported here"),
+    "partial rotary, old": (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not supported here"),
+    "share a text": (config(rope_parameters={**ROPE, "partial_rotary_factor": "half"}), "partial_rotary_factor = 'half' must be a finite"),
+    "temperature a text": (config(rope_parameters={**YARN, "attention_factor": "1"}), "attention_factor = '1' must be a finite number"),
+    "temperature 0": (config(rope_parameters={**YARN, "attention_factor": 0}), "attention_factor = 0.0 must be above 0"),
+    "temperature not finite": (config(rope_parameters={**YARN, "attention_factor": float("inf")}), "attention_factor = inf must be"),
+    "negative mscale": (config(rope_parameters={**YARN, "mscale": -1.0}), "mscale = -1.0 and mscale_all_dim must not be below 0"),
+    "mscale without yarn": (config(rope_parameters={**ROPE, "mscale": 0.7}), "mscale = 0.7 is a setting that maxlm does not know"),
     "rope without factor": (config(rope_parameters={**ROPE, "rope_type": "linear"}), "factor = None"),
     "rope not finite": (config(rope_parameters={"rope_type": "default", "rope_theta": float("nan")}), "theta"),
     "rope no object": (config(rope_parameters=[1]), "rope_parameters = [1]"),
@@ -187,6 +195,53 @@ CASES = {
 def test_a_source_that_cannot_be_read_is_one_line(name, tmp_path):
     damage, said = CASES[name]
     source = make(tmp_path / "source")
+    damage(source)
+    with pytest.raises(UserError) as told:
+        import_model(source, tmp_path / "out", [], nothing)
+    assert said in str(told.value)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 500
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"], "nothing is written"
+
+
+OF_FAMILIES = {
+    "stablelm": {
+        "share of an odd number": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.4}), "turns 3 of model.head_dim = 8 dims"),
+        "share of none": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.1}), "turns 0 of model.head_dim = 8 dims"),
+        "share above all": (config(rope_parameters={**ROPE, "partial_rotary_factor": 1.5}), "model.rope.share = 1.5"),
+        "norms of heads": (config(qk_layernorm=True), "qk_layernorm = True is not supported"),
+        "parallel residual": (config(use_parallel_residual=True), "use_parallel_residual = True is not supported"),
+    },
+    "gpt-oss-clamp": {
+        "limit 0": (config(swiglu_limit=0), "swiglu_limit = 0.0 must be above 0"),
+        "limit a text": (config(swiglu_limit="7"), "swiglu_limit = '7' must be a finite number"),
+        "slope negative": (config(swiglu_alpha=-1.7), "swiglu_alpha = -1.7 must be above 0"),
+    },
+    "deepseek-v2-groups": {
+        "unknown choice": (config(topk_method="noaux_tc"), "topk_method = 'noaux_tc' is not supported"),
+        "groups that do not divide": (config(n_group=3), "model.moe.router.groups = 3"),
+        "groups of too few": (config(n_group=8, topk_group=2), "model.moe.top_k = 3"),
+        "groups a text": (config(n_group="4"), "n_group = '4' must be a whole number above 0"),
+        "share with latent heads": (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not supported here"),
+    },
+    "deepseek-v3-mtp": {
+        "another embedding": (
+            tensors(lambda values: values["model.layers.3.embed_tokens.weight"].__setitem__((7, 3), 9)),
+            "model.layers.3.embed_tokens.weight differs from model.embed_tokens.weight",
+        ),
+        "another unembedding": (
+            tensors(lambda values: values["model.layers.2.shared_head.head.weight"].__setitem__((0, 0), 9)),
+            "model.layers.2.shared_head.head.weight differs from lm_head.weight",
+        ),
+        "fewer modules than tensors": (config(num_nextn_predict_layers=1), "holds model.layers.3.eh_proj.weight"),
+        "more modules than tensors": (config(num_nextn_predict_layers=3), "lacks model.layers.4.eh_proj.weight"),
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, cases in OF_FAMILIES.items() for name in cases])
+def test_a_source_of_a_family_that_cannot_be_read_is_one_line(family, name, tmp_path):
+    damage, said = OF_FAMILIES[family][name]
+    source = make(tmp_path / "source", family)
     damage(source)
     with pytest.raises(UserError) as told:
         import_model(source, tmp_path / "out", [], nothing)

@@ -5,22 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema import ModelConfig, RopeConfig
+from maxlm.config.schema import ClampConfig, ModelConfig, RopeConfig
 from maxlm.models import bind, init_parameters
 from maxlm.models.layers import gated, rope_angles, yarn_gains
 
 
-def clamped(gate, up):
-    """gpt-oss's `swiglu` (torch/model.py), alpha 1.702 and limit 7."""
-    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
-    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+def clamped(gate, up, limit=7.0, slope=1.702):
+    """gpt-oss's `swiglu` (torch/model.py), by default with its alpha of 1.702 and limit of 7."""
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-slope * gate)) * (up + 1)
 
 
-def test_the_clamped_gate_is_gpt_oss_s():
+@pytest.mark.parametrize("settings", [{}, {"limit": 3.0, "slope": 0.5}])
+def test_the_clamped_gate_is_gpt_oss_s(settings):
     gate, up = np.meshgrid(np.linspace(-20, 20, 41), np.linspace(-20, 20, 41))
-    np.testing.assert_allclose(
-        gated("swiglu_clamped", jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32)), clamped(gate, up), atol=1e-5
-    )
+    clamp = ClampConfig(**settings) if settings else None
+    mine = gated("swiglu_clamped", jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32), clamp)
+    np.testing.assert_allclose(mine, clamped(gate, up, **settings), atol=1e-5)
 
 
 def test_the_clamped_gate_has_no_gradient_beyond_its_bounds():
@@ -71,3 +72,18 @@ def test_the_temperature_is_applied_once():
         assert yarn_gains(rope)[1] == 1
     assert yarn_gains(yarn(mscale_all_dim=1.0))[1] == pytest.approx((0.1 * np.log(32) + 1) ** 2)
     np.testing.assert_allclose(frequencies(yarn(mscale_all_dim=1.0))[1], 1, rtol=1e-6)
+
+
+def test_a_factor_that_is_given_is_of_what_is_turned():
+    assert yarn_gains(yarn(attention_factor=1.25)) == (1.25, 1.0)
+    turned, scores = yarn_gains(yarn(attention_factor=0.8, mscale_all_dim=0.7))
+    assert turned == 0.8 and scores == pytest.approx((0.07 * np.log(32) + 1) ** 2)
+
+
+def test_a_share_of_a_head_is_turned_as_a_head_of_that_size_and_the_rest_not_at_all():
+    angle, gain = frequencies(yarn().model_copy(update={"share": 0.25}))
+    alone, of_alone = frequencies(yarn(), dim=16)
+    np.testing.assert_array_equal(angle[:8], alone)
+    np.testing.assert_array_equal(gain[:8], of_alone)
+    np.testing.assert_array_equal(angle[8:], 0)
+    np.testing.assert_array_equal(gain[8:], 1)

@@ -55,6 +55,23 @@ def test_sigmoid_scores_and_groups_as_deepseek_v3_has_them():
             np.testing.assert_allclose(choice.weights_BSK[b, s], 2.5 * scores[b, s, experts] / scores[b, s, experts].sum(), rtol=1e-5)
 
 
+def test_groups_by_their_best_expert_as_deepseek_v2_has_them():
+    config = moe(top_k=3, normalize=False, groups=4, top_groups=2, group_score="best", scale=16.0)
+    choice, _, _ = routed(config, logits())
+    scores = np.asarray(jax.nn.softmax(logits()))
+    others = routed(moe(top_k=3, normalize=False, groups=4, top_groups=2, scale=16.0), logits())[0]
+    assert np.any(others.experts_BSK != choice.experts_BSK), "the sum of two chooses other groups"
+    for b in range(B):
+        for s in range(S):
+            groups = scores[b, s].reshape(4, 2)
+            best = np.argsort(-groups.max(1))[:2]
+            allowed = np.zeros((4, 2))
+            allowed[best] = groups[best]
+            experts = np.argsort(-allowed.reshape(-1))[:3]
+            np.testing.assert_array_equal(choice.experts_BSK[b, s], experts)
+            np.testing.assert_allclose(choice.weights_BSK[b, s], 16 * scores[b, s, experts], rtol=1e-5)
+
+
 def test_capacity_drops_the_last_of_a_sequence_and_says_so():
     config = moe(top_k=1, capacity=1.0)
     assert expert_capacity(config, S) == 2

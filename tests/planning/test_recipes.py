@@ -25,6 +25,7 @@ BYTES_OF_ADAMW = 12  # a parameter and two moments, float32
 
 
 MIXTURES = {  # models with experts, or with latent attention, and the clusters that they have recipes for
+    "deepseek-v2": set(),
     "deepseek-v2-lite": set(),
     "deepseek-v3": {"v5p-1024"},
     "gpt-oss-20b": set(),
@@ -34,6 +35,8 @@ MIXTURES = {  # models with experts, or with latent attention, and the clusters 
     "qwen3-30b-a3b": {"v5e-256"},
     "qwen3-235b-a22b": set(),
 }
+# Dense ones that came as doors for published weights: for a machine of yours `maxlm plan` finds the layout, no recipe has been compiled.
+UNPLANNED = {"gemma2-9b", "gemma2-27b", "gpt3-175b", "qwen2.5-7b", "qwen2.5-72b"}
 
 
 def test_every_model_has_its_recipes():
@@ -43,7 +46,8 @@ def test_every_model_has_its_recipes():
     dense = {model for model in models if load(f"models/{model}", UNSAID).config.model.moe is None}
     assert models - dense == set(MIXTURES)
     families = {(model, cluster.split("-")[0]) for model, cluster in there}
-    assert {(model, family) for model in dense for family in ("v5e", "v5p", "v6e", "tpu7x")} <= families
+    assert {(model, family) for model in dense - UNPLANNED for family in ("v5e", "v5p", "v6e", "tpu7x")} <= families
+    assert dense >= UNPLANNED and not {model for model, _ in families} & UNPLANNED
     assert {(model, cluster) for model, clusters in MIXTURES.items() for cluster in clusters} == {
         (model, cluster) for model, cluster in there if model in MIXTURES
     }

@@ -7,6 +7,7 @@ import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_model_state, init_parameters
+from maxlm.models.layers import BlockContext
 from maxlm.objectives import build_objective
 
 SECTIONS = {
@@ -44,6 +45,26 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
     ahead = sums.added["loss_ahead"]
     assert ahead.shape == (2,) and np.all(ahead > 0)
     assert total == pytest.approx(float(alone), rel=1e-6)
+
+
+def test_modules_read_hidden_states_after_or_before_a_norm():
+    """After it: what a module before it reads is the same, were it given the normed ones. By a scale that no other norm undoes."""
+    config = tiny_config(**SECTIONS).model
+    params = init_parameters(config, 0)
+    params["final_norm"]["scale_D"] = jnp.linspace(0.2, 3, config.d_model)
+    x_BSD = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, config.d_model)), jnp.float32)
+    tokens, segments = [jnp.arange(6)[None] + depth for depth in (1, 2)], jnp.ones((1, 6), jnp.int32)
+
+    def first(reads, *, normed):
+        mtp = config.mtp.model_copy(update={"reads": reads})
+        model = bind(config.model_copy(update={"mtp": mtp}), params, init_model_state(config, 0))
+        context = BlockContext(model.angles(jnp.arange(6)[None]), segments)
+        return model.predict_further(model.final_norm(x_BSD) if normed else x_BSD, tokens, context)[0][0]
+
+    after, before, given = first("normed", normed=False), first("residual", normed=False), first("residual", normed=True)
+    np.testing.assert_array_equal(after, given)
+    assert np.abs(after - before).max() > 0.1
+    assert config.mtp.reads == "normed", "the published implementations read them so"
 
 
 def test_nothing_later_is_read():

@@ -70,6 +70,7 @@ def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(source):
         ({"n_layers": 3}, "model.n_layers is 2 there and 3 here"),
         ({"vocab_size": 120}, "model.vocab_size is 128 there and 120 here"),
         ({"qk_norm": True}, "model.qk_norm is False there and True here"),
+        ({"rope": {"share": 0.5}}, "model.rope.share is None there and 0.5 here"),
     ],
 )
 def test_another_model_is_refused_by_field(source, model, said):
