@@ -62,7 +62,7 @@ class Renderer:
     def __init__(self, template: ChatTemplate) -> None:
         extensions: list[Any] = [_Generation, "jinja2.ext.loopcontrols"]
         # Texts for language models, not pages: nothing is escaped.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)  # noqa: S701
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         if template.date is not None:
@@ -108,7 +108,7 @@ class Renderer:
                 size += len(part)
                 if size > MOST_CHARS:
                     raise TemplateError(f"writes more than {MOST_CHARS:,} characters for one conversation")
-        except TemplateError:
+        except (TemplateError, MemoryError):
             raise
         except Exception as error:
             hint = "; set data.prepare.conversations.date to a day as 2026-01-31" if "strftime_now" in str(error) else ""

@@ -1,6 +1,5 @@
 """Lines of JSON with prompts, conversations or preference pairs -> ids with marks."""
 
-import json
 import re
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,18 +80,18 @@ class _Encode:
         else:
             prompt_text = _text(record, config.prompt_field)
             parts = [self._plain(prompt_text, _text(record, name)) for name in names]
-        if np.array_equal(*parts):
+        if np.array_equal(parts[0], parts[1]):
             raise UserError(f"the fields {' and '.join(names)} are the same, so there is nothing to prefer; take the line out.")
         return parts
 
     def _plain(self, prompt: str, response: str) -> np.ndarray:
-        """Encoded apart, since a prompt stands alone when a response to it is generated. The end of the document is a part of the response."""
+        """Encoded apart, since a prompt stands alone when a response is generated. The end of the document counts with the response."""
         asked, answer = self._tokenizer.encode_documents([prompt, response])
         asked = asked[:-1]
         return segment(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def _chat(self, messages: list[Message], first: int, tools: Any) -> np.ndarray:
-        """The rendered conversation and the end of the document, which counts where the assistant's last turn ends with no special token."""
+        """The rendered conversation and the end of the document, which counts where the assistant's last turn has no special token."""
         if self._render is None:
             raise UserError(f"the tokenizer has no chat template; set {FIELD}.template, or give plain texts.")
         rendered = self._render(messages, first, tools)

@@ -54,8 +54,8 @@ class Pipeline:
         """Open the stores of `config` and check that they match each other and the model.
 
         `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction. Stores of a
-        mixture without held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content, or
-        of another tokenizer than the others; or the model's vocabulary is too small.
+        mixture without held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
+        or of another tokenizer than the others; or the model's vocabulary is too small.
         """
         opened = _opened(config, split, vocab_size, content)
         self.global_batch = global_batch

@@ -27,7 +27,7 @@ class RenderingProcess:
 
     def __call__(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Rendered:
         """As `Renderer.render`. Raises UserError if the template fails or exceeds a limit; the process has ended then."""
-        process, connection = self._started()
+        connection = self._started()
         try:
             connection.send((list(messages), first, tools))
             if not connection.poll(SECONDS):
@@ -52,7 +52,7 @@ class RenderingProcess:
             process.join()
             connection.close()
 
-    def _started(self) -> tuple[Any, Connection]:
+    def _started(self) -> Connection:
         if self._running is None:
             context = multiprocessing.get_context("spawn")
             here, there = context.Pipe()
@@ -64,7 +64,7 @@ class RenderingProcess:
             if not here.poll(START_SECONDS) or here.recv() is not None:
                 self.close()
                 raise UserError("the process for the chat template does not start; is the machine short of memory?")
-        return self._running
+        return self._running[1]
 
 
 def _serve(template: ChatTemplate, connection: Connection) -> None:
