@@ -1,6 +1,7 @@
 """Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -206,7 +207,8 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
         where = f", the first at {first_left_out}" if first_left_out else ""
         if left_out == seen:
             raise UserError(f"all {seen:,} conversations are {longest}; raise data.seq_len.")
-        job.console.print(f"{left_out:,} of {seen:,} conversations are left out, {longest}{where}", markup=False, highlight=False)
+        say = functools.partial(job.console.print, markup=False, highlight=False, soft_wrap=True)
+        say(f"{left_out:,} of {seen:,} conversations are left out, {longest}{where}")
     return splits
 
 

@@ -49,11 +49,11 @@ class Preferences(NextToken):
 
     def batch_spec(self) -> Any:
         *arrays, _ = super().batch_spec()
-        return PairBatch(*arrays, ArraySpec(arrays[0].shape, jnp.float32, arrays[0].axes))
+        return PairBatch._make([*arrays, ArraySpec(arrays[0].shape, jnp.float32, arrays[0].axes), None])
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
         *arrays, _ = batch_of_segments(window_BT, length_B)
-        return PairBatch(*arrays, np.zeros(arrays[0].shape, np.float32))
+        return PairBatch._make([*arrays, np.zeros(arrays[0].shape, np.float32), None])
 
     def denominator(self, batch: Any) -> Float[Array, ""]:
         """Pairs."""
