@@ -2,7 +2,7 @@
 
 from maxlm.kernels.attention import attention, attention_and_logsumexp
 from maxlm.kernels.grouped_matmul import grouped_matmul
-from maxlm.kernels.linear_cross_entropy import CrossEntropySums, linear_cross_entropy
+from maxlm.kernels.linear_cross_entropy import CrossEntropySums, linear_cross_entropy, token_nll
 from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "gated_mlp_problem",
     "grouped_matmul",
     "linear_cross_entropy",
+    "token_nll",
 ]

@@ -72,14 +72,54 @@ def linear_cross_entropy(
     all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises ValueError for shapes that do
     not fit. z-loss: PaLM, arXiv 2204.02311, section 5.
     """
+    _check_shapes(x_BSD, w_VD, targets_BS, weights_BS, chunks)
+    static = _Static(chunks, z_loss, softcap, layout or Layout())
+    return _loss(static, x_BSD, w_VD, targets_BS, weights_BS)
+
+
+def token_nll(
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    *,
+    chunks: int = 1,
+    softcap: float | None = None,
+    layout: Layout | None = None,
+) -> Float[Array, "B S"]:
+    """Negative log-likelihood of every target in nats, float32, as `linear_cross_entropy` sees it; no gradient flows through it.
+
+    The gradient of any function of these is that of `linear_cross_entropy` with its derivatives by each of them as the weights.
+    """
+    _check_shapes(x_BSD, w_VD, targets_BS, targets_BS, chunks)
+    layout = layout or Layout()
+
+    def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+        x, w = _gathered(layout, x, w)
+        first_id = _first_id(w, layout.vocab)
+        parts = tuple(_split(a, chunks) for a in (x, targets))
+
+        def body(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+            scores = _scores(part[0], w, part[1], first_id, softcap, layout.vocab)
+            return None, scores.lse_Bs - scores.target_Bs
+
+        nll_CBs = jax.lax.scan(body, None, parts)[1]
+        return jnp.moveaxis(nll_CBs, 0, 1).reshape(targets.shape)
+
+    x_BSD, w_VD = jax.lax.stop_gradient((x_BSD, w_VD))
+    if not layout.all:
+        return local(x_BSD, w_VD, targets_BS)
+    x_spec, w_spec, token_spec = _specs(layout)
+    run = jax.shard_map(local, in_specs=(x_spec, w_spec, token_spec), out_specs=token_spec, check_vma=False)
+    return run(x_BSD, w_VD, targets_BS)
+
+
+def _check_shapes(x_BSD: jax.Array, w_VD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, chunks: int) -> None:
     batch, seq, width = x_BSD.shape
     if w_VD.shape[1] != width or targets_BS.shape != (batch, seq) or weights_BS.shape != (batch, seq):
         shapes = f"x {x_BSD.shape}, w {w_VD.shape}, targets {targets_BS.shape}, weights {weights_BS.shape}"
         raise ValueError(f"linear_cross_entropy: shapes do not fit: {shapes}")
     if seq % chunks:
         raise ValueError(f"linear_cross_entropy: {chunks} chunks do not divide the sequence of {seq}")
-    static = _Static(chunks, z_loss, softcap, layout or Layout())
-    return _loss(static, x_BSD, w_VD, targets_BS, weights_BS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,11 +150,25 @@ def _run(
     layout, local = static.layout, functools.partial(_local, static, gradients)
     if not layout.all:
         return local(x, w, targets, weights)
-    batch, seq, vocab, embed = (axes or None for axes in (layout.batch, layout.seq, layout.vocab, layout.embed))
-    x_spec, w_spec, token_spec = P(batch, (*layout.seq, *layout.vocab) or None), P(vocab, embed), P(batch, seq)
+    x_spec, w_spec, token_spec = _specs(layout)
     specs = (x_spec, w_spec, token_spec, token_spec)
     gradient_specs = (x_spec, w_spec) if gradients else (P(), P())
     return jax.shard_map(local, in_specs=specs, out_specs=(P(), *gradient_specs), check_vma=False)(x, w, targets, weights)
+
+
+def _specs(layout: Layout) -> tuple[P, P, P]:
+    """Partition specs of x, of w and of arrays of tokens."""
+    batch, seq, vocab, embed = (axes or None for axes in (layout.batch, layout.seq, layout.vocab, layout.embed))
+    return P(batch, (*layout.seq, *layout.vocab) or None), P(vocab, embed), P(batch, seq)
+
+
+def _gathered(layout: Layout, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and w of one device, whole along what is split beside the batch, the sequence of tokens and the vocabulary."""
+    if layout.vocab:
+        x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
+    if layout.embed:
+        w = jax.lax.all_gather(w, layout.embed, axis=1, tiled=True)
+    return x, w
 
 
 def _local(
@@ -123,10 +177,7 @@ def _local(
     """One device's share: gather what is split, work through the chunks, reduce what is partial."""
     layout = static.layout
     options: dict[str, Any] = {"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
-    if layout.vocab:
-        x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
-    if layout.embed:
-        w = jax.lax.all_gather(w, layout.embed, axis=1, tiled=True)
+    x, w = _gathered(layout, x, w)
     sums, dx, dw = _chunked(x, w, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
     token_axes = (*layout.batch, *layout.seq)
     if token_axes:
@@ -158,22 +209,13 @@ def _chunked(
 
     With the vocabulary split over `vocab_axes`, dx is this shard's part and must be summed over them by the caller.
     """
-    first_id = jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
+    first_id = _first_id(w_VD, vocab_axes)
     parts = tuple(_split(a, chunks) for a in (x_BSD, targets_BS, weights_BS))
     zero = jnp.zeros((), jnp.float32)
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
     def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
-        if softcap is not None:
-            logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
-        top_Bs = jnp.max(logits_BsV, axis=-1)
-        top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
-        exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
-        is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
-        partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
-        total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
-        lse_Bs = top_Bs + jnp.log(total_Bs)
+        logits_BsV, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
         nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
         sums = (nll + z_loss * z, nll, z)
         if not gradients:
@@ -195,6 +237,37 @@ def _chunked(
     (sums, dw_VD), dx_CBsD = jax.lax.scan(body, ((zero, zero, zero), dw_VD), parts)
     dx_BSD = jnp.moveaxis(dx_CBsD, 0, 1).reshape(x_BSD.shape) if gradients else zero
     return sums, dx_BSD, dw_VD
+
+
+class _Scores(NamedTuple):
+    """Logits of a chunk of tokens and what the loss is made of: exp(logits - their maximum), its sum, logsumexp, logit of the target."""
+
+    logits_BsV: jax.Array
+    exp_BsV: jax.Array
+    is_target_BsV: jax.Array
+    total_Bs: jax.Array
+    lse_Bs: jax.Array
+    target_Bs: jax.Array
+
+
+def _scores(
+    x_BsD: jax.Array, w_VD: jax.Array, targets_Bs: jax.Array, first_id: Any, softcap: float | None, vocab_axes: tuple[str, ...]
+) -> _Scores:
+    logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
+    top_Bs = jnp.max(logits_BsV, axis=-1)
+    top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
+    exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
+    is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
+    partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
+    total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
+    return _Scores(logits_BsV, exp_BsV, is_target_BsV, total_Bs, top_Bs + jnp.log(total_Bs), target_Bs)
+
+
+def _first_id(w_VD: jax.Array, vocab_axes: tuple[str, ...]) -> Any:
+    """Id of the first row of this device's share of w."""
+    return jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
 
 
 def _split(a: jax.Array, chunks: int) -> jax.Array:

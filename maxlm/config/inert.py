@@ -75,6 +75,8 @@ def _data(config: Config) -> Iterator[Inert]:
         for name in ("vocab_size", "train_bytes"):
             field = f"data.prepare.tokenizer.{name}"
             yield Inert(field, f"data.prepare.tokenizer.path = {prepare.tokenizer.path} is trained already", "remove the path")
+    if prepare.conversations is not None:
+        yield Inert("data.prepare.text_field", "data.prepare.conversations names the fields", "remove data.prepare.conversations")
     if set(prepare.sources) == {STDLIB}:
         yield Inert("data.prepare.text_field", f"{STDLIB} has no fields", "add other sources")
 

@@ -23,7 +23,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    sections = (_model, _moe, _rope, _lora, _data, _train, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
+    sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
     _refuse((problem for problems in sections for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
@@ -332,6 +332,9 @@ def _data(config: Config) -> Iterator[Problem]:
         yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", fix
     if data.prepare is not None and data.store is None:
         yield "data.prepare", "set", "prepares data.store, which is not set", "set data.store"
+    if data.prepare is not None and data.prepare.conversations is not None and data.prepare.tokenizer.path is None:
+        rule = "conversations are read with the tokenizer of the model that is fine-tuned"
+        yield "data.prepare.tokenizer.path", None, rule, "name its tokenizer.json, as in runs/NAME/tokenizer/tokenizer.json"
     stores = [entry.store for entry in data.mixture]
     if len({paths.same_place(store) for store in stores}) != len(stores):
         yield "data.mixture", stores, "names a store twice", "add up its weights in one entry"
@@ -363,6 +366,28 @@ def _train(config: Config) -> Iterator[Problem]:
         yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
+
+
+def _objective(config: Config) -> Iterator[Problem]:
+    """Fine-tuning on conversations, whose rows are packed and whose loss is a mean over responses or pairs."""
+    objective, moe = config.objective, config.model.moe
+    if objective is None or objective.kind == "next_token":
+        return
+    kind = f"objective.kind = {objective.kind}"
+    if not config.data.mask_documents:
+        yield "data.mask_documents", False, f"{kind} packs conversations, and attention stays inside each", "use true"
+    for name in ("balance_loss", "z_loss") if moe is not None else ():
+        if value := getattr(moe.router if moe else None, name):
+            rule = f"is a mean over all tokens, and {kind} divides by responses or pairs"
+            yield f"model.moe.router.{name}", value, rule, "use 0, which may differ from the source's"
+    if objective.kind != "dpo":
+        return
+    if config.train.start_from is None:
+        yield "train.start_from", None, f"{kind} needs the model that is its reference and its beginning", "set train.start_from.path"
+    if config.train.z_loss:
+        yield "train.z_loss", config.train.z_loss, f"{kind} compares log-probabilities, and adds nothing to them", "use 0"
+    if config.model.mtp is not None:
+        yield "model.mtp", "set", f"{kind} has no loss of tokens further ahead", "fine-tune with objective.kind=sft"
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

@@ -271,11 +271,44 @@ class TokenizerConfig(Section):
     end_of_document: Text = "<|endoftext|>"
 
 
+class PromptResponseConfig(Section):
+    """JSONL of plain texts. The response counts, and the end-of-document token after it."""
+
+    kind: Literal["prompt_response"]
+    prompt_field: Text = "prompt"
+    response_field: Text = "response"
+    too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
+
+
+class ChatConfig(Section):
+    """JSONL of conversations: lists of {role, content}, rendered by the chat template. All turns of the assistant count."""
+
+    kind: Literal["chat"]
+    messages_field: Text = "messages"
+    template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
+    date: Text | None = None  # for templates that ask for today's
+    too_long: Literal["refuse", "leave_out"] = "refuse"
+
+
+class PreferencesConfig(Section):
+    """JSONL of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
+
+    kind: Literal["preferences"]
+    prompt_field: Text = "prompt"
+    chosen_field: Text = "chosen"
+    rejected_field: Text = "rejected"
+    template: ReadPath | None = None
+    date: Text | None = None
+    too_long: Literal["refuse", "leave_out"] = "refuse"  # both responses together, each with the prompt
+
+
 class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
     text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
+    # Absent: documents are texts.
+    conversations: Annotated[PromptResponseConfig | ChatConfig | PreferencesConfig, Field(discriminator="kind")] | None = None
     eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text
     tokenizer: TokenizerConfig = TokenizerConfig()
     workers: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # processes; 0: one a core
@@ -341,10 +374,27 @@ class PipelineConfig(Section):
     chunks: Positive = 1  # parts of the depth that a stage computes, far apart: as many times shorter bubbles (interleaved)
 
 
-class ObjectiveConfig(Section):
-    """Training objective; settings of one kind go into a section of their own, joined here by `kind`."""
+class NextTokenConfig(Section):
+    """Next-token prediction."""
 
-    kind: Literal["next_token"]  # a row of maxlm.objectives.OBJECTIVES
+    kind: Literal["next_token"]
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: next-token prediction of responses only."""
+
+    kind: Literal["sft"]
+
+
+class DpoConfig(Section):
+    """Direct preference optimization (arXiv 2305.18290). The frozen reference is the model that training starts from."""
+
+    kind: Literal["dpo"]
+    beta: PositiveFloat = 0.1  # strength of the pull towards the reference
+    label_smoothing: Annotated[Float, Field(ge=0, lt=0.5)] = 0.0  # probability that a pair is the wrong way round
+
+
+ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]  # rows of maxlm.objectives.OBJECTIVES
 
 
 class DilocoConfig(Section):

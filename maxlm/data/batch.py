@@ -1,4 +1,4 @@
-"""Batches of next-token prediction: windows of tokens with targets, weights, segments and positions.
+"""Batches: windows of tokens with targets, weights, segments and positions.
 
 B batch, S sequence (inputs of a window), T = S + 1 (inputs and the last target).
 """
@@ -6,6 +6,8 @@ B batch, S sequence (inputs of a window), T = S + 1 (inputs and the last target)
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from maxlm.data import marks
 
 
 class Batch(NamedTuple):
@@ -47,8 +49,31 @@ def batch_of_windows(window_BT: np.ndarray, length_B: np.ndarray, end_of_documen
         positions_BS = np.tile(column_S, (rows, 1))
 
     weights_BS = (~ends_BS).astype(np.float32)
-    if (length_B < width).any():
-        padded_BS = column_S >= np.maximum(length_B[:, None] - 1, 0)
-        for array_BS in (tokens_BS, targets_BS, weights_BS, segments_BS, positions_BS):
+    return _without_padding(Batch(tokens_BS, targets_BS, weights_BS, segments_BS, positions_BS), length_B)
+
+
+def batch_of_segments(window_BT: np.ndarray, length_B: np.ndarray) -> Batch:
+    """The same from the marks of packed conversations: a target has weight 1 if it counts and lies in the segment of its token.
+
+    Args:
+        window_BT: ids with marks, integers (see `marks`); every row begins with a segment.
+        length_B: as in `batch_of_windows`.
+    """
+    ids_BT, starts_BT = (window_BT & marks.IDS).astype(np.int32), (window_BT & marks.STARTS) != 0
+    counts_BS = ((window_BT[:, 1:] & marks.COUNTS) != 0) & ~starts_BT[:, 1:]
+    column_S = np.arange(ids_BT.shape[1] - 1, dtype=np.int32)
+    starts_BS = starts_BT[:, :-1]
+    positions_BS = column_S - np.maximum.accumulate(np.where(starts_BS, column_S, 0), axis=1)
+    segments_BS = np.cumsum(starts_BS, axis=1, dtype=np.int32)
+    batch = Batch(ids_BT[:, :-1].copy(), ids_BT[:, 1:].copy(), counts_BS.astype(np.float32), segments_BS, positions_BS)
+    return _without_padding(batch, length_B)
+
+
+def _without_padding(batch: Batch, length_B: np.ndarray) -> Batch:
+    """`batch` with zeros where a row has neither a token nor a target."""
+    S = batch.tokens_BS.shape[1]
+    if (length_B <= S).any():
+        padded_BS = np.arange(S) >= np.maximum(length_B[:, None] - 1, 0)
+        for array_BS in batch[:5]:
             array_BS[padded_BS] = 0
-    return Batch(tokens_BS, targets_BS, weights_BS, segments_BS, positions_BS)
+    return batch

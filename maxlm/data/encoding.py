@@ -1,14 +1,15 @@
 """Tokenize on all cores: worker processes, with results in the order of the documents."""
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import multiprocessing
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,9 +25,42 @@ QUEUED = 3  # batches a worker
 class Encoded(NamedTuple):
     """Tokens of a batch of documents."""
 
-    documents: list[np.ndarray]  # ids of each document, ending with the end-of-document token
+    documents: Sequence[np.ndarray | None]  # ids of each, ending with the end-of-document token; None for one that is left out
     held_out: list[bool]  # True for documents of the eval split
+    origins: list[str]
     bytes_read: int  # of the sources, up to and including the last document
+
+
+class Encode(Protocol):
+    """Documents -> ids."""
+
+    def __call__(self, documents: list[Document]) -> Sequence[np.ndarray | None]: ...
+    def close(self) -> None: ...
+
+
+class Encoder(Protocol):
+    """Settings of an encoding: plain data, which is sent once to every process that encodes."""
+
+    def start(self) -> Encode: ...
+
+
+class TextEncoder(NamedTuple):
+    """Tokenizes texts."""
+
+    text: str  # of the tokenizer.json
+    end_of_document: str
+
+    def start(self) -> "_EncodeText":
+        return _EncodeText(Tokenizer(self.text, self.end_of_document, "the tokenizer"))
+
+
+class _EncodeText(NamedTuple):
+    tokenizer: Tokenizer
+
+    def __call__(self, documents: list[Document]) -> list[np.ndarray]:
+        return self.tokenizer.encode_documents([document.text for document in documents])
+
+    def close(self) -> None: ...
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -35,26 +69,27 @@ def is_held_out(text: str, fraction: float) -> bool:
     return number < fraction * 2**64
 
 
-def encode_in_order(documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float, workers: int) -> Generator[Encoded]:
-    """Tokenize documents, on `workers` processes if more than one. The result does not depend on their number."""
+def encode_in_order(documents: Iterable[Document], encoder: Encoder, eval_fraction: float, workers: int) -> Generator[Encoded]:
+    """Encode documents, on `workers` processes if more than one. The result does not depend on their number."""
     batches = _batches(documents)
     if workers == 1:
-        _prepare_worker(tokenizer.text, tokenizer.end_of_document)
-        for batch in batches:
-            yield Encoded(*_encode([document.text for document in batch], eval_fraction), batch[-1].bytes_read)
+        with contextlib.closing(encoder.start()) as encode:
+            _worker_encode[:] = [encode]
+            for batch in batches:
+                yield _joined(batch, _encode(batch, eval_fraction))
         return
     # Spawned, not forked: a fork copies the locks of threads (tensorstore's, jax's) that do not exist in the child.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.text, tokenizer.end_of_document))
-    pending: collections.deque[tuple[Future[tuple[list[np.ndarray], list[bool]]], list[Document]]] = collections.deque()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (encoder,))
+    pending: collections.deque[tuple[Future[_Result], list[Document]]] = collections.deque()
     try:
         while True:
             for batch in itertools.islice(batches, workers * QUEUED - len(pending)):
                 with workers_without_signals():
-                    pending.append((pool.submit(_encode, [document.text for document in batch], eval_fraction), batch))
+                    pending.append((pool.submit(_encode, batch, eval_fraction), batch))
             if not pending:
                 break
             future, batch = pending.popleft()
-            yield Encoded(*future.result(), batch[-1].bytes_read)
+            yield _joined(batch, future.result())
     except BrokenProcessPool as error:
         rule = "a tokenizing process died, usually out of memory"
         raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer, and run the same command again to continue.") from error
@@ -74,18 +109,19 @@ def _batches(documents: Iterable[Document]) -> Generator[list[Document]]:
         yield batch
 
 
-_worker_tokenizer: list[Tokenizer] = []  # one, sent at the start of the process and not with every batch
+_Result = tuple[Sequence[np.ndarray | None], list[bool]]
+_worker_encode: list[Encode] = []  # one, made at the start of the process and not with every batch
 
 
-def _prepare_worker(text: str, end_of_document: str) -> None:
-    _worker_tokenizer[:] = [Tokenizer(text, end_of_document, "the tokenizer")]
-
-
-def _start_worker(text: str, end_of_document: str) -> None:
+def _start_worker(encoder: Encoder) -> None:
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _prepare_worker(text, end_of_document)
+    _worker_encode[:] = [encoder.start()]
 
 
-def _encode(texts: list[str], eval_fraction: float) -> tuple[list[np.ndarray], list[bool]]:
-    return _worker_tokenizer[0].encode_documents(texts), [is_held_out(text, eval_fraction) for text in texts]
+def _encode(batch: list[Document], eval_fraction: float) -> _Result:
+    return _worker_encode[0](batch), [is_held_out(document.text, eval_fraction) for document in batch]
+
+
+def _joined(batch: list[Document], result: _Result) -> Encoded:
+    return Encoded(*result, [document.origin for document in batch], batch[-1].bytes_read)

@@ -2,9 +2,11 @@
 
 The token stream of a store is cut in windows of `seq_len` inputs; a window's targets reach one token further, into the
 next window's first input. So every token is an input once an epoch, but for the very last, which is a target only. Long documents
-are split over windows, short ones share one; the last window is padded. Nothing is dropped.
+are split over windows, short ones share one; the last window is padded. Nothing is dropped. Conversations are packed whole instead
+(`samples.PackedRows`), and a window below is a row of them.
 """
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,11 +15,13 @@ import numpy as np
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
-from maxlm.data import manifest
+from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
+from maxlm.data.marks import Content
 from maxlm.data.order import SampleOrder
 from maxlm.data.prefetch import Prefetcher
+from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
 from maxlm.data.token_store import TokenStore, read_context
 
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
 # (windows [B, T], tokens in each [B], number of each in the stream of samples [B], end of document) -> a NamedTuple of arrays, rows first
 MakeBatch = Callable[[np.ndarray, np.ndarray, np.ndarray, int], Any]
+
+# (batch, numbers of the documents in each row) -> the batch with what is known of them
+Annotate = Callable[[Any, list[np.ndarray]], Any]
 
 PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
 
@@ -42,20 +49,25 @@ class Pipeline:
         vocab_size: int,
         split: Split = "train",
         make_batch: MakeBatch | None = None,
+        content: Content = "text",
     ) -> None:
         """Open the stores of `config` and check that they match each other and the model.
 
-        `seed`: of the order of train batches; `make_batch`: of the objective, None for next-token prediction. Stores of a mixture without
-        held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, or of another tokenizer than the
-        others; or the model's vocabulary is too small.
+        `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction. Stores of a
+        mixture without held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
+        or of another tokenizer than the others; or the model's vocabulary is too small.
         """
-        opened = _opened(config, split, vocab_size)
+        opened = _opened(config, split, vocab_size, content)
         self.global_batch = global_batch
         self._make_batch = make_batch or (
             lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
         )
         self._config, self._stores = config, list(opened)
-        windows = [-(-(store.n_tokens - 1) // config.seq_len) for store in opened]
+        kind = Windows if content == "text" else PackedRows
+        self._samples_of: list[Samples] = [kind(store, config.seq_len) for store in opened]
+        self._first_document = np.concatenate([[0], np.cumsum([store.size.documents for store in opened])])
+        self.annotate: Annotate | None = None  # adds to every batch what is known of its documents beside the stores
+        windows = [samples.count for samples in self._samples_of]
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
         self._order = SampleOrder(windows, list(opened.values()), seed=seed, shuffle=config.shuffle) if split == "train" else None
         self._bad_chunks: list[set[int]] = [set() for _ in opened]  # seen so far
@@ -76,6 +88,21 @@ class Pipeline:
     def n_windows(self) -> int:
         """Windows of all stores: samples of an epoch, where there is one store."""
         return int(self._first[-1])
+
+    @property
+    def n_documents(self) -> int:
+        """Documents of all stores, which `annotate` numbers one store after another."""
+        return int(self._first_document[-1])
+
+    def in_order(self) -> "Pipeline":
+        """The same windows once, in order, in `n_batches` batches, without annotation."""
+        ordered = copy.copy(self)
+        ordered._order, ordered.annotate = None, None
+        return ordered
+
+    def documents(self, step: int) -> list[np.ndarray]:
+        """Numbers of the documents in every row of batch `step`; for packed rows."""
+        return self._documents(self._ids(self._samples(step)))
 
     @property
     def n_batches(self) -> int:
@@ -149,38 +176,47 @@ class Pipeline:
             if len(rows):
                 tokens, length_B[rows] = self._windows(number, ids[rows])
                 window_BT[rows] = tokens
-                largest, limit = int(tokens.max()), store.info.vocab_size
+                largest, limit = int((tokens & marks.IDS if store.info.content != "text" else tokens).max()), store.info.vocab_size
                 if largest >= limit:
                     raise UserError(f"{store.path} holds the id {largest}, and its manifest says all are below {limit}; prepare it again.")
-        return self._make_batch(window_BT, length_B, samples, self._stores[0].info.end_of_document_id)
+        batch = self._make_batch(window_BT, length_B, samples, self._stores[0].info.end_of_document_id)
+        return batch if self.annotate is None else self.annotate(batch, self._documents(ids))
+
+    def _documents(self, ids: np.ndarray) -> list[np.ndarray]:
+        owners, found = np.searchsorted(self._first, ids, side="right") - 1, []
+        for number, owner in zip(ids, owners, strict=True):
+            rows = self._samples_of[owner]
+            assert isinstance(rows, PackedRows), "only whole documents can be told apart"
+            none = np.zeros(0, np.int64)
+            found.append(none if number == PADDING else self._first_document[owner] + rows.documents(int(number - self._first[owner])))
+        return found
 
     def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Windows `ids` of store `number`: tokens [B, T] and lengths [B]. With data.skip_bad_chunks one that touches a damaged chunk has
         length 0, so that all its weights are zero. Whether it does depends on the store alone, not on the mesh or the other rows.
         """
-        store, S = self._stores[number], self._config.seq_len
-        starts = (ids - self._first[number]) * S
+        store, samples, own = self._stores[number], self._samples_of[number], ids - self._first[number]
         try:
-            return store.read_windows(starts, S + 1)
+            return samples.read(own)
         except DamagedStoreError:
             if self._config.skip_bad_chunks is None:
                 raise
-        windows, lengths = np.zeros((len(ids), S + 1), store.info.dtype), np.zeros(len(ids), np.int64)
+        windows, lengths = np.zeros((len(ids), self._config.seq_len + 1), store.info.dtype), np.zeros(len(ids), np.int64)
         omitted: list[int] = []
         chunks: set[int] = set()
-        for row, start in enumerate(starts):
+        for row in range(len(ids)):
             try:
-                windows[row : row + 1], lengths[row : row + 1] = store.read_windows([start], S + 1)
+                windows[row : row + 1], lengths[row : row + 1] = samples.read(own[row : row + 1])
             except DamagedStoreError as error:
-                chunks |= self._damaged_chunks(number, int(start), error)
+                chunks |= self._damaged_chunks(number, int(own[row]), error)
                 omitted.append(row)
-        self._report(number, ids[omitted], starts[omitted], sorted(chunks))
+        self._report(number, ids[omitted], sorted(chunks))
         return windows, lengths
 
-    def _damaged_chunks(self, number: int, start: int, error: DamagedStoreError) -> set[int]:
+    def _damaged_chunks(self, number: int, sample: int, error: DamagedStoreError) -> set[int]:
         """The damaged chunks of a window. Raises UserError once a store has too many."""
         store, known = self._stores[number], self._bad_chunks[number]
-        found = set(store.bad_chunks(start, start + self._config.seq_len + 1))
+        found = {chunk for part in self._samples_of[number].ranges(sample) for chunk in store.bad_chunks(*part)}
         known |= found
         assert self._config.skip_bad_chunks is not None, "without it the first damaged chunk stops training"
         most = self._config.skip_bad_chunks.at_most
@@ -188,9 +224,9 @@ class Pipeline:
             raise UserError(f"{store.path}: more than data.skip_bad_chunks.at_most = {most} chunks are damaged: {error}")
         return found
 
-    def _report(self, number: int, ids: np.ndarray, starts: np.ndarray, chunks: list[int]) -> None:
+    def _report(self, number: int, ids: np.ndarray, chunks: list[int]) -> None:
         store = self._stores[number]
-        tokens = int(np.minimum(store.n_tokens - 1 - starts, self._config.seq_len).sum())
+        tokens = sum(self._samples_of[number].inputs(int(window)) for window in ids - self._first[number])
         named = ", ".join(map(str, chunks[:8])) + (f" and {len(chunks) - 8} more" if len(chunks) > 8 else "")
         reason = f"{store.path}: damaged {store.split} chunks {named}: {len(ids)} samples of {tokens:,} tokens were omitted"
         data = {"cause": "bad_chunk", "reason": f"{reason} (data.skip_bad_chunks)", "store": store.path, "split": store.split}
@@ -198,14 +234,14 @@ class Pipeline:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 
 
-def _opened(config: DataConfig, split: Split, vocab_size: int) -> dict[TokenStore, float]:
+def _opened(config: DataConfig, split: Split, vocab_size: int, content: Content) -> dict[TokenStore, float]:
     """The stores that have documents of this split, with their weights. Raises UserError if there is none, or not enough to train."""
     weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
     assert weights, "config/rules.py requires a store or a mixture"
     context = read_context(config.read_threads)
     stores = {TokenStore(path, split, context=context): weight for path, weight in weights.items()}
     for store in stores:
-        _check(store, next(iter(stores)), vocab_size)
+        _check(store, next(iter(stores)), vocab_size, content)
     used = {store: weight for store, weight in stores.items() if store.n_tokens > 1}
     if not used or (split == "train" and len(used) < len(stores)):
         empty = next(store for store in stores if store.n_tokens <= 1)
@@ -214,8 +250,12 @@ def _opened(config: DataConfig, split: Split, vocab_size: int) -> dict[TokenStor
     return used
 
 
-def _check(store: TokenStore, first: TokenStore, vocab_size: int) -> None:
-    """Refuse a store that does not match the model or the first store."""
+def _check(store: TokenStore, first: TokenStore, vocab_size: int, content: Content) -> None:
+    """Refuse a store that does not match the objective, the model or the first store."""
+    if store.info.content != content:
+        kind = {"text": "next_token (or no objective)", "conversations": "sft", "preferences": "dpo"}[store.info.content]
+        rule = f"holds {store.info.content}, and the objective reads {content}"
+        raise ConfigError("data.store", store.path, rule, f"use objective.kind {kind}, or another store (data.prepare.conversations)")
     if store.info.tokenizer_hash != first.info.tokenizer_hash:
         rule = f"has another tokenizer than {first.path} ({store.info.tokenizer_hash[:12]}, not {first.info.tokenizer_hash[:12]})"
         fix = "prepare both with the same data.prepare.tokenizer.path"

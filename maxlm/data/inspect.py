@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from maxlm.data import marks
 from maxlm.data.manifest import SPLITS
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -28,6 +29,7 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
     tokenizer = open_tokenizer(path)
     return {
         "store": path,
+        "content": info.content,
         **info.model_dump(include={"format", "tokenizer_hash", "vocab_size", "end_of_document_id", "dtype", "fingerprint", "settings"}),
         "splits": {split: _split(store, tokenizer, samples) for split, store in stores.items()},
     }
@@ -36,7 +38,7 @@ def describe(store_path: str, samples: int = 2) -> dict[str, Any]:
 def render(description: dict[str, Any]) -> RenderableType:
     """The result of `describe` as tables, and its samples."""
     facts = Table("", Column(overflow="fold"), title=description["store"], show_header=False, box=None, title_justify="left")
-    for name in ("format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint"):
+    for name in ("content", "format", "dtype", "vocab_size", "end_of_document_id", "tokenizer_hash", "fingerprint"):
         facts.add_row(name, str(description[name]))
     splits = description["splits"]
     sizes = Table("", *(Column(split, justify="right") for split in splits), box=SIMPLE_HEAD)
@@ -47,11 +49,19 @@ def render(description: dict[str, Any]) -> RenderableType:
         lengths = [summary.get("document_tokens", {}).get(name) for summary in splits.values()]
         sizes.add_row(f"tokens a document, {name}", *("" if length is None else f"{length:,}" for length in lengths))
     samples = [
-        Text(f"{split} document {sample['document']:,}, {sample['tokens']:,} tokens: {json.dumps(sample['text'], ensure_ascii=False)}")
+        Text(f"{split} document {sample['document']:,}, {sample['tokens']:,} tokens: {_quoted(sample)}")
         for split, summary in splits.items()
         for sample in summary["samples"]
     ]
     return Group(facts, sizes, *samples)
+
+
+def _quoted(sample: dict[str, Any]) -> str:
+    """The text of a sample, and of a conversation what counts in it."""
+    text = json.dumps(sample["text"], ensure_ascii=False)
+    if "counted" not in sample:
+        return text
+    return f"{text}; {sample['tokens_counted']:,} of its tokens count: {json.dumps(sample['counted'], ensure_ascii=False)}"
 
 
 def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:
@@ -78,4 +88,9 @@ def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, A
 def _beginning(store: TokenStore, tokenizer: Tokenizer, document: int) -> dict[str, Any]:
     start, stop = (int(offset) for offset in store.read_documents(document, document + 2))
     text = tokenizer.decode(store.read(start, min(stop, start + SAMPLE_TOKENS)))
-    return {"document": document, "tokens": stop - start, "text": text}
+    sample = {"document": document, "tokens": stop - start, "text": text}
+    if store.info.content == "text":
+        return sample
+    (marked,) = store.read_marked([(start, stop)])
+    counted = marked[(marked & marks.COUNTS) != 0] & marks.IDS
+    return {**sample, "tokens_counted": len(counted), "counted": tokenizer.decode(counted[:SAMPLE_TOKENS])}

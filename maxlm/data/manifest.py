@@ -1,7 +1,7 @@
 """store.json, the manifest of a token store. It is written last, so a folder that has it is complete.
 
 STORE/store.json               the manifest
-STORE/tokenizer.json           the tokenizer that made the tokens
+STORE/tokenizer.json           the tokenizer that made the tokens, and beside it the files that came with it (COMPANIONS)
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
 STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
 STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
@@ -22,13 +22,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError
 from maxlm.data import storage
+from maxlm.data.marks import Content
 from maxlm.data.storage import DamagedStoreError
 
 FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
 WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
+# Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 PROGRESS = "preparing.npz"
+CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
@@ -60,6 +64,12 @@ class StoreInfo(BaseModel):
     settings: dict[str, Any]  # all that decide the tokens; other values are refused
     splits: dict[Split, SplitInfo]
     files: dict[str, str] = {}  # name -> sha256, in hex, of every small file beside this one
+
+    @property
+    def content(self) -> Content:
+        """Kind of its documents. Those of conversations and preference pairs have marks in their ids, see `marks`."""
+        kind = self.settings.get(CONVERSATIONS)
+        return "text" if kind is None else "preferences" if kind == "preferences" else "conversations"
 
     def summary(self) -> str:
         """Sizes in one line."""
@@ -122,7 +132,7 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
             ]
             storage.write_bytes(path, f"{folder}.shards", np.array(samples, "<u4").tobytes())
             files |= {f"{folder}/zarr.json": "", f"{folder}.shards": ""}
-    for name in [TOKENIZER, *files]:
+    for name in [TOKENIZER, *COMPANIONS, *files]:
         content = storage.read_bytes(path, name)
         if content is not None:
             files[name] = hashlib.sha256(content).hexdigest()

@@ -1,6 +1,7 @@
 """Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -17,12 +18,14 @@ from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
-from maxlm.data import manifest, storage
-from maxlm.data.encoding import encode_in_order, is_held_out
+from maxlm.data import manifest, marks, storage
+from maxlm.data.chat_template import ChatTemplate
+from maxlm.data.conversations import ConversationEncoder, find_template
+from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.readers import documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
-from maxlm.data.tokenizer import Tokenizer, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
+from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
 
@@ -43,6 +46,9 @@ class _Job:
     files: list[SourceFile]
     console: Console
     digests: Digests
+    companions: dict[str, bytes]  # of the tokenizer
+    template: ChatTemplate | None
+    longest: int  # tokens that a row holds
 
 
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
@@ -60,7 +66,10 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     files = find_files(config.prepare.sources)
     known = _known_digests(store)
     of_files = digests(files, known)
-    settings = _settings(config.prepare, combined(files, of_files))
+    path, spoken = config.prepare.tokenizer.path, config.prepare.conversations
+    companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
+    template = None if spoken is None else find_template(spoken, companions)
+    settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template)}
     existing = _existing(store, settings)
     if existing is not None:
         if of_files != known:  # new dates with the same content, or a format without digests
@@ -68,7 +77,8 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
                 storage.write_bytes(store, SOURCES, json.dumps(of_files).encode())
         return existing
     with _locked(store):
-        job = _Job(store, config.prepare, files, Console(stderr=True, quiet=not progress), of_files)
+        console = Console(stderr=True, quiet=not progress)
+        job = _Job(store, config.prepare, files, console, of_files, companions, template, config.seq_len + 1)
         return _existing(store, settings) or _make(job, settings)
 
 
@@ -108,6 +118,17 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
     return {**settings, **{f"data.prepare.tokenizer.{key}": value for key, value in trained.items()}}
 
 
+def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None) -> dict[str, Any]:
+    """The same for conversations, whose length matters only where longer ones are left out; {} for texts."""
+    spoken = config.prepare.conversations if config.prepare is not None else None
+    if spoken is None:
+        return {}
+    settings = {f"data.prepare.conversations.{name}": value for name, value in spoken.model_dump(exclude={"template"}).items()}
+    if template is not None:
+        settings["data.prepare.conversations.template"] = manifest.fingerprint(template)
+    return {**settings, "data.seq_len": config.seq_len} if spoken.too_long == "leave_out" else settings
+
+
 def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """Manifest of the finished store in the folder, or None.
 
@@ -138,7 +159,9 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
         storage.delete(store, manifest.TOKENIZER)
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
-    dtype = manifest.smallest_dtype(tokenizer.vocab_size)
+    dtype = manifest.smallest_dtype(tokenizer.vocab_size) if job.config.conversations is None else marks.DTYPE
+    if tokenizer.vocab_size > marks.IDS:
+        raise ConfigError("data.prepare.tokenizer.path", job.config.tokenizer.path, "has ids above 2^29", "use another tokenizer")
     router = Router({split: SplitWriter(store, split, dtype, done) for split in manifest.SPLITS}, job.config.eval_fraction)
     if done.documents:
         console.print(f"{store}: continuing after {done.documents:,} documents")
@@ -161,20 +184,42 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
 def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
-    seen, last_save = done.documents, time.monotonic()
-    documents = islice(documents_in(job.files, job.config.text_field), seen, None)
+    seen, last_save, first_left_out = done.documents, time.monotonic(), ""
+    encoder, field = _encoder(job, tokenizer)
+    documents = islice(documents_in(job.files, field), seen, None)
     bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
-    with bar, contextlib.closing(encode_in_order(documents, tokenizer, fraction, workers)) as results:
+    with bar, contextlib.closing(encode_in_order(documents, encoder, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
-            for tokens, held_out in zip(result.documents, result.held_out, strict=True):
-                router.add(tokens, held_out)
+            for tokens, held_out, origin in zip(result.documents, result.held_out, result.origins, strict=True):
+                if tokens is None:
+                    first_left_out = first_left_out or origin
+                else:
+                    router.add(tokens, held_out)
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
                 save_progress(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
-    return router.finish()
+    splits = router.finish()
+    if left_out := seen - sum(split.documents for split in splits.values()):
+        longest = f"longer than data.seq_len = {job.longest - 1}"
+        where = f", the first at {first_left_out}" if first_left_out else ""
+        if left_out == seen:
+            raise UserError(f"all {seen:,} conversations are {longest}; raise data.seq_len.")
+        say = functools.partial(job.console.print, markup=False, highlight=False, soft_wrap=True)
+        say(f"{left_out:,} of {seen:,} conversations are left out, {longest}{where}")
+    return splits
+
+
+def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, str | None]:
+    """The encoder of the documents, and the field of the sources that it reads; None for whole lines."""
+    if job.config.conversations is None:
+        return TextEncoder(tokenizer.text, tokenizer.end_of_document), job.config.text_field
+    return (
+        ConversationEncoder(job.config.conversations, tokenizer.text, tokenizer.end_of_document, job.template, job.longest),
+        None,
+    )
 
 
 def _tokenizer(job: _Job) -> Tokenizer:
@@ -187,7 +232,9 @@ def _tokenizer(job: _Job) -> Tokenizer:
     else:
         with job.console.status(f"training a tokenizer of {wanted.vocab_size:,} tokens"):
             tokenizer = train_tokenizer(_training_texts(job.config, job.files), wanted.vocab_size, wanted.end_of_document)
-    storage.write_bytes(store, manifest.TOKENIZER, tokenizer.text.encode())
+    for name, content in job.companions.items():
+        storage.write_bytes(store, name, content)
+    storage.write_bytes(store, manifest.TOKENIZER, tokenizer.text.encode())  # last: it is there when all are
     return tokenizer
 
 

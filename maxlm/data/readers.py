@@ -27,8 +27,8 @@ class Document(NamedTuple):
     bytes_read: int  # of the sources, up to and including it, about
 
 
-def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Document]:
-    """Every document of `files` with text in it, in order. A file of text is one document.
+def documents_in(files: Sequence[SourceFile], text_field: str | None) -> Iterator[Document]:
+    """Every document of `files` with text in it, in order. A file of text is one document. `text_field`: None for whole lines of JSONL.
 
     Raises UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
     """
@@ -44,15 +44,17 @@ def documents_in(files: Sequence[SourceFile], text_field: str) -> Iterator[Docum
             count = 0
 
 
-def read_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
+def read_documents(file: SourceFile, text_field: str | None) -> Iterator[Document]:
     """The documents of one file in order, empty ones left out. The ending of its name states the format; any other is text.
 
-    Raises UserError: the file is not what its name says, is damaged, or lacks `text_field`.
+    Raises UserError: the file is not what its name says, is damaged, lacks `text_field`, or is no JSONL where that is None.
     """
     suffix, *before = [*reversed(file.suffixes), ""]
     kind = before[0] if suffix in COMPRESSION and before else suffix
     if kind in JSONL:
         documents = _jsonl(file, text_field)
+    elif text_field is None:
+        raise UserError(f"{file.path}: conversations are read from JSONL (.jsonl, .ndjson; also .gz, .zst); convert it, or leave it out.")
     elif suffix == ".parquet":
         documents = _parquet(file, text_field)
     elif suffix in ARRAY_RECORD:
@@ -84,25 +86,32 @@ def _decompressed(file: SourceFile, raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(cast(io.RawIOBase, pyarrow.CompressedInputStream(raw, COMPRESSION[suffix])), BLOCK)
 
 
-def _jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
+def _jsonl(file: SourceFile, text_field: str | None) -> Iterator[Document]:
     with file.open() as raw, _decompressed(file, raw) as stream:
         number = 0
         for number, line in enumerate(stream, start=1):
             if not line.isspace():
                 origin = f"{file.path}, line {number}"
-                yield Document(_field_of_json(line, text_field, origin), origin, raw.tell())
+                text = text_of(line, origin) if text_field is None else _field_of_json(line, text_field, origin)
+                yield Document(text, origin, raw.tell())
         if number == 0:
             raise UserError(f"{file.path} is empty.")
 
 
-def _field_of_json(content: bytes, text_field: str, origin: str) -> str:
-    """The field `text_field` of one JSON object."""
+def fields_of(content: bytes | str, origin: str) -> dict[str, Any]:
+    """One JSON object. Raises UserError naming `origin` if it is none."""
     try:
         record = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{origin} is not JSON: {error}.") from error
     if not isinstance(record, dict):
-        raise UserError(f"{origin} is a JSON {type(record).__name__}, not an object with the field {text_field}.")
+        raise UserError(f"{origin} is a JSON {type(record).__name__}, not an object.")
+    return record
+
+
+def _field_of_json(content: bytes, text_field: str, origin: str) -> str:
+    """The field `text_field` of one JSON object."""
+    record = fields_of(content, origin)
     if text_field not in record:
         raise _missing(text_field, origin, list(record))
     return _checked(record[text_field], text_field, origin)

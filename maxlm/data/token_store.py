@@ -1,7 +1,8 @@
 """Read a token store: ranges and windows of the flat token stream, from a disk or a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -9,10 +10,11 @@ import tensorstore as ts
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import retried
-from maxlm.data import manifest, storage
+from maxlm.data import manifest, marks, storage
 from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
 from maxlm.data.storage import ArrayLayout, DamagedStoreError
 
+T = TypeVar("T")
 CACHE_BYTES = 2**28  # of chunks and shard indices, in this process
 
 
@@ -54,9 +56,17 @@ class TokenStore:
         return self.size.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, in the store's dtype. Raises DamagedStoreError; UnavailableError after some tries."""
+        """Tokens [start, stop) of the stream, in the store's dtype, without marks. Raises DamagedStoreError; UnavailableError after some
+        tries.
+        """
         assert 0 <= start <= stop <= self.n_tokens, (start, stop, self.n_tokens)
-        return self._tokens.read([(start, stop)])[0]
+        tokens = self._tokens.read([(start, stop)])[0]
+        return tokens if self.info.content == "text" else tokens & marks.IDS
+
+    def read_marked(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Tokens [start, stop) of every range, as they are stored: see `marks`. Raises as `read`."""
+        assert all(0 <= start <= stop <= self.n_tokens for start, stop in ranges), (ranges, self.n_tokens)
+        return self._tokens.read_each(ranges)
 
     def read_documents(self, start: int, stop: int) -> np.ndarray:
         """Offsets of the first token of documents [start, stop), uint64; n_documents is the end of the stream. Raises as `read`."""
@@ -65,8 +75,9 @@ class TokenStore:
 
     def read_windows(self, starts: Sequence[int] | np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Windows read together: tokens [B, width] in the store's dtype, zero beyond the end of the stream, and how many of each row are
-        real [B]. Raises as `read`.
+        real [B]. For stores of text. Raises as `read`.
         """
+        assert self.info.content == "text", "conversations are packed"
         starts = np.asarray(starts, np.int64)
         lengths = np.clip(self.n_tokens - starts, 0, width)
         windows = np.zeros((len(starts), width), self.info.dtype)
@@ -125,9 +136,25 @@ class _FlatArray:
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
         """Elements [start, stop) of each range, all of one length, stacked; transient failures are retried."""
-        return retried(lambda: self._read(ranges), f"reading {self._folder}")
 
-    def _read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        def stacked(views: list[ts.TensorStore]) -> np.ndarray:
+            with ts.Batch() as batch:  # one request for neighbours in a shard
+                future = ts.stack(views).read(batch=batch)
+            return np.asarray(future.result())
+
+        return retried(lambda: self._read(ranges, stacked), f"reading {self._folder}")
+
+    def read_each(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Elements [start, stop) of each range, of any lengths; transient failures are retried."""
+
+        def each(views: list[ts.TensorStore]) -> list[np.ndarray]:
+            with ts.Batch() as batch:
+                futures = [view.read(batch=batch) for view in views]
+            return [np.asarray(future.result()) for future in futures]
+
+        return retried(lambda: self._read(ranges, each), f"reading {self._folder}")
+
+    def _read(self, ranges: Sequence[tuple[int, int]], read: Callable[[list[ts.TensorStore]], T]) -> T:
         try:
             for start, stop in ranges:
                 for shard in range(start // self._layout.shard, self._layout.shards(stop)):
@@ -135,9 +162,7 @@ class _FlatArray:
             views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
             doing = f"read its {self._store.split} tokens ({REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged)"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
-                with ts.Batch() as batch:  # one request for neighbours in a shard
-                    future = ts.stack(views).read(batch=batch)
-                return future.result()
+                return read(views)
         except DamagedStoreError as error:
             if storage.read_bytes(self._store.path, manifest.MANIFEST) is None:  # an unmounted file system is empty
                 raise UnavailableError(f"{self._store.path} is gone; start again when it is available.") from error

@@ -35,10 +35,10 @@ class Tokenizer:
         self._bpe.no_padding()
         self._bpe.encode_special_tokens = True
         self.vocab_size = max(self._bpe.get_vocab(with_added_tokens=True).values()) + 1
-        special = {added.content for added in self._bpe.get_added_tokens_decoder().values() if added.special}
-        if end_of_document not in special:
+        self.special = {added.content for added in self._bpe.get_added_tokens_decoder().values() if added.special}
+        if end_of_document not in self.special:
             rule = f"is not a special token of {source}"
-            raise ConfigError(f"{FIELD}.end_of_document", end_of_document, rule, f"use one of {sorted(special)[:8]}")
+            raise ConfigError(f"{FIELD}.end_of_document", end_of_document, rule, f"use one of {sorted(self.special)[:8]}")
         self.end_of_document = end_of_document
         self.end_of_document_id = int(self._bpe.get_vocab(with_added_tokens=True)[end_of_document])
 
@@ -71,6 +71,15 @@ class Tokenizer:
                 raise ConfigError(f"{FIELD}.end_of_document", self.end_of_document, "is made from ordinary text", "use a special token")
             documents.append(ids)
         return documents
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of what a chat template wrote, uint32 [N], and the characters of each, [N, 2]. Special tokens in it are those tokens."""
+        try:
+            self._bpe.encode_special_tokens = False
+            encoded = self._bpe.encode(text, add_special_tokens=False)
+        finally:
+            self._bpe.encode_special_tokens = True
+        return np.array(encoded.ids, np.uint32), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ids, without special tokens."""
@@ -121,12 +130,23 @@ def open_tokenizer(folder: str) -> Tokenizer:
     return tokenizer
 
 
-def copy_tokenizer(store: str, folder: Path) -> None:
-    """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store."""
+def copy_tokenizer(store: str, folder: Path, source: Path | None = None) -> None:
+    """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store. The companions of the
+    tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from.
+    """
     for name in (manifest.TOKENIZER, manifest.MANIFEST):
         content = storage.read_bytes(store, name)
         assert content is not None, "a store that opened has both"
         storage.write_bytes(str(folder), name, content)
+    companions = companions_of(store) or ({} if source is None else companions_of(str(source)))
+    for name, content in companions.items():
+        storage.write_bytes(str(folder), name, content)
+
+
+def companions_of(folder: str) -> dict[str, bytes]:
+    """The files beside a tokenizer.json that belong to it, local or at a URL; {} for one that stands alone."""
+    found = {name: read_if_present(f"{folder.rstrip('/')}/{name}") for name in manifest.COMPANIONS}
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
@@ -146,11 +166,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str)
     return Tokenizer(bpe.to_str(), end_of_document, "the trained tokenizer")
 
 
-def _read(path: str) -> bytes:
-    """The file at `path`, local or a URL."""
+def read_if_present(path: str) -> bytes | None:
+    """The file at `path`, local or a URL; None if there is none."""
     file = Path(path).expanduser()
     with reading(path):
-        content = read_url(path) if is_remote(path) else file.read_bytes() if file.exists() else None
+        return read_url(path) if is_remote(path) else file.read_bytes() if file.exists() else None
+
+
+def _read(path: str) -> bytes:
+    content = read_if_present(path)
     if content is None:
         raise UserError(f"{path}: there is no such tokenizer.json.")
     return content

@@ -29,7 +29,7 @@ from maxlm.parallel import build_mesh
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
 
 MODEL = "model.yml"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
 _MAX_JSON = 64 << 20
 
 

@@ -84,6 +84,15 @@ def unembedding_loss(
     return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=layout, **options)
 
 
+def unembedding_nll(
+    x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
+) -> Float[Array, "B S"]:
+    """Negative log-likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_nll`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    (batch, seq), (vocab, embed) = (split_axes(names, mesh) for names in (("batch", "seq"), ("vocab", "embed")))
+    return kernels.token_nll(x_BSD, w_VD, targets_BS, layout=LossLayout(batch, seq, vocab, embed), **options)
+
+
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
     """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
     split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.

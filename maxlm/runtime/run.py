@@ -24,12 +24,13 @@ from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
 from maxlm.models import count_parameters
 from maxlm.models.parameters import Parameters
-from maxlm.objectives import build_objective
+from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.console import ConsoleObserver
@@ -109,6 +110,8 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
+    if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
+        attach_reference(config, program, start, data, held_out, directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
@@ -176,7 +179,9 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
     directory.write_config(dump(config))
     if directory.primary:
-        copy_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer")
+        source = config.train.start_from
+        beside = Path(source.path) / "tokenizer" if source is not None else None
+        copy_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer", beside)
     return start
 
 
@@ -189,6 +194,7 @@ def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         make_batch=build_objective(config).make_batch,
+        content=CONTENT[kind_of(config)],
     )
     return create(), create(split="eval") if config.train.eval_batches > 0 else None
 
