@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.platform import multiplied
@@ -158,21 +158,12 @@ def _chunked(
 
     With the vocabulary split over `vocab_axes`, dx is this shard's part and must be summed over them by the caller.
     """
-    first_id = jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
     parts = tuple(_split(a, chunks) for a in (x_BSD, targets_BS, weights_BS))
     zero = jnp.zeros((), jnp.float32)
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
     def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
-        if softcap is not None:
-            logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
-        top_Bs = jnp.max(logits_BsV, axis=-1)
-        top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
-        exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
-        is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
-        partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
-        total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
+        logits_BsV, is_target_BsV, exp_BsV, top_Bs, total_Bs, target_Bs = _softmax(x_BsD, w_VD, targets_Bs, softcap, vocab_axes)
         lse_Bs = top_Bs + jnp.log(total_Bs)
         nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
         sums = (nll + z_loss * z, nll, z)
@@ -197,11 +188,60 @@ def _chunked(
     return sums, dx_BSD, dw_VD
 
 
+def _softmax(
+    x_BsD: jax.Array, w_VD: jax.Array, targets_Bs: jax.Array, softcap: float | None, vocab_axes: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    """(logits, True at the target, exp(logits - largest), largest logit, sum of the exps, logit of the target) of some positions; the last
+    three over the whole vocabulary, of which this device has a share.
+    """
+    first_id = jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
+    logits_BsV = logits(x_BsD, w_VD, softcap)
+    top_Bs = jnp.max(logits_BsV, axis=-1)
+    top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
+    exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
+    is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
+    partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
+    total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
+    return logits_BsV, is_target_BsV, exp_BsV, top_Bs, total_Bs, target_Bs
+
+
+def token_scores(
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    *,
+    chunks: int = 1,
+    softcap: float | None = None,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """(log-probability of each target in nats, float32; whether no other token is more likely), without a gradient. Operands and `layout`
+    as in `linear_cross_entropy`; logits of S / `chunks` positions of a device exist at a time.
+    """
+    layout = layout or Layout()
+
+    def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True) if layout.vocab else x
+        w = jax.lax.all_gather(w, layout.embed, axis=1, tiled=True) if layout.embed else w
+
+        def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            *_, top_Bs, total_Bs, target_Bs = _softmax(part[0], w, part[1], softcap, layout.vocab)
+            return (target_Bs - top_Bs) - jnp.log(total_Bs), target_Bs >= top_Bs
+
+        scores = jax.lax.map(one, (_split(x, chunks), _split(targets, chunks)))
+        return jax.tree.map(lambda a_CBs: jnp.moveaxis(a_CBs, 0, 1).reshape(targets.shape), scores)
+
+    if not layout.all:
+        return local(x_BSD, w_VD, targets_BS)
+    batch, seq, vocab, embed = (axes or None for axes in (layout.batch, layout.seq, layout.vocab, layout.embed))
+    specs = P(batch, (*layout.seq, *layout.vocab) or None), P(vocab, embed), P(batch, seq)
+    return jax.shard_map(local, in_specs=specs, out_specs=(P(batch, seq),) * 2, check_vma=False)(x_BSD, w_VD, targets_BS)
+
+
 def _split(a: jax.Array, chunks: int) -> jax.Array:
     return jnp.moveaxis(a.reshape(a.shape[0], chunks, a.shape[1] // chunks, *a.shape[2:]), 1, 0)
 
 
 def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], softcap: float | None) -> Float[Array, "B S V"]:
-    """All logits in float32, as the loss sees them: for generation and tests."""
+    """All logits in float32, as the loss sees them."""
     logits_BSV = jnp.einsum("BSD,VD->BSV", *multiplied(x_BSD, w_VD), preferred_element_type=jnp.float32)
     return logits_BSV if softcap is None else softcap * jnp.tanh(logits_BSV / softcap)

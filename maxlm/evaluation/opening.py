@@ -1,0 +1,120 @@
+"""Open what is evaluated: a run, an imported model, or a Hugging Face folder."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config import Config, UserError, rules
+from maxlm.config.errors import show
+from maxlm.config.loader import COMMAND_LINE, validate
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.evaluation.language_model import LanguageModel
+from maxlm.evaluation.results import FOLDER
+from maxlm.interop.importing import import_model
+from maxlm.parallel import build_mesh
+from maxlm.telemetry.phases import progress_bar
+from maxlm.training.saved_run import CONFIG, TOKENIZER, SavedRun, open_run
+
+MOST_CONTEXT = 4096  # tokens of a published model's context, unless more are asked for
+SETTABLE = ("mesh", "precision")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to evaluate. `step` and `folder`, where its results belong, are None for a published model."""
+
+    model: LanguageModel
+    step: int | None
+    folder: Path | None
+    notes: tuple[str, ...]
+
+
+@contextmanager
+def opened(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None) -> Iterator[Opened]:
+    """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
+
+    `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
+    Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
+    """
+    published = not (place / CONFIG).is_file() and (place / "config.json").is_file()
+    if not published:
+        saved = open_run(place)
+        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len, place / FOLDER)
+        yield Opened(model, found, place / FOLDER, ())
+        return
+    if step is not None:
+        raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
+    _settings(overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        with progress_bar("importing") as progress:
+            imported = import_model(place, Path(folder) / "model", [], progress)
+        notes, most = list(imported.notes), _positions(place / "config.json")
+        if context is None and most is not None:
+            context = min(most, MOST_CONTEXT)
+            if most > context:
+                notes.append(f"a context of {context:,} tokens, of the {most:,} that the model takes: --context chooses another")
+        saved = open_run(imported.folder)
+        yield Opened(_model(saved, overrides, None, context or saved.config.data.seq_len, None)[0], None, None, tuple(notes))
+
+
+def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, folder: Path | None) -> tuple[LanguageModel, int]:
+    """(the model, the step of its checkpoint)."""
+    if saved.tokenizer is None:
+        raise UserError(f"{saved.directory.name} has no tokenizer, which tasks need to read text: it needs a tokenizer.json.")
+    config = _config(saved.config, overrides, context)
+    mesh = build_mesh(config)
+    weights = saved.weights(mesh, step)
+    prefix = opening_token(saved.directory / TOKENIZER, saved.tokenizer)
+    requests = None if folder is None else folder / "requests"
+    model = LanguageModel(config, mesh, weights.params, weights.model_state, saved.tokenizer, prefix, context, folder=requests)
+    return model, weights.step
+
+
+def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
+    """The trained model and precision, on the mesh of `overrides`."""
+    chosen = _settings(overrides)
+    values: dict[str, Any] = {
+        "model": trained.model.model_dump(mode="json"),
+        "data": {"store": "unused", "seq_len": context},
+        "train": {"steps": 1, "global_batch": jax.device_count(), "loss_chunks": 1},
+        "precision": {**trained.precision.model_dump(mode="json"), **chosen["precision"]},
+        "mesh": chosen["mesh"],
+    }
+    sources = {f"{section}.{name}": COMMAND_LINE for section in SETTABLE for name in chosen[section]}
+    config = validate(values, sources)
+    rules.check(config, sources)
+    return config
+
+
+def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`section.name=value` by section."""
+    found: dict[str, dict[str, Any]] = {section: {} for section in SETTABLE}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if section not in SETTABLE or not dot or not equals:
+            raise UserError(f"{show(text)}: an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
+        value = value.strip()
+        found[section][name] = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
+    return found
+
+
+def opening_token(folder: Path, tokenizer: Tokenizer) -> int:
+    """Id of the token before a text that nothing precedes: `bos_token` of a published tokenizer, else the end-of-document token."""
+    file = folder / "tokenizer_config.json"
+    token = json.loads(file.read_bytes()).get("bos_token") if file.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.ids.get(token, tokenizer.end_of_document_id) if isinstance(token, str) else tokenizer.end_of_document_id
+
+
+def _positions(config: Path) -> int | None:
+    """Positions that a published config.json states."""
+    values = json.loads(config.read_bytes())
+    found = next((values[name] for name in ("max_position_embeddings", "n_positions") if isinstance(values.get(name), int)), None)
+    return found if found is None or found > 0 else None
