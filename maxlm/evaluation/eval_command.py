@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from maxlm.config.errors import UserError
-from maxlm.evaluation.opening import Opened, opened
+from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, table, write_result
 from maxlm.evaluation.run_task import run_task
@@ -31,10 +31,10 @@ def evaluate(
         check(task)
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: name a folder.")
-    with opened(place, overrides, step=step, context=context) as found:
-        folder = out or found.folder
-        found.model.folder = None if folder is None else folder / "requests"
-        results = [_run(task, found) for task in tasks]
+    found = open_model(place, overrides, step=step, context=context)
+    folder = out or found.folder
+    found.model.folder = None if folder is None else folder / "requests"
+    results = [_run(task, found) for task in tasks]
     written = [write_result(folder, found.step, result) for result in results] if folder is not None else []
     if as_json:
         print(json.dumps(_summary(place, found, results)))

@@ -116,6 +116,10 @@ class LanguageModel:
         room = self.scorer.context - tokens
         if room < 1:
             raise UserError(f"max_new_tokens = {tokens:,} leaves no room for a prompt in a context of {self.scorer.context:,} tokens.")
+
+        def finished(ids: list[int]) -> bool:
+            return any(end in self.tokenizer.decode(ids) for end in stop)
+
         requests = [Request(self.encode(prompt) or (self.prefix,), ()) for prompt in prompts]
         cuts = [max(len(request.context) - room, 0) for request in requests]
         requests = [Request(request.context[cut:], ()) for request, cut in zip(requests, cuts, strict=True)]
@@ -124,8 +128,9 @@ class LanguageModel:
             missing = [index for index in range(len(unique)) if index not in log.known]
             for start in range(0, len(missing), PROMPTS):
                 group = missing[start : start + PROMPTS]
-                ids = [list(unique[index].context) for index in group]
-                made = continuations(self.config, self.mesh, self.params, self.model_state, ids, tokens, self.tokenizer.end_of_document_id)
+                ids = [unique[index].context for index in group]
+                end = self.tokenizer.end_of_document_id
+                made = continuations(self.config, self.mesh, self.params, self.model_state, ids, tokens, end, finished)
                 for index, new in zip(group, made, strict=True):
                     log.append(index, {"text": _until(self.tokenizer.decode(new), stop)})
                 self.progress(len(log.known), len(unique))

@@ -2,8 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,32 +34,34 @@ class Opened:
     notes: tuple[str, ...]
 
 
-@contextmanager
-def opened(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None) -> Iterator[Opened]:
+def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None) -> Opened:
     """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
 
     `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
+    It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in float32.
     Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
     """
     published = not (place / CONFIG).is_file() and (place / "config.json").is_file()
     if not published:
         saved = open_run(place)
         model, found = _model(saved, overrides, step, context or saved.config.data.seq_len, place / FOLDER)
-        yield Opened(model, found, place / FOLDER, ())
-        return
+        return Opened(model, found, place / FOLDER, ())
     if step is not None:
         raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
     _settings(overrides)
     with tempfile.TemporaryDirectory() as folder:
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", [], progress)
-        notes, most = list(imported.notes), _positions(place / "config.json")
+        notes, said = list(imported.notes), json.loads((place / "config.json").read_bytes())
+        most = _positions(said)
         if context is None and most is not None:
             context = min(most, MOST_CONTEXT)
             if most > context:
                 notes.append(f"a context of {context:,} tokens, of the {most:,} that the model takes: --context chooses another")
         saved = open_run(imported.folder)
-        yield Opened(_model(saved, overrides, None, context or saved.config.data.seq_len, None)[0], None, None, tuple(notes))
+        stored = said.get("dtype", said.get("torch_dtype"))
+        overrides = [f"precision.compute={'bfloat16' if stored == 'bfloat16' else 'float32'}", *overrides]
+        return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len, None)[0], None, None, tuple(notes))
 
 
 def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, folder: Path | None) -> tuple[LanguageModel, int]:
@@ -113,8 +114,7 @@ def opening_token(folder: Path, tokenizer: Tokenizer) -> int:
     return tokenizer.ids.get(token, tokenizer.end_of_document_id) if isinstance(token, str) else tokenizer.end_of_document_id
 
 
-def _positions(config: Path) -> int | None:
+def _positions(values: dict[str, Any]) -> int | None:
     """Positions that a published config.json states."""
-    values = json.loads(config.read_bytes())
     found = next((values[name] for name in ("max_position_embeddings", "n_positions") if isinstance(values.get(name), int)), None)
     return found if found is None or found > 0 else None

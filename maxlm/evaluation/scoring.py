@@ -20,6 +20,7 @@ from maxlm.models import Parameters, bind, cast_matrices
 from maxlm.models.linear import matmul_precision
 from maxlm.parallel import mesh_axes, partition_spec, split_axes
 from maxlm.parallel.context import in_sequence
+from maxlm.training.program import compiler_options_of
 
 # B rows, S positions, V vocabulary
 
@@ -85,7 +86,8 @@ class Scorer:
 
     @cached_property
     def _compiled(self) -> jax.stages.Wrapped:
-        return jax.jit(partial(_scores, self.config), out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        whole, options = NamedSharding(self.mesh, PartitionSpec()), compiler_options_of(self.mesh)
+        return jax.jit(partial(_scores, self.config), out_shardings=whole, compiler_options=options)
 
 
 class _Parts:

@@ -3,62 +3,17 @@
 import json
 import math
 
-import jax
 import numpy as np
 import pytest
-from small_run import make_workspace
+from eval_cases import ITEMS, TASKS
 
-from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load
-from maxlm.config.loader import dump
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
-from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.evaluation import eval_command
-from maxlm.evaluation.opening import opened
+from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
-from maxlm.interop.exporting import export_model
-from maxlm.parallel import build_mesh
-from maxlm.training.program import build_program
-
-ITEMS = [{"q": f"document {n}:", "options": ["ax0 by1", "zz9 zz9", "b"], "right": n % 3, "a": "ax0"} for n in range(6)]
-TASKS = {
-    "choice": {
-        "kind": "multiple_choice",
-        "data": "items.jsonl",
-        "prompt": "{q}",
-        "choices": "options",
-        "gold": "right",
-        "unconditional": "",
-    },
-    "words": {"kind": "exact_match", "data": "items.jsonl", "prompt": "{q}", "answer": "{a}", "max_new_tokens": 4},
-    "text": {"kind": "perplexity", "data": "items.jsonl", "text_field": "q"},
-    "held_out": {"kind": "perplexity", "store": "store", "limit": 3},
-}
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """A folder with a run of no steps, its export, and tasks. The weights are large, so that choices differ."""
-    folder = make_workspace(tmp_path_factory.mktemp("evaluation"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        config = load("small.yml", ["mesh.fsdp=1", "model.init_std=0.2"]).config
-        prepare(config.data)
-        program = build_program(config, build_mesh(config, jax.devices()[:1]))
-        run = folder / "run"
-        run.mkdir()
-        (run / "config.yml").write_text(dump(config))
-        copy_tokenizer("store", run / "tokenizer")
-        checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, {})
-        checkpoints.save(7, program.init(), {})
-        checkpoints.close()
-        export_model(run, folder / "hf", "float32", "5GB", None, lambda done, total: None)
-        (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
-        for name, task in TASKS.items():
-            (folder / f"{name}.yml").write_text(json.dumps(task))
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -100,23 +55,22 @@ def test_a_run_and_its_export_have_the_same_results(workspace, capsys):
 
 def test_likelihoods_of_a_task_are_those_of_the_scorer(workspace):
     """By each request alone, in a row of its own, on one device of a mesh of one."""
-    with opened(workspace / "run", ["mesh.data=1", "mesh.fsdp=8"]) as found:
-        model = found.model
-        requests = [model.request(item["q"], " ax0 by1") for item in ITEMS] * 2
-        together = model.score(requests)
-        alone = dict(
-            Scorer(model.config, model.mesh, context=32).score(
-                model.params,
-                model.model_state,
-                [window for index, request in enumerate(requests) for window in model._windows(request, None, index)[0]],
-            )
+    model = open_model(workspace / "run", ["mesh.data=1", "mesh.fsdp=8"]).model
+    requests = [model.request(item["q"], " ax0 by1") for item in ITEMS] * 2
+    together = model.score(requests)
+    alone = dict(
+        Scorer(model.config, model.mesh, context=32).score(
+            model.params,
+            model.model_state,
+            [window for index, request in enumerate(requests) for window in model._windows(request, None, index)[0]],
         )
-        assert [score.logprob for score in together] == pytest.approx([alone[index].logprob for index in range(12)], rel=1e-6)
-        assert math.isfinite(together[0].logprob)
-        assert model.score([Request((5,), ())])[0] == (0.0, True)
-        before = dict(model.truncated)
-        model.score([Request(tuple(range(40)), (1, 2)), Request((3,), (1, 2))])
-        assert {name: model.truncated[name] - before[name] for name in before} == {"requests": 1, "tokens": 9}
+    )
+    assert [score.logprob for score in together] == pytest.approx([alone[index].logprob for index in range(12)], rel=1e-6)
+    assert math.isfinite(together[0].logprob)
+    assert model.score([Request((5,), ())])[0] == (0.0, True)
+    before = dict(model.truncated)
+    model.score([Request(tuple(range(40)), (1, 2)), Request((3,), (1, 2))])
+    assert {name: model.truncated[name] - before[name] for name in before} == {"requests": 1, "tokens": 9}
 
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):
@@ -152,8 +106,7 @@ def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch
 
 def test_greedy_text_is_compared(workspace, capsys, tmp_path):
     """The model's own continuation is the answer of one item, and of the others it is not."""
-    with opened(workspace / "run", ["mesh.fsdp=1", "mesh.data=8"]) as found:
-        text = found.model.generate([ITEMS[0]["q"]], 4, ["\n"])[0]
+    text = open_model(workspace / "run", ["mesh.fsdp=1", "mesh.data=8"]).model.generate([ITEMS[0]["q"]], 4, ["\n"])[0]
     assert text.strip()
     (tmp_path / "items.jsonl").write_text("".join(json.dumps({"q": ITEMS[0]["q"], "a": a}) + "\n" for a in (text, "no")))
     (tmp_path / "words.yml").write_text(json.dumps(TASKS["words"]))
@@ -169,11 +122,11 @@ WRONG = {
     "a step of a folder without": ("hf", "choice.yml", [], {"step": 3}, "--step 3"),
     "another setting": ("run", "choice.yml", ["train.steps=3"], {}, "settings of mesh and precision"),
     "a wrong setting": ("run", "choice.yml", ["mesh.tensors=3"], {}, "mesh.tensors = 3"),
-    "a mesh that does not divide": ("run", "choice.yml", ["mesh.tensor=4"], {}, "mesh.tensor = 4"),
+    "a mesh that does not divide": ("run", "choice.yml", ["mesh.tensor=8", "mesh.context=1"], {}, "mesh.tensor = 8"),
     "a context of none": ("run", "choice.yml", [], {"context": 0}, "--context 0"),
     "a context too short for the mesh": ("run", "choice.yml", [], {"context": 12}, "mesh.context = 4"),
     "a continuation above the context": ("run", "choice.yml", ["mesh.context=1", "mesh.data=4"], {"context": 2}, "above the context of 2"),
-    "a file for a folder": ("run", "choice.yml", [], {"out": "small.yml"}, "--out small.yml is a file"),
+    "a file for a folder": ("run", "choice.yml", [], {"out": "small.yml"}, "--out .*small.yml is a file"),
     "no tokenizer": ("bare", "choice.yml", [], {"context": 32}, "needs a tokenizer.json"),
     "no room to generate": ("run", "long.yml", [], {}, "max_new_tokens = 32 leaves no room"),
     "another tokenizer": ("run", "other.yml", [], {}, "has another tokenizer"),
