@@ -7,7 +7,7 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -80,7 +80,11 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
         from maxlm.inference.text import print_samples
         from maxlm.runtime.run import run_training
 
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster))
+        tasks: Any = None
+        if settings.evaluation is not None:
+            from maxlm.evaluation.while_training import open_tasks as tasks
+
+    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks))
 
 
 @app.command(name="config")

@@ -12,7 +12,7 @@ from maxlm.config.errors import UserError
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, table, write_result
-from maxlm.evaluation.run_task import run_task
+from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.task import PerplexityTask, Task, find_tasks
 from maxlm.models import count_parameters
 
@@ -22,7 +22,7 @@ def evaluate(
 ) -> None:
     """Run tasks on a model, print their results, and write them into the run, or into `out`.
 
-    Raises UserError before any result is written: a task or a setting is wrong, or `place` is no model.
+    Raises UserError before anything is computed or written: a task or a setting is wrong, or `place` is no model.
     """
     if context is not None and context < 1:
         raise UserError(f"--context {context}: must be at least 1 token.")
@@ -34,8 +34,13 @@ def evaluate(
     found = open_model(place, overrides, step=step, context=context)
     folder = out or found.folder
     found.model.folder = None if folder is None else folder / "requests"
-    results = [_run(task, found) for task in tasks]
-    written = [write_result(folder, found.step, result) for result in results] if folder is not None else []
+    for task in tasks:
+        rehearse(task, found.model)
+    results, written = [], []
+    for task in tasks:
+        results.append(_run(task, found))
+        if folder is not None:
+            written.append(write_result(folder, found.step, results[-1]))
     if as_json:
         print(json.dumps(_summary(place, found, results)))
         return
@@ -78,7 +83,7 @@ def _summary(place: Path, found: Opened, results: Sequence[Result]) -> dict[str,
     return {
         "model": str(place),
         "step": found.step,
-        "parameters": count_parameters(found.model.config.model),
+        "parameters": count_parameters(found.model.scorer.config.model),
         "results": [result.to_json() for result in results],
         "notes": [*found.notes, *(result.notice for result in results if result.notice)],
     }

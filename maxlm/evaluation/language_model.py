@@ -9,16 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.generating import continuations
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
 from maxlm.evaluation.result_log import ResultLog, key_of
-from maxlm.evaluation.scoring import BATCH_TOKENS, Progress, Scorer
+from maxlm.evaluation.scoring import Scorer
 from maxlm.models import Parameters
 
 PROMPTS = 16  # generated together
@@ -39,21 +36,14 @@ def silent(done: int, total: int) -> None:
 class LanguageModel:
     """The weights are used where they lie: there is no second copy of them."""
 
-    config: Config
-    mesh: Mesh
+    scorer: Scorer
     params: Parameters
     model_state: Parameters
     tokenizer: Tokenizer
     prefix: int  # token before a text that nothing precedes
-    context: int | None = None  # tokens that are read together; None: as trained
-    batch_tokens: int = BATCH_TOKENS
     folder: Path | None = None  # of the results of finished requests; None: not resumable
     progress: Callable[[int, int], None] = silent
     truncated: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0})  # cut off contexts so far
-
-    @cached_property
-    def scorer(self) -> Scorer:
-        return Scorer(self.config, self.mesh, context=self.context, batch_tokens=self.batch_tokens)
 
     @cached_property
     def weights_digest(self) -> str:
@@ -82,23 +72,19 @@ class LanguageModel:
         own, which `truncated` counts; with a `stride` it is scored in rolling windows instead.
         """
         unique, places = distinct(requests)
-        cuts: dict[int, int] = {}
+        made = [self._windows(request, stride, index) for index, request in enumerate(unique)]
         with self._log({"stride": stride}, unique) as log:
-            windows: list[Window] = []
-            for index, request in enumerate(unique):
-                made, cut = self._windows(request, stride, index)
-                if cut:
-                    cuts[index] = cut
-                if not request.continuation:
-                    log.known[index] = {"logprob": 0.0, "greedy": True}
-                windows += made if index not in log.known else []
-            before = sum(index in log.known for index in range(len(unique)))
-            progress: Progress = lambda done, total: self.progress(before + done, before + total)  # noqa: E731
+            log.known |= {index: {"logprob": 0.0, "greedy": True} for index, request in enumerate(unique) if not request.continuation}
+            windows = [window for index, (of_request, _) in enumerate(made) if index not in log.known for window in of_request]
+            before = len(log.known)
+
+            def progress(done: int, total: int) -> None:
+                self.progress(before + done, before + total)
+
             for index, score in self.scorer.score(self.params, self.model_state, windows, progress):
                 log.append(index, {"logprob": score.logprob, "greedy": score.greedy})
             found = [Likelihood(log.known[place]["logprob"], log.known[place]["greedy"]) for place in places]
-        self.truncated["requests"] += sum(place in cuts for place in places)
-        self.truncated["tokens"] += sum(cuts.get(place, 0) for place in places)
+        self._count([made[place][1] for place in places])
         return found
 
     def _windows(self, request: Request, stride: int | None, index: int) -> tuple[list[Window], int]:
@@ -113,9 +99,7 @@ class LanguageModel:
 
         A prompt that leaves no room in the context loses its beginning, which `truncated` counts.
         """
-        room = self.scorer.context - tokens
-        if room < 1:
-            raise UserError(f"max_new_tokens = {tokens:,} leaves no room for a prompt in a context of {self.scorer.context:,} tokens.")
+        room = self._room(tokens)
 
         def finished(ids: list[int]) -> bool:
             return any(end in self.tokenizer.decode(ids) for end in stop)
@@ -130,27 +114,51 @@ class LanguageModel:
                 group = missing[start : start + PROMPTS]
                 ids = [unique[index].context for index in group]
                 end = self.tokenizer.end_of_document_id
-                made = continuations(self.config, self.mesh, self.params, self.model_state, ids, tokens, end, finished)
+                config, mesh = self.scorer.config, self.scorer.mesh
+                made = continuations(config, mesh, self.params, self.model_state, ids, tokens, end, finished)
                 for index, new in zip(group, made, strict=True):
                     log.append(index, {"text": _until(self.tokenizer.decode(new), stop)})
                 self.progress(len(log.known), len(unique))
             texts = [str(log.known[place]["text"]) for place in places]
+        self._count(cuts)
+        return texts
+
+    def _room(self, tokens: int) -> int:
+        """Tokens of a prompt that leave room for so many new ones. Raises UserError."""
+        if tokens >= self.scorer.context:
+            raise UserError(f"max_new_tokens = {tokens:,} leaves no room for a prompt in a context of {self.scorer.context:,} tokens.")
+        return self.scorer.context - tokens
+
+    def _count(self, cuts: Sequence[int]) -> None:
         self.truncated["requests"] += sum(cut > 0 for cut in cuts)
         self.truncated["tokens"] += sum(cuts)
-        return texts
 
     @contextmanager
     def _log(self, settings: dict[str, Any], requests: Sequence[Request]) -> Iterator[ResultLog]:
         path = None
         if self.folder is not None:
-            asked = {"weights": self.weights_digest, "context": self.scorer.context, "model": self.config.model.model_dump(mode="json")}
-            asked |= {"precision": self.config.precision.model_dump(mode="json"), **settings}
+            config = self.scorer.config
+            asked = {"weights": self.weights_digest, "context": self.scorer.context, "model": config.model.model_dump(mode="json")}
+            asked |= {"precision": config.precision.model_dump(mode="json"), **settings}
             path = self.folder / f"{key_of(asked, requests)}.jsonl"
         log = ResultLog(path)
         try:
             yield log
         finally:
             log.close()
+
+
+class Rehearsal(LanguageModel):
+    """Computes nothing: what a task asks is made and checked, and every answer is a constant."""
+
+    def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
+        for request in requests:
+            self._windows(request, stride, 0)
+        return [Likelihood(-1.0, False)] * len(requests)
+
+    def generate(self, prompts: Sequence[str], tokens: int, stop: Sequence[str]) -> list[str]:
+        self._room(tokens)
+        return [""] * len(prompts)
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

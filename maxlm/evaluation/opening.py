@@ -14,10 +14,11 @@ from maxlm.config.errors import show
 from maxlm.config.loader import COMMAND_LINE, validate
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.language_model import LanguageModel
-from maxlm.evaluation.results import FOLDER
+from maxlm.evaluation.scoring import Scorer
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.phases import progress_bar
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.saved_run import CONFIG, TOKENIZER, SavedRun, open_run
 
 MOST_CONTEXT = 4096  # tokens of a published model's context, unless more are asked for
@@ -44,8 +45,8 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
     published = not (place / CONFIG).is_file() and (place / "config.json").is_file()
     if not published:
         saved = open_run(place)
-        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len, place / FOLDER)
-        return Opened(model, found, place / FOLDER, ())
+        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len)
+        return Opened(model, found, RunDirectory(place, primary=True).evaluations, ())
     if step is not None:
         raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
     _settings(overrides)
@@ -61,10 +62,10 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         saved = open_run(imported.folder)
         stored = said.get("dtype", said.get("torch_dtype"))
         overrides = [f"precision.compute={'bfloat16' if stored == 'bfloat16' else 'float32'}", *overrides]
-        return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len, None)[0], None, None, tuple(notes))
+        return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len)[0], None, None, tuple(notes))
 
 
-def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, folder: Path | None) -> tuple[LanguageModel, int]:
+def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int) -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
     if saved.tokenizer is None:
         raise UserError(f"{saved.directory.name} has no tokenizer, which tasks need to read text: it needs a tokenizer.json.")
@@ -72,9 +73,8 @@ def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context:
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step)
     prefix = opening_token(saved.directory / TOKENIZER, saved.tokenizer)
-    requests = None if folder is None else folder / "requests"
-    model = LanguageModel(config, mesh, weights.params, weights.model_state, saved.tokenizer, prefix, context, folder=requests)
-    return model, weights.step
+    scorer = Scorer(config, mesh, context=context)
+    return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix), weights.step
 
 
 def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:

@@ -10,8 +10,6 @@ from rich.table import Table
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.strict_json import dumps
 
-FOLDER = "evaluations"  # of a run
-
 
 class Figure(NamedTuple):
     """A value, and its standard error by bootstrap over items; None for a single item."""

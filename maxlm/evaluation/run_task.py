@@ -10,7 +10,7 @@ import numpy as np
 from maxlm.config.errors import UserError
 from maxlm.data.token_store import TokenStore
 from maxlm.evaluation import template
-from maxlm.evaluation.language_model import LanguageModel
+from maxlm.evaluation.language_model import LanguageModel, Rehearsal
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.results import Figure, Result
@@ -21,7 +21,7 @@ JSONL = (".jsonl", ".json")
 
 
 def run_task(task: Task, model: LanguageModel) -> Result:
-    """Evaluate `model` on a task. Raises UserError naming the item that is wrong, before anything is computed."""
+    """Evaluate `model` on a task. Raises UserError naming the item that is wrong."""
     before = dict(model.truncated)
     if isinstance(task.config, PerplexityTask):
         n, figures = _perplexity(task, task.config, model)
@@ -31,13 +31,18 @@ def run_task(task: Task, model: LanguageModel) -> Result:
         n, figures = _exact_match(task, task.config, model)
     settings = {
         "context": model.scorer.context,
-        "precision": model.config.precision.model_dump(mode="json"),
+        "precision": model.scorer.config.precision.model_dump(mode="json"),
         "weights": model.weights_digest,
         "bootstrap_seed": SEED,
         "task": task.config.model_dump(mode="json"),
     }
     cut = (model.truncated[name] - before[name] for name in ("requests", "tokens"))
     return Result(task.name, task.config.kind, n, figures, settings, *cut)
+
+
+def rehearse(task: Task, model: LanguageModel) -> None:
+    """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
+    run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix))
 
 
 class _Document(NamedTuple):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.telemetry.observer import Event, is_number
+from maxlm.telemetry.observer import Event, evaluated, is_number
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -71,7 +71,11 @@ def sentence(event: Event) -> str:
             return f"Alarm at {at}{reason}"
         case "eval":
             loss = data.get("eval_loss")
-            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}" if is_number(loss) else "")
+            named = "".join(f", {key.partition('/')[2]} {figure(v)}" for key, v in evaluated(event).items() if "/" in key and is_number(v))
+            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{named}" if is_number(loss) else "")
+        case "tasks":
+            known = {key.removeprefix("tasks/"): value for key, value in evaluated(event).items() if is_number(value)}
+            return f"Tasks at {at}" + (f": {', '.join(f'{key} {figure(value)}' for key, value in known.items())}" if known else "")
         case "rollback":
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""

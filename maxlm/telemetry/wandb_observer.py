@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
-from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord
+from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -39,8 +39,8 @@ class WandbObserver:
         self._log(figures)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "eval":
-            self._log({"step": event.step, "eval_loss": event.data.get("eval_loss")})
+        if figures := evaluated(event):
+            self._log({"step": event.step, **figures})
 
     def close(self) -> None:
         if self._run is not None:

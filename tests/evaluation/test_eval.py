@@ -59,7 +59,7 @@ def test_likelihoods_of_a_task_are_those_of_the_scorer(workspace):
     requests = [model.request(item["q"], " ax0 by1") for item in ITEMS] * 2
     together = model.score(requests)
     alone = dict(
-        Scorer(model.config, model.mesh, context=32).score(
+        Scorer(model.scorer.config, model.scorer.mesh, context=32).score(
             model.params,
             model.model_state,
             [window for index, request in enumerate(requests) for window in model._windows(request, None, index)[0]],

@@ -22,9 +22,9 @@ class GivenModel(LanguageModel):
     """A letter is a token; the likelihood of a continuation is looked up in a table, and generation in another."""
 
     def __init__(self, likelihoods=None, texts=None):
-        super().__init__(SimpleNamespace(precision=SimpleNamespace(model_dump=lambda mode: {})), None, {}, {}, None, prefix=0)
+        config = SimpleNamespace(precision=SimpleNamespace(model_dump=lambda mode: {}))
+        super().__init__(SimpleNamespace(config=config, context=8), {}, {}, None, prefix=0)
         self.likelihoods, self.texts, self.asked, self.strides = likelihoods, texts, [], []
-        self.weights_digest, self.scorer = "none", SimpleNamespace(context=8)
 
     def encode(self, text):
         return tuple(map(ord, text))
