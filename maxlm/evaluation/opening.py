@@ -42,8 +42,9 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
     It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in float32.
     Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
     """
-    published = not (place / CONFIG).is_file() and (place / "config.json").is_file()
-    if not published:
+    if not any((place / name).is_file() for name in (CONFIG, "config.json")):
+        raise UserError(f"{place} is neither a run, which has a {CONFIG}, nor a Hugging Face folder, which has a config.json.")
+    if (place / CONFIG).is_file():
         saved = open_run(place)
         model, found = _model(saved, overrides, step, context or saved.config.data.seq_len)
         return Opened(model, found, RunDirectory(place, primary=True).evaluations, ())
@@ -109,7 +110,11 @@ def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
 def opening_token(folder: Path, tokenizer: Tokenizer) -> int:
     """Id of the token before a text that nothing precedes: `bos_token` of a published tokenizer, else the end-of-document token."""
     file = folder / "tokenizer_config.json"
-    token = json.loads(file.read_bytes()).get("bos_token") if file.is_file() else None
+    try:
+        said = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}.") from None
+    token = said.get("bos_token") if isinstance(said, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
     return tokenizer.ids.get(token, tokenizer.end_of_document_id) if isinstance(token, str) else tokenizer.end_of_document_id
 
