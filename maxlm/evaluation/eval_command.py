@@ -1,6 +1,5 @@
 """`maxlm eval`."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from maxlm.evaluation.results import Result, table, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.task import PerplexityTask, Task, find_tasks
 from maxlm.models import count_parameters
+from maxlm.telemetry.strict_json import dumps
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
         if folder is not None:
             written.append(write_result(folder, found.step, results[-1]))
     if as_json:
-        print(json.dumps(_summary(place, found, results)))
+        print(dumps(_summary(place, found, results)))
         return
     console = Console()
     console.print(table(results))

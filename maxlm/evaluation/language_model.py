@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class LanguageModel:
                 self.progress(before + done, before + total)
 
             for index, score in self.scorer.score(self.params, self.model_state, windows, progress):
+                if not math.isfinite(score.logprob):
+                    raise UserError("a log-likelihood is not finite: weights are damaged, or too large for the precision of the matmuls.")
                 log.append(index, {"logprob": score.logprob, "greedy": score.greedy})
             found = [Likelihood(log.known[place]["logprob"], log.known[place]["greedy"]) for place in places]
         self._count([made[place][1] for place in places])

@@ -22,7 +22,7 @@ class ResultLog:
         self._file = None if path is None else AppendFile(path)
         if path is not None and path.is_file():
             for item in read_objects(path):
-                if isinstance(item.get("request"), int):
+                if isinstance(item.get("request"), int) and None not in item.values():
                     self.known[item["request"]] = item
 
     def append(self, request: int, values: Mapping[str, Any]) -> None:

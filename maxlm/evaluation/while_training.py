@@ -1,12 +1,12 @@
 """The tasks of a run's `evaluation` section, on the training mesh and with the weights where they lie."""
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
+from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.evaluation.language_model import LanguageModel
@@ -15,8 +15,6 @@ from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.scoring import Scorer
 from maxlm.evaluation.task import Task, find_tasks
 from maxlm.training.step import TrainState
-
-_log = logging.getLogger(__name__)
 
 
 class TrainingTasks:
@@ -35,8 +33,12 @@ class TrainingTasks:
         return LanguageModel(self._scorer, params, model_state, self._tokenizer, self._tokenizer.end_of_document_id)
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Task -> metric -> value, also written with standard errors to the run; None once `gives_up()`."""
-        model, found = self._model(state.params, state.model_state), {}
+        """Data of the event: `tasks` (task -> metric -> value) and `notes`; figures are also written to the run, with standard errors.
+        None once `gives_up()`.
+        """
+        model = self._model(state.params, state.model_state)
+        found: dict[str, dict[str, float]] = {}
+        notes: list[str] = []
 
         def poll(done: int, total: int) -> None:
             if gives_up():
@@ -46,18 +48,17 @@ class TrainingTasks:
         try:
             for task in self._tasks:
                 poll(0, 0)
-                result = run_task(task, model)
-                found[task.name] = {name: figure.value for name, figure in result.figures.items()}
-                if result.notice:
-                    _log.warning("%s", result.notice)
-                if self._folder is not None:
-                    try:
+                try:
+                    result = run_task(task, model)
+                    found[task.name] = {name: figure.value for name, figure in result.figures.items()}
+                    notes += [result.notice] if result.notice else []
+                    if self._folder is not None:
                         write_result(self._folder, step, result)
-                    except OSError as error:  # a full disk: training goes on, and the event has the values
-                        _log.warning("the result of %s at step %d cannot be written: %s", task.name, step, error)
+                except (UserError, OSError) as error:  # figures that are not finite, a full disk: training goes on
+                    notes.append(f"{task.name}: {error}")
         except _GivenUpError:
             return None
-        return found
+        return {"tasks": found, **({"notes": notes} if notes else {})}
 
 
 class _GivenUpError(Exception):

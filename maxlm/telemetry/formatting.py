@@ -75,7 +75,9 @@ def sentence(event: Event) -> str:
             return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{named}" if is_number(loss) else "")
         case "tasks":
             known = {key.removeprefix("tasks/"): value for key, value in evaluated(event).items() if is_number(value)}
-            return f"Tasks at {at}" + (f": {', '.join(f'{key} {figure(value)}' for key, value in known.items())}" if known else "")
+            notes = data.get("notes")
+            parts = [*(f"{key} {figure(value)}" for key, value in known.items()), *(map(str, notes) if isinstance(notes, list) else ())]
+            return f"Tasks at {at}" + (f": {', '.join(parts)}" if parts else "")
         case "rollback":
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""

@@ -55,7 +55,7 @@ class Event:
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `seconds`
-    tasks     `tasks` (task -> metric -> value), `seconds`
+    tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next

@@ -164,7 +164,7 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     if results is None:
         _not_evaluated(session, step)
         return
-    session.observers.on_event(Event("tasks", step, data={"tasks": results, "seconds": round(time.monotonic() - began, 3)}))
+    session.observers.on_event(Event("tasks", step, data={**results, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
 
 

@@ -20,7 +20,7 @@ class Tasks(Protocol):
     every: int | None  # steps; None: only at the end
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Data of the event: task -> metric -> value. None once `gives_up()`."""
+        """Data of the event `tasks`. None once `gives_up()`."""
 
 
 @dataclass(frozen=True)

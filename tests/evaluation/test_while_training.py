@@ -1,5 +1,6 @@
 """Tasks and named held-out sets during training: the figures of `maxlm eval`, on the training mesh, with the weights where they lie."""
 
+import dataclasses
 import json
 
 import jax
@@ -42,7 +43,7 @@ def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the
         most = max(most, live_bytes())
         return False
 
-    found = tasks.run(state, 7, gives_up)
+    found = tasks.run(state, 7, gives_up)["tasks"]
     assert 0 < most - before < weights / 4, "batches and scores alone"
     model = open_model(workspace / "run", ["mesh.data=8", "mesh.fsdp=1"]).model
     for task in find_tasks(",".join(NAMES)):
@@ -52,6 +53,12 @@ def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the
     assert {name: figure["value"] for name, figure in written["metrics"].items()} == found["choice"]
     assert tasks.run(state, 8, lambda: True) is None
     assert not list(tmp_path.glob("8-*"))
+    broken = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * float("nan"), state.params))
+    said = tasks.run(broken, 9, lambda: False)
+    assert said["tasks"] == {}
+    assert [note.partition(":")[0] for note in said["notes"]] == ["choice", "text"]
+    assert "not finite" in said["notes"][0]
+    assert not list(tmp_path.glob("9-*")), "figures of no number are not written"
 
 
 def live_bytes():
