@@ -2,17 +2,18 @@
 
 from maxlm.kernels.attention import attention, attention_and_logsumexp
 from maxlm.kernels.grouped_matmul import grouped_matmul
-from maxlm.kernels.linear_cross_entropy import CrossEntropySums, linear_cross_entropy, token_nll
+from maxlm.kernels.linear_cross_entropy import CrossEntropySums, TokenScores, linear_cross_entropy, token_scores
 from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem
 
 __all__ = [
     "CrossEntropySums",
     "MlpLayout",
+    "TokenScores",
     "attention",
     "attention_and_logsumexp",
     "gated_mlp",
     "gated_mlp_problem",
     "grouped_matmul",
     "linear_cross_entropy",
-    "token_nll",
+    "token_scores",
 ]

@@ -7,7 +7,7 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -37,10 +37,9 @@ app.add_typer(kernels_app, name="kernels")
 
 def _shipped(incomplete: str) -> list[str]:
     """Names of configs, for the shell to complete."""
-    from maxlm.config.loader import SHIPPED
+    from maxlm.config.loader import shipped
 
-    names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
-    return sorted(name for name in names if name.startswith(incomplete))
+    return [name for name in shipped() if name.startswith(incomplete)]
 
 
 ConfigName = Annotated[
@@ -91,7 +90,11 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
         from maxlm.inference.text import print_samples
         from maxlm.runtime.run import run_training
 
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster))
+        tasks: Any = None
+        if settings.evaluation is not None:
+            from maxlm.evaluation.while_training import open_tasks as tasks
+
+    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks))
 
 
 @app.command(name="config")
@@ -293,6 +296,32 @@ def export(
             return
         exported = export_model(run_dir, out, dtype, shard_size, step, progress, of)
     typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {exported.files} files of {dtype}")
+
+
+@app.command(name="eval")
+def eval_(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The folder of a run or of an imported model, or a Hugging Face folder.")
+    ],
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Task files, or names under configs/tasks/, split by commas.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of mesh and precision, such as mesh.tensor=2.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write results; default: evaluations/ of the run.")] = None,
+    step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
+    context: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens that are read together; as trained if not given.")] = None,
+    json_: Json = False,
+) -> None:
+    """Evaluate a model on tasks."""
+    from maxlm.evaluation.eval_command import evaluate
+    from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+    from maxlm.telemetry.log import RunLog
+    from maxlm.training.fits import explain_out_of_memory
+
+    select_platform()
+    enable_compilation_cache()
+    with RunLog(), explain_out_of_memory("evaluating", "split the weights over more devices with mesh.fsdp, or lower --context"):
+        evaluate(model, tasks, overrides or [], out=out, step=step, context=context, as_json=json_)
 
 
 @app.command()

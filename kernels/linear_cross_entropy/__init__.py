@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.platform import multiplied
@@ -77,7 +77,14 @@ def linear_cross_entropy(
     return _loss(static, x_BSD, w_VD, targets_BS, weights_BS)
 
 
-def token_nll(
+class TokenScores(NamedTuple):
+    """Of every target, float32: its negative log-likelihood in nats, and whether no other token is more likely."""
+
+    nll_BS: Float[Array, "B S"]
+    is_greedy_BS: Bool[Array, "B S"]
+
+
+def token_scores(
     x_BSD: Float[Array, "B S D"],
     w_VD: Float[Array, "V D"],
     targets_BS: Int[Array, "B S"],
@@ -85,25 +92,25 @@ def token_nll(
     chunks: int = 1,
     softcap: float | None = None,
     layout: Layout | None = None,
-) -> Float[Array, "B S"]:
-    """Negative log-likelihood of every target in nats, float32, as `linear_cross_entropy` sees it; no gradient flows through it.
+) -> TokenScores:
+    """Scores of every target, as `linear_cross_entropy` sees it; no gradient flows through them.
 
-    The gradient of any function of these is that of `linear_cross_entropy` with its derivatives by each of them as the weights.
+    The gradient of any function of the likelihoods is that of `linear_cross_entropy` with its derivatives by each of them as the weights.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, targets_BS, chunks)
     layout = layout or Layout()
 
-    def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> jax.Array:
+    def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> TokenScores:
         x, w = _gathered(layout, x, w)
         first_id = _first_id(w, layout.vocab)
-        parts = tuple(_split(a, chunks) for a in (x, targets))
+        parts = (_split(x, chunks), _split(targets, chunks))
 
-        def body(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        def one(part: tuple[jax.Array, jax.Array]) -> TokenScores:
             scores = _scores(part[0], w, part[1], first_id, softcap, layout.vocab)
-            return None, scores.lse_Bs - scores.target_Bs
+            return TokenScores(scores.lse_Bs - scores.target_Bs, scores.target_Bs >= scores.top_Bs)
 
-        nll_CBs = jax.lax.scan(body, None, parts)[1]
-        return jnp.moveaxis(nll_CBs, 0, 1).reshape(targets.shape)
+        scores_CBs = jax.lax.map(one, parts)
+        return jax.tree.map(lambda a_CBs: jnp.moveaxis(a_CBs, 0, 1).reshape(targets.shape), scores_CBs)
 
     x_BSD, w_VD = jax.lax.stop_gradient((x_BSD, w_VD))
     if not layout.all:
@@ -215,7 +222,7 @@ def _chunked(
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
     def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        logits_BsV, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
+        logits_BsV, _, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
         nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
         sums = (nll + z_loss * z, nll, z)
         if not gradients:
@@ -240,9 +247,12 @@ def _chunked(
 
 
 class _Scores(NamedTuple):
-    """Logits of a chunk of tokens and what the loss is made of: exp(logits - their maximum), its sum, logsumexp, logit of the target."""
+    """Logits of a chunk of tokens and what the loss is made of: the largest, exp(logits - it), its sum, logsumexp, logit of the
+    target.
+    """
 
     logits_BsV: jax.Array
+    top_Bs: jax.Array
     exp_BsV: jax.Array
     is_target_BsV: jax.Array
     total_Bs: jax.Array
@@ -253,16 +263,14 @@ class _Scores(NamedTuple):
 def _scores(
     x_BsD: jax.Array, w_VD: jax.Array, targets_Bs: jax.Array, first_id: Any, softcap: float | None, vocab_axes: tuple[str, ...]
 ) -> _Scores:
-    logits_BsV = jnp.einsum("BsD,VD->BsV", *multiplied(x_BsD, w_VD), preferred_element_type=jnp.float32)
-    if softcap is not None:
-        logits_BsV = softcap * jnp.tanh(logits_BsV / softcap)
+    logits_BsV = logits(x_BsD, w_VD, softcap)
     top_Bs = jnp.max(logits_BsV, axis=-1)
     top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
     exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
     is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
     partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
     total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
-    return _Scores(logits_BsV, exp_BsV, is_target_BsV, total_Bs, top_Bs + jnp.log(total_Bs), target_Bs)
+    return _Scores(logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, top_Bs + jnp.log(total_Bs), target_Bs)
 
 
 def _first_id(w_VD: jax.Array, vocab_axes: tuple[str, ...]) -> Any:
@@ -275,6 +283,6 @@ def _split(a: jax.Array, chunks: int) -> jax.Array:
 
 
 def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], softcap: float | None) -> Float[Array, "B S V"]:
-    """All logits in float32, as the loss sees them: for generation and tests."""
+    """All logits in float32, as the loss sees them."""
     logits_BSV = jnp.einsum("BSD,VD->BSV", *multiplied(x_BSD, w_VD), preferred_element_type=jnp.float32)
     return logits_BSV if softcap is None else softcap * jnp.tanh(logits_BSV / softcap)

@@ -109,12 +109,18 @@ def find(name: str) -> Path:
     file = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
     if file is not None:
         return file
-    known = sorted({str(p.relative_to(SHIPPED).with_suffix("")) for p in SHIPPED.rglob("*.yml")})
+    known = shipped()
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
     near = inside or closest or [config for config in known if config.startswith("runs/")]
     problem = "is a folder" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
+
+
+def shipped() -> list[str]:
+    """Names of the configs under `configs/`, where tasks of an evaluation lie beside them."""
+    names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
+    return sorted(name for name in names if not name.startswith("tasks/"))
 
 
 def _is(check: Callable[[], bool]) -> bool:

@@ -366,6 +366,8 @@ def _train(config: Config) -> Iterator[Problem]:
         yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
+    if config.data.eval is not None and train.eval_batches == 0:
+        yield "data.eval", config.data.eval.stores, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
 
 def _objective(config: Config) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ sequences. `None` means "not used" unless the comment says what it is derived fr
 is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
@@ -327,6 +328,25 @@ class SkipConfig(Section):
     at_most: Positive = 100  # chunks of one store, after which training stops after all
 
 
+class HeldOutConfig(Section):
+    """Further held-out sets, by names of one's own: the store of each, of which the held-out documents are read."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, StoredPath]
+
+    @model_validator(mode="after")
+    def _plain_names(self) -> "HeldOutConfig":
+        for name in self.stores:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
+                paths.refuse(f"have plain names, and {name[:64]} is none", "use letters, digits, `-`, `_` and `.`")
+        return self
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """Name -> store."""
+        return self.__pydantic_extra__
+
+
 class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
@@ -339,6 +359,7 @@ class DataConfig(Section):
     prefetch: Few = 2  # batches held ready on the device
     skip_bad_chunks: SkipConfig | None = None
     prepare: PrepareConfig | None = None
+    eval: HeldOutConfig | None = None  # beside the held-out documents of the stores above: each has its own curve, eval_loss/NAME
 
 
 WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
@@ -508,6 +529,13 @@ class SamplesConfig(Section):
     tokens: Positive = 64  # of each continuation
 
 
+class EvaluationConfig(Section):
+    """Tasks that are run on the training mesh, with the weights where they lie."""
+
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)]  # task files, or names under configs/tasks/
+    every: Positive | None = None  # steps; None: only at the end
+
+
 class WandbConfig(Section):
     """Figures also go to Weights & Biases, whose own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count."""
 
@@ -540,6 +568,7 @@ class Config(Section):
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     samples: SamplesConfig | None = None
     wandb: WandbConfig | None = None
+    evaluation: EvaluationConfig | None = None
 
     @property
     def tokens_per_step(self) -> int:

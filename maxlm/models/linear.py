@@ -78,19 +78,20 @@ def unembedding_loss(
     x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], weights_BS: Float[Array, "B S"], **options: Any
 ) -> kernels.CrossEntropySums:
     """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
+    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=unembedding_layout(), **options)
+
+
+def unembedding_layout() -> LossLayout:
+    """Mesh axes that split the operands of `unembedding_loss`."""
     mesh = jax.sharding.get_abstract_mesh()
-    (batch, seq), (vocab, embed) = (split_axes(names, mesh) for names in (("batch", "seq"), ("vocab", "embed")))
-    layout = LossLayout(batch, seq, vocab, embed)
-    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=layout, **options)
+    return LossLayout(*split_axes(("batch", "seq"), mesh), *split_axes(("vocab", "embed"), mesh))
 
 
-def unembedding_nll(
+def unembedding_scores(
     x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
-) -> Float[Array, "B S"]:
-    """Negative log-likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_nll`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    (batch, seq), (vocab, embed) = (split_axes(names, mesh) for names in (("batch", "seq"), ("vocab", "embed")))
-    return kernels.token_nll(x_BSD, w_VD, targets_BS, layout=LossLayout(batch, seq, vocab, embed), **options)
+) -> kernels.TokenScores:
+    """Likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_scores`."""
+    return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:

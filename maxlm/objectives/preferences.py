@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import DpoConfig
 from maxlm.data.batch import batch_of_segments
 from maxlm.models import Decoder, DecoderOutput
-from maxlm.models.linear import unembedding_loss, unembedding_nll
+from maxlm.models.linear import unembedding_loss, unembedding_scores
 from maxlm.objectives.objective import ArraySpec, NextToken, Sums
 from maxlm.telemetry.metric import Metric
 
@@ -65,7 +65,7 @@ class Preferences(NextToken):
         """
         hidden_BSD, table_VD, chunks = model.final_norm(output.x_BSD), model.unembedding_VD, self.config.train.loss_chunks
         options = {"chunks": chunks, "softcap": model.config.logits_softcap}
-        nll_BS = unembedding_nll(hidden_BSD, table_VD, batch.targets_BS, **options)
+        nll_BS = unembedding_scores(hidden_BSD, table_VD, batch.targets_BS, **options).nll_BS
         (loss, values), slopes_BS = jax.value_and_grad(self._loss, has_aux=True)(nll_BS, batch)
         weighted = unembedding_loss(hidden_BSD, table_VD, batch.targets_BS, slopes_BS, **options).total
         return weighted + jax.lax.stop_gradient(loss - weighted), self.sums(batch, values, output.routing)
@@ -91,7 +91,7 @@ class LogProbabilities(Preferences):
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
-        nll_BS = unembedding_nll(model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options)
+        nll_BS = unembedding_scores(model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options).nll_BS
         return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch)})
 
 

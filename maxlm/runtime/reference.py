@@ -35,15 +35,14 @@ Tables = dict[str, np.ndarray]  # split -> [pairs, 2] float32: log-probabilities
 
 
 def attach_reference(
-    config: Config, program: Program, start: Start, data: Pipeline, held_out: Pipeline | None, directory: RunDirectory, phases: Phases
+    config: Config, program: Program, start: Start, pipelines: dict[str, Pipeline], directory: RunDirectory, phases: Phases
 ) -> None:
-    """Make every batch of the pipelines carry the reference's log-probabilities: those in the run directory, or those of `start`.
+    """Make every batch of the pipelines, by name, carry the reference's log-probabilities: those in the run directory, or those of `start`.
 
     Raises UserError: they are missing or damaged though training has begun, or belong to another source or other data.
     """
-    pipelines = {name: pipeline for name, pipeline in (("train", data), ("eval", held_out)) if pipeline is not None}
     begun, tables, problem = start.restored is not None, None, None
-    identity = {"source": _source(config), "data": data.fingerprint}
+    identity = {"source": _source(config), "data": {name: pipeline.fingerprint for name, pipeline in pipelines.items()}}
     try:
         tables = _read(directory.path / FILE, identity, pipelines, begun=begun) if directory.primary else None
     except UserError as error:
@@ -135,9 +134,10 @@ def _mismatch(about: dict[str, Any], identity: dict[str, Any], tables: Tables, p
     if "parameters" in ours and source.get("parameters") != ours["parameters"]:
         rule = f"holds other parameters than the reference of this run, step {source['step']} of {source['path']}"
         return ConfigError(f"{FIELD}.path", ours["path"], rule, "name that one, or begin anew under another run.name")
-    if about["data"] != identity["data"]:
-        rule = f"are other pairs than those of {FILE} in this run"
-        return ConfigError("data.store", about["data"][:12], rule, "train on the same store, or begin anew under another run.name")
+    known = about["data"]
+    if other := next((name for name, digest in identity["data"].items() if known.get(name, digest) != digest), None):
+        rule = f"are other {other} pairs than those of {FILE} in this run"
+        return ConfigError("data.store", known[other][:12], rule, "train on the same store, or begin anew under another run.name")
     missing = next((name for name, pipeline in pipelines.items() if name not in tables or len(tables[name]) != pipeline.n_documents), None)
     if missing is not None:
         rule = f"{FILE} of this run has no {missing} pairs"

@@ -7,16 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
-from maxlm.config.errors import ExitCode
+from maxlm.config.errors import ConfigError, ExitCode
 from maxlm.config.loader import dump, flatten
 from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
@@ -47,7 +48,7 @@ from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
-from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.session import Outcome, Session, Start, Tasks
 from maxlm.training.start_from import begin_from
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
@@ -75,6 +76,26 @@ class SamplePrinter(Protocol):
     ) -> None: ...
 
 
+class OpenTasks(Protocol):
+    """Opens the tasks of `evaluation`. Raises UserError for one that is wrong; writes nothing before it runs them."""
+
+    def __call__(self, config: Config, mesh: Mesh, folder: Path | None) -> Tasks: ...
+
+
+class OpenedData(NamedTuple):
+    """Batches for training, those that are held out if evaluation is on, and further held-out sets by name."""
+
+    train: Pipeline
+    held_out: Pipeline | None
+    named: dict[str, Pipeline]
+
+    @property
+    def pipelines(self) -> dict[str, Pipeline]:
+        """All of them: `train`, `eval` and `eval/NAME`."""
+        held_out = {} if self.held_out is None else {"eval": self.held_out}
+        return {"train": self.train, **held_out, **{f"eval/{name}": pipeline for name, pipeline in self.named.items()}}
+
+
 class _ProgressObserver:
     """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
 
@@ -85,8 +106,15 @@ class _ProgressObserver:
     def close(self) -> None: ...
 
 
-def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, named: Mapping[str, str] | None = None) -> int:
-    """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line.
+def run_training(
+    config: Config,
+    phases: Phases,
+    print_samples: SamplePrinter,
+    named: Mapping[str, str] | None = None,
+    open_tasks: OpenTasks | None = None,
+) -> int:
+    """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line. `open_tasks`: not None
+    where `config.evaluation` is set.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -95,15 +123,17 @@ def run_training(config: Config, phases: Phases, print_samples: SamplePrinter, n
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
     with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
-        return _run(config, phases, print_samples, here, log)
+        return _run(config, phases, print_samples, open_tasks, here, log)
 
 
-def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Cluster, log: RunLog) -> int:
+def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_tasks: OpenTasks | None, here: Cluster, log: RunLog) -> int:
     goodput = Goodput(began=phases.began)
     _check_machine(config, phases, here)
-    data, held_out = _open_data_on_all_hosts(config, phases)
+    opened = _open_data_on_all_hosts(config, phases)
+    data = opened.train
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
     start = _start(config, phases, program, checkpoints, data, here.local_processes)
     if config.checkpoint.dir is not None:
@@ -111,7 +141,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
-        attach_reference(config, program, start, data, held_out, directory, phases)
+        attach_reference(config, program, start, opened.pipelines, directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
@@ -119,7 +149,8 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, here: Clu
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
-            outcome = train(Session(program, data, held_out, checkpoints, observers, goodput, stop, stop.abandon_batch), start)
+            watched = observers, goodput, stop, stop.abandon_batch
+            outcome = train(Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
@@ -185,18 +216,23 @@ def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start
     return start
 
 
-def open_data(config: Config) -> tuple[Pipeline, Pipeline | None]:
+def open_data(config: Config) -> OpenedData:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = functools.partial(
         Pipeline,
-        config.data,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         make_batch=build_objective(config).make_batch,
         content=CONTENT[kind_of(config)],
     )
-    return create(), create(split="eval") if config.train.eval_batches > 0 else None
+    data, named = create(config.data), {}
+    for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval")
+        if named[name].tokenizer_hash != data.tokenizer_hash:
+            fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
+            raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
+    return OpenedData(data, create(config.data, split="eval") if config.train.eval_batches > 0 else None, named)
 
 
 def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
@@ -207,7 +243,19 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     return {**fixed, "tokenizer": tokenizer_hash}
 
 
-def _open_data_on_all_hosts(config: Config, phases: Phases) -> tuple[Pipeline, Pipeline | None]:
+def _open_tasks_on_all_hosts(open_tasks: OpenTasks, config: Config, program: Program, directory: RunDirectory) -> Tasks:
+    """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them."""
+    opened, problem = None, None
+    try:
+        opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
+    assert opened is not None, "a failure was raised above"
+    return opened
+
+
+def _open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     """Prepare the data if configured, and open it. Raises UserError on all hosts if one cannot, or if their stores differ."""
     opened, problem = None, None
     try:
@@ -218,7 +266,7 @@ def _open_data_on_all_hosts(config: Config, phases: Phases) -> tuple[Pipeline, P
             opened = open_data(config)
     except UserError as error:
         problem = error
-    require_equal({"data store": opened[0].fingerprint[:12] if opened else ""}, problem)
+    require_equal({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()} if opened else {}, problem)
     assert opened is not None, "a failure was raised above"
     return opened
 

@@ -100,8 +100,9 @@ def _last_record(span: Sequence[Event], timings: Iterable[StepTiming]) -> Event:
             seconds["data_wait"] += steps * timing.data_wait_s
         last_step, last_time = timing.step, max(last_time, timing.time)
     for event in span:
-        if event.kind in ("save", "eval"):
-            seconds[event.kind] += _number(event.data.get("blocked_s" if event.kind == "save" else "seconds"))
+        if event.kind in ("save", "eval", "tasks"):
+            saved = event.kind == "save"
+            seconds["save" if saved else "eval"] += _number(event.data.get("blocked_s" if saved else "seconds"))
     last_step = max(last_step, *(event.step for event in span))
     rounded = {part: round(value, 3) for part, value in seconds.items()}
     return Event("killed", last_step, last_time, {"goodput": {"seconds": rounded}})

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.telemetry.observer import Event, is_number
+from maxlm.telemetry.observer import Event, evaluated, is_number
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -70,9 +70,15 @@ def sentence(event: Event) -> str:
         case "alarm":
             return f"Alarm at {at}{reason}"
         case "eval":
-            loss, average = data.get("eval_loss"), data.get("eval_loss_ema")
-            of_average = f" ({figure(average)} of the moving average)" if is_number(average) else ""
-            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{of_average}" if is_number(loss) else "")
+            loss = data.get("eval_loss")
+            titles = {key: key.removeprefix("eval_loss/").replace("eval_loss_ema", "moving average") for key in evaluated(event)}
+            named = "".join(f", {titles[key]} {figure(v)}" for key, v in evaluated(event).items() if key != "eval_loss" and is_number(v))
+            return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{named}" if is_number(loss) else "")
+        case "tasks":
+            known = {key.removeprefix("tasks/"): value for key, value in evaluated(event).items() if is_number(value)}
+            notes = data.get("notes")
+            parts = [*(f"{key} {figure(value)}" for key, value in known.items()), *(map(str, notes) if isinstance(notes, list) else ())]
+            return f"Tasks at {at}" + (f": {', '.join(parts)}" if parts else "")
         case "rollback":
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""

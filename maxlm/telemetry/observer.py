@@ -14,7 +14,7 @@ from maxlm.telemetry.strict_json import dumps
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "rollback", "preempt", "stop", "observer", "killed"]
+EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed"]
 CLOSE_S = 10.0  # for all observers together
 
 
@@ -54,7 +54,8 @@ class Event:
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
-    eval      `eval_loss` (nats a token), `eval_loss_ema` (of the moving average, with `ema`), `seconds`
+    eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
+    tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
@@ -80,6 +81,20 @@ class Event:
     def to_json(self) -> str:
         """One line of strict JSON, `data` beside kind, step and time."""
         return dumps({**self.data, "kind": self.kind, "step": self.step, "time": round(self.time, 3)})
+
+
+def evaluated(event: Event) -> dict[str, Any]:
+    """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, eval_loss_ema, eval_loss_ema/NAME,
+    tasks/TASK/METRIC; {} of another event.
+    """
+    if event.kind == "eval":
+        return {name: value for name, value in event.data.items() if name.partition("/")[0] in ("eval_loss", "eval_loss_ema")}
+    tasks = event.data.get("tasks") if event.kind == "tasks" else None
+    found = {}
+    for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():
+        for metric, value in metrics.items() if isinstance(metrics, Mapping) else ():
+            found[f"tasks/{task}/{metric}"] = value
+    return found
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -42,6 +42,7 @@ class RunDirectory:
     report = _Entry("report.html")
     tensorboard = _Entry("tensorboard")
     checkpoints = _Entry("checkpoints")
+    evaluations = _Entry("evaluations")
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":

@@ -11,7 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.balance import peak
-from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.observer import Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -35,8 +35,8 @@ class TensorBoardObserver:
         self._last_step = record.step
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "eval":
-            self._write({name: event.data.get(name) for name in ("eval_loss", "eval_loss_ema")}, event.step, event.time)
+        if figures := evaluated(event):
+            self._write(figures, event.step, event.time)
 
     def close(self) -> None:
         if self._file is not None:

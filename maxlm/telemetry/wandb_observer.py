@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
-from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord
+from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -39,9 +39,8 @@ class WandbObserver:
         self._log(figures)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "eval":
-            losses = {name: event.data[name] for name in ("eval_loss", "eval_loss_ema") if name in event.data}
-            self._log({"step": event.step, **losses})
+        if figures := evaluated(event):
+            self._log({"step": event.step, **figures})
 
     def close(self) -> None:
         if self._run is not None:

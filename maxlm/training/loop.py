@@ -4,6 +4,7 @@ Order is an invariant: a checkpoint of step n is taken before batch n is fetched
 The loop never waits for the device to log: figures of step n - 1 are read while step n runs. Only a healthy state is saved.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,8 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 goodput.started()
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
                 eval_loss = _evaluate(session, meter, saving, step + 1, state)
+            if session.tasks is not None and session.tasks.every and (step + 1) % session.tasks.every == 0 and step + 1 < total:
+                _run_tasks(session, meter, saving, step + 1, state)
     finally:
         batches.close()
     return Outcome("done", total, f"all {total:,} steps are done", state=state)
@@ -116,6 +119,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
         saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
+        _run_tasks(session, meter, saving, end.step, state)
     saving.finish()
     if wrong:
         newest = session.checkpoints.latest()
@@ -128,31 +132,56 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
 
 
 def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> float | None:
-    """Mean held-out loss, also reported as an event; None without held-out data, or if a signal asks training to stop meanwhile."""
+    """Mean held-out loss, also reported as an event with those of the named sets and of the moving average; None without held-out data, or
+    if a signal asks training to stop meanwhile.
+    """
     if session.held_out is None:
         return None
+    sets = {"": session.held_out, **{f"/{name}": held_out for name, held_out in session.named.items()}}
+    average = average_of(state)
+    states = {"eval_loss": state, **({} if average is None else {"eval_loss_ema": replace(state, params=average)})}
+    losses: dict[str, float] = {}
+    meter.flush()
+    began = time.monotonic()
+    with session.goodput.measure("eval"):
+        for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
+            loss = evaluate(session.program, weights, held_out, _giving_up(session, saving))
+            _report_problems(session, held_out, step)
+            if loss is None:
+                _not_evaluated(session, step)
+                return None
+            losses[kind + name] = loss
+    session.observers.on_event(Event("eval", step, data={**losses, "seconds": round(time.monotonic() - began, 3)}))
+    meter.pause()
+    return losses["eval_loss"]
 
+
+def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> None:
+    """Run the tasks, if there are any, and report their results as an event."""
+    if session.tasks is None:
+        return
+    meter.flush()
+    began = time.monotonic()
+    with session.goodput.measure("eval"):
+        results = session.tasks.run(state, step, _giving_up(session, saving))
+    if results is None:
+        _not_evaluated(session, step)
+        return
+    session.observers.on_event(Event("tasks", step, data={**results, "seconds": round(time.monotonic() - began, 3)}))
+    meter.pause()
+
+
+def _giving_up(session: Session, saving: Saving) -> Callable[[], bool]:
     def gives_up() -> bool:
         saving.poll()  # a save may end meanwhile
         return session.gives_up()
 
-    meter.flush()
-    began = time.monotonic()
-    with session.goodput.measure("eval"):
-        loss = evaluate(session.program, state, session.held_out, gives_up)
-        averages = average_of(state)
-        averaged = None if averages is None else replace(state, params=averages)
-        loss_of_average = None if loss is None or averaged is None else evaluate(session.program, averaged, session.held_out, gives_up)
-    _report_problems(session, session.held_out, step)
-    if loss is None:
-        reason = "the evaluation was skipped: a signal asked training to stop"
-        session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
-        return None
-    data = {"eval_loss": loss, "seconds": round(time.monotonic() - began, 3)}
-    data |= {} if loss_of_average is None else {"eval_loss_ema": loss_of_average}
-    session.observers.on_event(Event("eval", step, data=data))
-    meter.pause()
-    return loss
+    return gives_up
+
+
+def _not_evaluated(session: Session, step: int) -> None:
+    reason = "the evaluation was skipped: a signal asked training to stop"
+    session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
 
 
 def _report_problems(session: Session, data: Pipeline, step: int) -> None:

@@ -97,9 +97,7 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """XLA's options for the devices of this mesh."""
-        device = self.mesh.devices.flat[0]
-        chip = chip_of(device.device_kind)
-        return compiler_options(chip.name if chip is not None else device.platform)
+        return compiler_options_of(self.mesh)
 
     def init(self) -> TrainState:
         """The first state, created where it will live."""
@@ -150,6 +148,13 @@ class Program:
 
         split = state.params, state.model_state, self.batch_sharding
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
+
+
+def compiler_options_of(mesh: Mesh) -> dict[str, str | bool]:
+    """XLA's options for the devices of `mesh`."""
+    device = mesh.devices.flat[0]
+    chip = chip_of(device.device_kind)
+    return compiler_options(chip.name if chip is not None else device.platform)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

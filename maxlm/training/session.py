@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.data.input_pipeline import Pipeline
@@ -14,9 +14,20 @@ from maxlm.training.step import TrainState
 Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
 
 
+class Tasks(Protocol):
+    """Tasks that are run while training pauses."""
+
+    every: int | None  # steps; None: only at the end
+
+    def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
+        """Data of the event `tasks`. None once `gives_up()`."""
+
+
 @dataclass(frozen=True)
 class Session:
-    """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long."""
+    """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long. `named`: held-out sets that
+    have curves of their own.
+    """
 
     program: Program
     data: Pipeline
@@ -26,6 +37,8 @@ class Session:
     goodput: Goodput
     stop: Callable[[int], str | None] = lambda step: None
     gives_up: Callable[[], bool] = lambda: False
+    named: Mapping[str, Pipeline] = field(default_factory=dict)
+    tasks: Tasks | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ HARMLESS = {
     "train.eval_every": "nothing is evaluated before the end",
     "train.eval_batches": "held-out batches are counted, and no more are read",
     "diloco.every": "workers meet once, at the end",
+    "evaluation.every": "tasks are run at the end",
     "checkpoint.every_steps": "the state is saved at the end",
     "checkpoint.keep": "all checkpoints are kept",
     "checkpoint.keep_every": "no checkpoint is kept for ever",
@@ -55,6 +56,7 @@ NEEDED = {  # what a field needs beside itself
     "model.moe.": ["model.moe={n_experts: 4, top_k: 2, d_ff: 32, n_shared: 1}"],
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
     "diloco.": ["diloco={workers: 1, every: 2}"],
+    "evaluation.": ["evaluation={tasks: [prose]}"],
     "model.window": ["model.layer_pattern=[local]"],
     "checkpoint.keep_every": ["checkpoint.every_steps=1"],
 }
@@ -144,7 +146,13 @@ def test_train_refuses_them_in_a_line(overrides, workspace):
 @pytest.mark.soak
 def test_harmless_sizes_train(workspace):
     huge = [f"{field}={HUGE[-1]}" for field in HARMLESS if field != "checkpoint.keep_every"]
-    beside = ["diloco={workers: 1, every: 2}", "model.layer_pattern=[local]", "run.name=harmless", "data.store=other"]
+    beside = [
+        "diloco={workers: 1, every: 2}",
+        "evaluation={tasks: [prose]}",
+        "model.layer_pattern=[local]",
+        "run.name=harmless",
+        "data.store=other",
+    ]
     done = subprocess.run(
         command("train", "small.yml", *beside, *huge), cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300
     )

@@ -24,7 +24,7 @@ def problems_of(node: ast.AST) -> Iterator[str]:
         names = {f"{node.module}.{a.name}" for a in node.names} & BANNED_CALLS
         if (node.module or "").partition(".")[0] in BANNED_MODULES or names or {a.name for a in node.names} & BANNED_MODULES:
             yield f"imports from {node.module}"
-    elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
+    elif isinstance(node, ast.Name) and node.id in BANNED_NAMES and isinstance(node.ctx, ast.Load):  # a setting may be named so
         yield f"uses {node.id}"
     elif isinstance(node, ast.Attribute) and ast.unparse(node) in BANNED_CALLS:
         yield f"uses {ast.unparse(node)}"
@@ -86,6 +86,7 @@ def test_the_look_sees_what_is_planted(planted):
         "np.load(path, allow_pickle=False)",
         "YAML(typ='safe', pure=True)",
         "model.eval()",
+        "eval: int = 3",
         "run([1], shell=False)",
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxlm.kernels.linear_cross_entropy import Layout, linear_cross_entropy, token_nll
+from maxlm.kernels.linear_cross_entropy import Layout, linear_cross_entropy, token_scores
 from maxlm.kernels.linear_cross_entropy.reference import cross_entropy_reference
 
 
@@ -61,11 +61,11 @@ def test_a_token_of_weight_zero_contributes_nothing():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_likelihoods_of_tokens_are_those_that_are_summed(softcap):
     x, w, targets, weights = operands(5)
-    nll = token_nll(x, w, targets, chunks=3, softcap=softcap)
+    nll = token_scores(x, w, targets, chunks=3, softcap=softcap).nll_BS
     np.testing.assert_allclose(jnp.sum(weights * nll), linear_cross_entropy(x, w, targets, weights, softcap=softcap).nll, rtol=1e-6)
     logits = x @ w.T if softcap is None else softcap * jnp.tanh(x @ w.T / softcap)
     np.testing.assert_allclose(nll, -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0], rtol=2e-5, atol=1e-5)
-    assert not np.any(jax.grad(lambda x: jnp.sum(token_nll(x, w, targets)))(x))
+    assert not np.any(jax.grad(lambda x: jnp.sum(token_scores(x, w, targets).nll_BS))(x))
 
 
 def test_likelihoods_of_tokens_on_a_mesh():
@@ -75,8 +75,8 @@ def test_likelihoods_of_tokens_on_a_mesh():
     place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
     split = place(x, "fsdp", ("context", "tensor")), place(w, "tensor", "fsdp"), place(targets, "fsdp", "context")
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda *a: token_nll(*a, chunks=2, layout=layout))(*split)
-    np.testing.assert_allclose(found, token_nll(x, w, targets), rtol=1e-5, atol=1e-5)
+        found = jax.jit(lambda *a: token_scores(*a, chunks=2, layout=layout).nll_BS)(*split)
+    np.testing.assert_allclose(found, token_scores(x, w, targets).nll_BS, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [1, 2])

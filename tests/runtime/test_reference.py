@@ -57,11 +57,11 @@ def program(world):
 
 def attach(folder, config, program, state, *, resumed=False):
     """The training pipeline with the reference."""
-    data, held_out = open_data(config)
+    opened = open_data(config)
     start = Start(state, 5 if resumed else 0, {} if resumed else None)
     phases = Phases(Console(file=StringIO()))
-    attach_reference(config, program, start, data, held_out, RunDirectory(Path(folder), True), phases)
-    return data, held_out
+    attach_reference(config, program, start, opened.pipelines, RunDirectory(Path(folder), True), phases)
+    return opened.train, opened.held_out
 
 
 @pytest.fixture(scope="module")

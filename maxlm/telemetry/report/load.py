@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
-from maxlm.telemetry.observer import Event, is_number, is_step
+from maxlm.telemetry.observer import Event, evaluated, is_number, is_step
+from maxlm.telemetry.report.results import Outcomes, read_results
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
@@ -51,6 +52,7 @@ class Run:
     notes: list[str]  # sentences about what is missing or damaged
     modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
+    results: Outcomes = field(default_factory=dict)  # of tasks
     label: str = ""  # name that no other run of the page has
     color: int = 0  # index in the palette of style.py
 
@@ -73,12 +75,22 @@ class Run:
                     declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
         return declared
 
-    @cached_property
+    @property
     def eval_loss(self) -> Series:
         """Held-out loss over steps."""
-        evaluated = [(event.step, event.data.get("eval_loss")) for event in self.events if event.kind in ("eval", "stop")]
-        points_N2 = np.array([point for point in evaluated if isinstance(point[1], int | float)], np.float64).reshape(-1, 2)
-        return _rising(points_N2[:, 0], points_N2[:, 1])
+        return self.evaluated.get("eval_loss", EMPTY)
+
+    @cached_property
+    def evaluated(self) -> dict[str, Series]:
+        """Figures of evaluations over steps, by name: eval_loss, eval_loss/NAME, tasks/TASK/METRIC."""
+        points: dict[str, list[tuple[int, float]]] = {}
+        for event in self.events:
+            figures = {"eval_loss": event.data.get("eval_loss")} if event.kind == "stop" else evaluated(event)
+            for name, value in figures.items():
+                if is_number(value):
+                    points.setdefault(name, []).append((event.step, value))
+        arrays = {name: np.array(of_name, np.float64) for name, of_name in points.items()}
+        return {name: _rising(points_N2[:, 0], points_N2[:, 1]) for name, points_N2 in arrays.items()}
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -113,10 +125,11 @@ def load_run(path: Path) -> Run:
         series = _read_metrics(run.metrics, notes)
         events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
+        results = read_results(run.evaluations, notes)
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
-    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads)
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results)
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import experts
+from maxlm.telemetry.report import experts, results
 from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart, metric_lines
-from maxlm.telemetry.report.load import Run, Series
+from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import COLORS, CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, headline, status_of
 
@@ -54,7 +54,7 @@ def render(runs: Sequence[Run]) -> str:
     about_experts = experts.section(runs)
     css = CSS + EXPERTS_CSS if about_experts else CSS
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
-    sections = [_headline(runs), _charts(runs), about_experts, goodput, _differences(runs), events, _configs(runs)]
+    sections = [_headline(runs), _results(runs), _charts(runs), about_experts, goodput, _differences(runs), events, _configs(runs)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
@@ -135,6 +135,13 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool
     )
 
 
+def _results(runs: Sequence[Run]) -> str:
+    """What tasks found at each run's newest evaluation of them."""
+    rows = results.rows([run.results for run in runs])
+    heads = map(_head, runs) if len(runs) > 1 else ["value"]
+    return f"<section><h2>Results of tasks</h2>{_table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
+
+
 def _charts(runs: Sequence[Run]) -> str:
     many = len(runs) > 1
     losses: list[Line] = []
@@ -160,9 +167,20 @@ def _charts(runs: Sequence[Run]) -> str:
         if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         parts.append(chart(title, unit, lines, zero=zero, frame=frame))
-    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in _declared(runs)]
+    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in (*_evaluated(runs), *_declared(runs))]
     drawn = "".join(parts)
     return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
+
+
+def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
+    """(title, unit, lines) of each named held-out set and of each metric of a task that was run several times."""
+    for name in dict.fromkeys(name for run in runs for name in run.evaluated if "/" in name):
+        lines = [Line(run.label, run.evaluated.get(name, EMPTY), run.color, dots=True) for run in runs]
+        kind, _, rest = name.partition("/")
+        if kind == "eval_loss":
+            yield f"Held-out loss: {rest}", "nats a token", lines
+        elif any(len(line.series.steps_N) > 1 for line in lines):
+            yield rest.replace("/", ": ").replace("_", " "), "of a task", lines
 
 
 def _declared(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:

@@ -1,0 +1,1 @@
+"""Evaluation of a trained model: likelihoods, tasks, and the door of lm-evaluation-harness."""

@@ -1,0 +1,30 @@
+"""Generation for tasks: the one place that calls `maxlm.inference`."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from maxlm.config.schema import Config
+from maxlm.inference.generate import Sampler, generate
+from maxlm.models import Parameters
+
+
+def continuations(
+    config: Config,
+    mesh: Mesh,
+    params: Parameters,
+    model_state: Parameters,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    end_of_document: int,
+    finished: Callable[[list[int]], bool],
+) -> list[list[int]]:
+    """The most likely continuation of each prompt, token by token: at most `tokens` ids, up to the end of the document; it may end as soon
+    as it is `finished`.
+    """
+    sampler = Sampler(max_new_tokens=tokens, temperature=0.0)
+    # `generate` takes one prompt and one device; when it takes several: under jax.set_mesh(mesh), without this copy, and with `finished`.
+    here = SingleDeviceSharding(mesh.devices.flat[0])
+    params, model_state = jax.device_put((params, model_state), here)
+    return [generate(config.model, params, model_state, list(prompt), sampler, end_of_document) for prompt in prompts]

@@ -1,0 +1,95 @@
+"""The door of lm-evaluation-harness (extra `[eval]`): a model class for it, registered as `maxlm`.
+
+`python -m maxlm.evaluation.harness run --model maxlm --model_args path=runs/mine --tasks ...` takes its command line as it is.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+from maxlm.config.errors import UserError
+from maxlm.evaluation.language_model import LanguageModel
+from maxlm.evaluation.opening import open_model
+from maxlm.evaluation.requests import Request
+
+MAX_TOKENS = 256  # of a continuation, where a task says nothing
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of it, the first one counts
+
+
+@register_model("maxlm")
+class MaxLM(TemplateLM):
+    """A run, an imported model or a Hugging Face folder as a model of the harness. Encoding of pairs is the harness's own."""
+
+    def __init__(self, path: str, step: int | None = None, context: int | None = None, **settings: Any) -> None:
+        """`settings`: such as `mesh.tensor=2`; those that the harness itself adds (batch_size, device) have no effect here."""
+        super().__init__()
+        overrides = [f"{name}={value}" for name, value in settings.items() if "." in name]
+        self.model: LanguageModel = open_model(Path(path), overrides, step=step, context=context).model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.model.tokenizer.end_of_document_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.model.prefix
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that are read together."""
+        return self.model.scorer.context
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer.hash
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of `string`; the harness, too, adds no token to those of a decoder unless it is told to."""
+        return list(self.model.encode(string))
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        scores = self.model.score([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
+        found = [(score.logprob, score.greedy) for score in scores]
+        for request, score in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], score)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows that overlap by one token, as the harness has it."""
+        texts = [request.args[0] for request in requests]
+        whole = [Request((self.model.prefix,), self.model.encode(text)) for text in texts]
+        scores = self.model.score(whole, stride=self.max_length)
+        for text, score in zip(texts, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), score.logprob)
+        return [score.logprob for score in scores]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The most likely continuations. Raises UserError for sampling."""
+        groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(_options(request.args[1]), []).append(index)
+        texts = [""] * len(requests)
+        for (tokens, stop), members in groups.items():
+            made = self.model.generate([requests[index].args[0] for index in members], tokens, stop)
+            for index, text in zip(members, made, strict=True):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        return texts
+
+
+def _options(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """(most new tokens, stop strings) of a request."""
+    if options.get("do_sample") or (options.get("temperature") or 0) > 0:
+        raise UserError(f"generation with {options}: this model class continues greedily only; set do_sample: false and temperature: 0.")
+    stop = options.get("until") or ()
+    tokens = next((options[name] for name in LIMITS if options.get(name) is not None), MAX_TOKENS)
+    return int(tokens), (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

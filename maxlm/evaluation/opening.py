@@ -1,0 +1,125 @@
+"""Open what is evaluated: a run, an imported model, or a Hugging Face folder."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config import Config, UserError, rules
+from maxlm.config.errors import show
+from maxlm.config.loader import COMMAND_LINE, validate
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.evaluation.language_model import LanguageModel
+from maxlm.evaluation.scoring import Scorer
+from maxlm.interop.importing import import_model
+from maxlm.parallel import build_mesh
+from maxlm.telemetry.phases import progress_bar
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.saved_run import CONFIG, TOKENIZER, SavedRun, open_run
+
+MOST_CONTEXT = 4096  # tokens of a published model's context, unless more are asked for
+SETTABLE = ("mesh", "precision")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to evaluate. `step` and `folder`, where its results belong, are None for a published model."""
+
+    model: LanguageModel
+    step: int | None
+    folder: Path | None
+    notes: tuple[str, ...]
+
+
+def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None) -> Opened:
+    """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
+
+    `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
+    It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in float32.
+    Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
+    """
+    if not any((place / name).is_file() for name in (CONFIG, "config.json")):
+        raise UserError(f"{place} is neither a run, which has a {CONFIG}, nor a Hugging Face folder, which has a config.json.")
+    if (place / CONFIG).is_file():
+        saved = open_run(place)
+        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len)
+        return Opened(model, found, RunDirectory(place, primary=True).evaluations, ())
+    if step is not None:
+        raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
+    _settings(overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        with progress_bar("importing") as progress:
+            imported = import_model(place, Path(folder) / "model", [], progress)
+        notes, said = list(imported.notes), json.loads((place / "config.json").read_bytes())
+        most = _positions(said)
+        if context is None and most is not None:
+            context = min(most, MOST_CONTEXT)
+            if most > context:
+                notes.append(f"a context of {context:,} tokens, of the {most:,} that the model takes: --context chooses another")
+        saved = open_run(imported.folder)
+        stored = said.get("dtype", said.get("torch_dtype"))
+        overrides = [f"precision.compute={'bfloat16' if stored == 'bfloat16' else 'float32'}", *overrides]
+        return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len)[0], None, None, tuple(notes))
+
+
+def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int) -> tuple[LanguageModel, int]:
+    """(the model, the step of its checkpoint)."""
+    if saved.tokenizer is None:
+        raise UserError(f"{saved.directory.name} has no tokenizer, which tasks need to read text: it needs a tokenizer.json.")
+    config = _config(saved.config, overrides, context)
+    mesh = build_mesh(config)
+    weights = saved.weights(mesh, step)
+    prefix = opening_token(saved.directory / TOKENIZER, saved.tokenizer)
+    scorer = Scorer(config, mesh, context=context)
+    return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix), weights.step
+
+
+def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
+    """The trained model and precision, on the mesh of `overrides`."""
+    chosen = _settings(overrides)
+    values: dict[str, Any] = {
+        "model": trained.model.model_dump(mode="json"),
+        "data": {"store": "unused", "seq_len": context},
+        "train": {"steps": 1, "global_batch": jax.device_count(), "loss_chunks": 1},
+        "precision": {**trained.precision.model_dump(mode="json"), **chosen["precision"]},
+        "mesh": chosen["mesh"],
+    }
+    sources = {f"{section}.{name}": COMMAND_LINE for section in SETTABLE for name in chosen[section]}
+    config = validate(values, sources)
+    rules.check(config, sources)
+    return config
+
+
+def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`section.name=value` by section."""
+    found: dict[str, dict[str, Any]] = {section: {} for section in SETTABLE}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if section not in SETTABLE or not dot or not equals:
+            raise UserError(f"{show(text)}: an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
+        value = value.strip()
+        found[section][name] = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
+    return found
+
+
+def opening_token(folder: Path, tokenizer: Tokenizer) -> int:
+    """Id of the token before a text that nothing precedes: `bos_token` of a published tokenizer, else the end-of-document token."""
+    file = folder / "tokenizer_config.json"
+    try:
+        said = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}.") from None
+    token = said.get("bos_token") if isinstance(said, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.ids.get(token, tokenizer.end_of_document_id) if isinstance(token, str) else tokenizer.end_of_document_id
+
+
+def _positions(values: dict[str, Any]) -> int | None:
+    """Positions that a published config.json states."""
+    found = next((values[name] for name in ("max_position_embeddings", "n_positions") if isinstance(values.get(name), int)), None)
+    return found if found is None or found > 0 else None

@@ -1,0 +1,65 @@
+"""Results of tasks: figures, their files and their table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.strict_json import dumps
+
+
+class Figure(NamedTuple):
+    """A value, and its standard error by bootstrap over items; None for a single item."""
+
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one task."""
+
+    task: str
+    kind: str
+    n: int  # items
+    figures: Mapping[str, Figure]
+    settings: Mapping[str, Any]  # that the figures depend on
+    truncated: int = 0  # requests that lost the beginning of their context
+    truncated_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        metrics = {name: {"value": figure.value, "stderr": figure.stderr} for name, figure in self.figures.items()}
+        notices = {"truncated_requests": self.truncated, "truncated_tokens": self.truncated_tokens}
+        return {"task": self.task, "kind": self.kind, "n": self.n, "metrics": metrics, **notices, "settings": dict(self.settings)}
+
+    @property
+    def notice(self) -> str:
+        """Sentence about what was cut; "" if nothing was."""
+        if not self.truncated:
+            return ""
+        return (
+            f"{self.task}: {self.truncated:,} requests are longer than the context; {self.truncated_tokens:,} tokens were cut off the left."
+        )
+
+
+def write_result(folder: Path, step: int | None, result: Result) -> Path:
+    """Write STEP-TASK.json, or TASK.json without a step, atomically. Raises OSError."""
+    path = folder / f"{result.task if step is None else f'{step}-{result.task}'}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, dumps({"step": step, **result.to_json()}) + "\n")
+    return path
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Task, metric, value, standard error and items."""
+    made = Table("task", "metric")
+    for name in ("value", "stderr", "n"):
+        made.add_column(name, justify="right")
+    for result in results:
+        for metric, figure in result.figures.items():
+            error = "–" if figure.stderr is None else f"{figure.stderr:.4f}"
+            made.add_row(result.task, metric.replace("_", " "), f"{figure.value:.4f}", error, f"{result.n:,}")
+    return made

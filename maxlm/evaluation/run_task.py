@@ -1,0 +1,150 @@
+"""Run a task on a model."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.config.errors import UserError
+from maxlm.data.token_store import TokenStore
+from maxlm.evaluation import template
+from maxlm.evaluation.language_model import LanguageModel, Rehearsal
+from maxlm.evaluation.prompts import Prompts
+from maxlm.evaluation.requests import Request
+from maxlm.evaluation.results import Figure, Result
+from maxlm.evaluation.statistics import SEED, standard_error
+from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
+
+JSONL = (".jsonl", ".json")
+
+
+def run_task(task: Task, model: LanguageModel) -> Result:
+    """Evaluate `model` on a task. Raises UserError naming the item that is wrong."""
+    before = dict(model.truncated)
+    if isinstance(task.config, PerplexityTask):
+        n, figures = _perplexity(task, task.config, model)
+    elif isinstance(task.config, MultipleChoiceTask):
+        n, figures = _multiple_choice(task, task.config, model)
+    else:
+        n, figures = _exact_match(task, task.config, model)
+    settings = {
+        "context": model.scorer.context,
+        "precision": model.scorer.config.precision.model_dump(mode="json"),
+        "weights": model.weights_digest,
+        "bootstrap_seed": SEED,
+        "task": task.config.model_dump(mode="json"),
+    }
+    cut = (model.truncated[name] - before[name] for name in ("requests", "tokens"))
+    return Result(task.name, task.config.kind, n, figures, settings, *cut)
+
+
+def rehearse(task: Task, model: LanguageModel) -> None:
+    """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
+    run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix))
+
+
+class _Document(NamedTuple):
+    ids: tuple[int, ...]
+    bytes: int
+
+
+def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
+    """Figures over all tokens of all documents; a document is an item of the bootstrap."""
+    documents = list(_stored(task, config, model) if config.store is not None else _texts(task, config, model))
+    if not sum(document.bytes for document in documents):
+        raise UserError(f"task {task.name}: its texts are empty.")
+    length = model.scorer.context
+    stride = config.stride or max(length // 2, 1)
+    scores = model.score([Request((model.prefix,), document.ids) for document in documents], stride=stride)
+    rows = [(-score.logprob, len(document.ids), document.bytes) for score, document in zip(scores, documents, strict=True)]
+    values_N3 = np.array(rows, np.float64)
+
+    def figure(of: int, scale: float = 1.0, exponential: bool = False) -> Figure:
+        def statistic(means: np.ndarray) -> np.ndarray:
+            ratio = scale * means[..., 0] / means[..., of]
+            return np.exp(ratio) if exponential else ratio
+
+        return Figure(float(statistic(values_N3.mean(0))), standard_error(values_N3, statistic))
+
+    per_byte = figure(2, 1 / math.log(2))
+    return len(documents), {"perplexity": figure(1, exponential=True), "nats_per_token": figure(1), "bits_per_byte": per_byte}
+
+
+def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
+    assert config.data is not None, "checked when the task was read"
+    path = task.beside(config.data)
+    if path.suffix in JSONL:
+        for item in task.items:
+            text = template.text_of(template.lookup(item.values, config.text_field, task.where(item)), config.text_field, task.where(item))
+            yield _Document(model.encode(text), len(text.encode()))
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
+    yield _Document(model.encode(text), len(text.encode()))
+
+
+def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
+    """Documents of a token store, each with its end-of-document token, whose bytes are none."""
+    assert config.store is not None
+    store = TokenStore(config.store, config.split)
+    if store.info.tokenizer_hash != model.tokenizer.hash:
+        raise UserError(f"task {task.name}: the store {config.store} has another tokenizer than the model; name its text instead.")
+    number = min(store.size.documents, config.limit or store.size.documents)
+    if number == 0:
+        raise UserError(f"task {task.name}: the store {config.store} has no {config.split} documents.")
+    offsets = store.read_documents(0, number + 1).astype(np.int64).tolist()
+    for start, stop in pairwise(offsets):
+        ids = store.read(start, stop)
+        yield _Document(tuple(ids.tolist()), len(model.tokenizer.decode(ids[:-1]).encode()))
+
+
+def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
+    """Accuracies: by the log-likelihood of each choice; by that divided by the choice's bytes (lm-evaluation-harness's acc_norm); by its
+    difference from the log-likelihood after `unconditional` (GPT-3, arXiv 2005.14165, section 2.4).
+    """
+    prompts = Prompts(task, config)
+    choices = [prompts.choices(item) for item in task.items]
+    gold = [prompts.gold(item) for item in task.items]
+    asked, alone = [], []
+    for number, item in enumerate(task.items):
+        prompt = prompts.of(number)
+        for choice in choices[number]:
+            text = prompts.continuation(item, choice)
+            asked.append(model.request(prompt, text))
+            if not asked[-1].continuation:
+                raise UserError(f"{task.where(item)}: the choice {choice!r} adds no token to the prompt: begin it with a space.")
+            if config.unconditional is not None:
+                alone.append(model.request(template.render(config.unconditional, item.values, task.where(item)), text))
+    scores = iter(model.score(asked))
+    likelihoods = [np.array([next(scores).logprob for _ in of_item]) for of_item in choices]
+    measured = {"accuracy": likelihoods}
+    sizes = [np.array([max(len(choice.encode()), 1) for choice in of_item]) for of_item in choices]
+    measured["accuracy_norm"] = [values / size for values, size in zip(likelihoods, sizes, strict=True)]
+    if config.unconditional is not None:
+        before = iter(model.score(alone))
+        measured["accuracy_unconditional"] = [values - np.array([next(before).logprob for _ in values]) for values in likelihoods]
+    return len(gold), {
+        name: _mean(np.array([values.argmax() == right for values, right in zip(of_items, gold, strict=True)], np.float64))
+        for name, of_items in measured.items()
+    }
+
+
+def _exact_match(task: Task, config: ExactMatchTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
+    """The share of items whose greedy continuation is the answer."""
+    prompts = Prompts(task, config)
+    texts = model.generate([prompts.of(number) for number in range(len(task.items))], config.max_new_tokens, config.stop)
+    wanted = [template.render(config.answer, item.values, task.where(item)) for item in task.items]
+
+    def plain(text: str) -> str:
+        return text.strip().casefold() if config.ignore_case else text.strip()
+
+    right = [plain(text) == plain(answer) for text, answer in zip(texts, wanted, strict=True)]
+    return len(right), {"exact_match": _mean(np.array(right, np.float64))}
+
+
+def _mean(values: np.ndarray) -> Figure:
+    return Figure(float(values.mean()), standard_error(values, lambda means: means))

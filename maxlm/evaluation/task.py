@@ -1,0 +1,216 @@
+"""Task files: what is asked, of which data, and how items become prompts."""
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from maxlm.config.errors import UserError, shorten, show
+from maxlm.config.loader import SHIPPED
+from maxlm.config.rules import check_run_name
+from maxlm.config.schema import Positive, Section, Seed, StoredPath, Text
+from maxlm.evaluation import template
+
+MOST_BYTES = 2**16  # of a task file
+MOST_LINE = 2**26  # bytes of an item
+FOLDER = "tasks"  # under configs/
+
+
+class Item(NamedTuple):
+    """A line of a JSONL file."""
+
+    values: dict[str, Any]
+    where: str  # file and line
+
+
+class FewShot(Section):
+    """Solved items before each prompt, drawn anew for every item, never the item itself nor one with the same prompt."""
+
+    shots: Positive
+    seed: Seed = 0
+    data: Text | None = None  # JSONL to draw from; None: the task's own
+    separator: str = "\n\n"
+
+
+class TaskConfig(Section):
+    """Settings of every task. Files are named from the task file's folder."""
+
+    name: Text = ""  # derived: the file's name
+    description: str = ""
+    limit: Positive | None = None  # the first so many items alone
+
+    def templates(self) -> dict[str, str]:
+        """Field -> template."""
+        return {}
+
+
+class PerplexityTask(TaskConfig):
+    """Perplexity and bits per byte of texts: a file as one text, JSONL with a text a line, or documents of a token store."""
+
+    kind: Literal["perplexity"]
+    data: Text | None = None
+    store: StoredPath | None = None  # instead of `data`
+    split: Literal["train", "eval"] = "eval"  # of the store
+    text_field: Text = "text"  # of JSONL
+    stride: Positive | None = None  # tokens by which windows move on; None: half of the context
+
+
+class PromptTask(TaskConfig):
+    """Items of a JSONL file, rendered as prompts."""
+
+    data: Text
+    prompt: Text
+    fewshot: FewShot | None = None
+
+
+class MultipleChoiceTask(PromptTask):
+    """The choice whose text is the most likely continuation of the prompt."""
+
+    kind: Literal["multiple_choice"]
+    choices: Text | Annotated[tuple[Text, ...], Field(min_length=2)]  # the field that holds their list, or the texts themselves
+    gold: Text  # the field that holds the right one: its number from 0, or its text
+    continuation: Text = " {choice}"  # template of what is scored
+    unconditional: str | None = None  # a context without the question, such as "Answer:"; with it also accuracy by the difference
+
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "continuation": self.continuation, "unconditional": self.unconditional or ""}
+
+
+class ExactMatchTask(PromptTask):
+    """The most likely continuation of the prompt, compared with the answer after both are stripped of spaces."""
+
+    kind: Literal["exact_match"]
+    answer: Text  # template of the right text
+    stop: Annotated[tuple[Text, ...], Field(min_length=1)] = ("\n",)
+    max_new_tokens: Positive = 32
+    ignore_case: bool = False
+
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "answer": self.answer}
+
+
+AnyTask = PerplexityTask | MultipleChoiceTask | ExactMatchTask
+_ADAPTER: TypeAdapter[AnyTask] = TypeAdapter(Annotated[AnyTask, Field(discriminator="kind")])
+
+
+class Task:
+    """A task file that was read and checked; its data are read when they are used."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError: the file cannot be read, or a setting or a template is wrong."""
+        self.path = path
+        values = _read(path)
+        values = {"name": path.stem, **values} if isinstance(values, dict) else values
+        try:
+            self.config = _ADAPTER.validate_python(values)
+        except ValidationError as error:
+            raise UserError(f"{path}: {_problem(error)}.") from None
+        self.name = self.config.name
+        try:
+            check_run_name(self.name)  # it becomes part of a file's name
+        except UserError as error:
+            raise UserError(f"{path}: {str(error).replace('run.name', 'name', 1)}") from None
+        for field, text in self.config.templates().items():
+            template.check(text, f"{path}: {field}")
+        if isinstance(self.config, PerplexityTask) and (self.config.data is None) == (self.config.store is None):
+            raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
+
+    def beside(self, name: str) -> Path:
+        """A file that the task names."""
+        return self.path.parent / Path(name).expanduser()
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """Items of `data`, up to `limit`. Raises UserError naming the line that is wrong."""
+        assert self.config.data is not None, "asked of a task with a store"
+        path = self.beside(self.config.data)
+        found = list(islice(read_items(path), self.config.limit))
+        if not found:
+            raise UserError(f"{path} holds no item; {self.path} needs one at least.")
+        return found
+
+    def where(self, item: Item) -> str:
+        """Name of an item in errors."""
+        return f"task {self.name}, {item.where}"
+
+
+def find_tasks(names: str) -> list[Task]:
+    """Tasks of a list, split by commas: paths, or names under `configs/tasks/` here or as shipped. Raises UserError."""
+    tasks: dict[str, Task] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        task = Task(_find(name))
+        if task.name in tasks:
+            raise UserError(f"two tasks are named {task.name}: {tasks[task.name].path} and {task.path}; set another `name` in one of them.")
+        tasks[task.name] = task
+    if not tasks:
+        raise UserError("--tasks names no task: give paths of task files, or names under configs/tasks/.")
+    return list(tasks.values())
+
+
+def _find(name: str) -> Path:
+    folders = (Path(), Path("configs") / FOLDER, SHIPPED / FOLDER)
+    if "\0" not in name:
+        for candidate in (folder / f"{Path(name).expanduser()}{ending}" for folder in folders for ending in ("", ".yml", ".json")):
+            if candidate.is_file():
+                return candidate
+    known = sorted({path.stem for folder in folders[1:] for path in folder.glob("*.yml")})
+    raise UserError(f"task {show(name)} does not exist: give the path of a task file, or one of {', '.join(known[:12]) or 'your own'}.")
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no task file has: data belong into a file beside it.")
+        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {show(str(error))}.") from None
+
+
+def _problem(error: ValidationError) -> str:
+    """The first problem, an unknown key before others."""
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    first = details[0]
+    kinds = {"perplexity", "multiple_choice", "exact_match"}
+    key = ".".join(str(part) for part in first["loc"] if part not in kinds) or "the file"
+    if first["type"] == "extra_forbidden":
+        return f"{shorten(key)} is not a setting of such a task"
+    if first["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        return f"kind must be one of {', '.join(sorted(kinds))}"
+    if first["type"] == "missing":
+        return f"{shorten(key)} is missing"
+    rule = (first.get("ctx") or {}).get("rule")
+    return f"{shorten(key)} = {show(first['input'])}: {f'must {rule}' if rule else first['msg'][0].lower() + first['msg'][1:]}"
+
+
+def read_items(path: Path) -> Iterator[Item]:
+    """Objects of a JSONL file. Raises UserError naming the line of one that is none."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MOST_LINE):
+                number += 1
+                if line.strip():
+                    yield Item(_object(line, f"{path}, line {number}"), f"line {number} of {path.name}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {show(str(error))}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f'{where}: {show(value)} is no object; write one a line, as in {{"question": "..."}}.')
+    return value

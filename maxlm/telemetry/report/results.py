@@ -1,0 +1,64 @@
+"""The table of results: what tasks found, of one run or of several side by side."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.telemetry.formatting import figure
+from maxlm.telemetry.observer import is_number, is_step
+from maxlm.telemetry.strict_json import read_objects
+
+
+class Outcome(NamedTuple):
+    """A metric of a task after a step."""
+
+    value: float
+    stderr: float | None
+    step: int
+    n: int | None  # items
+
+    def text(self) -> str:
+        """HTML of a cell."""
+        error = f" ± {figure(self.stderr, 2)}" if self.stderr is not None else ""
+        items = f", {self.n:,} items" if self.n is not None else ""
+        return f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>"
+
+
+Outcomes = dict[tuple[str, str], Outcome]  # by task and metric
+
+
+def read_results(folder: Path, notes: list[str]) -> Outcomes:
+    """Results of the newest step of each task in the folder `evaluations` of a run; a file that is none is left out with a note."""
+    found: Outcomes = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        item = next(iter(read_objects(path)), {})
+        task, metrics, step = item.get("task"), item.get("metrics"), item.get("step")
+        if not isinstance(task, str) or not isinstance(metrics, dict) or not is_step(step):
+            notes.append(f"evaluations/{path.name} could not be read and is left out.")
+            continue
+        for metric, values in metrics.items():
+            outcome = _outcome(values, step, item.get("n"))
+            if outcome is not None and outcome.step >= found.get((task, metric), outcome).step:
+                found[task, metric] = outcome
+    return found
+
+
+def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
+    if not isinstance(values, dict) or not is_number(values.get("value")):
+        return None
+    stderr = values.get("stderr")
+    return Outcome(float(values["value"]), float(stderr) if is_number(stderr) else None, step, n if is_step(n) else None)
+
+
+def rows(results: Sequence[Outcomes]) -> list[list[str]]:
+    """Rows of HTML: task and metric, then a cell for each of the runs."""
+    keys = dict.fromkeys(key for of_run in results for key in of_run)
+    return [
+        [f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", *(_cell(of_run.get((task, metric))) for of_run in results)]
+        for task, metric in keys
+    ]
+
+
+def _cell(outcome: Outcome | None) -> str:
+    return "–" if outcome is None else outcome.text()

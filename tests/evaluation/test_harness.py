@@ -1,0 +1,88 @@
+"""The door of lm-evaluation-harness: the same requests give the numbers of its own Hugging Face model class with the exported weights.
+
+These tests need the packages lm_eval, torch and transformers, which the suite does not install, and are skipped without them; what the door
+asks of the scorer is tested beside them.
+"""
+
+import math
+import random
+
+import pytest
+
+from maxlm.evaluation.requests import rolling_windows
+
+
+def test_rolling_windows_are_those_that_the_harness_describes():
+    """The example in the docstring of `lm_eval.api.model.LM.loglikelihood_rolling`: ten tokens, at most four read together."""
+    windows = rolling_windows((99,), tuple(range(10)), 4, 4)
+    pairs = [(window.tokens[:-1], window.tokens[len(window.tokens) - window.scored :]) for window in windows]
+    assert pairs == [((99, 0, 1, 2), (0, 1, 2, 3)), ((3, 4, 5, 6), (4, 5, 6, 7)), ((5, 6, 7, 8), (8, 9))]
+
+
+@pytest.fixture(scope="module")
+def models(workspace):
+    """(our model class on a mesh, the harness's own on the export)."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'maxlm[eval]' torch transformers")
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    from maxlm.evaluation.harness import MaxLM
+
+    ours = MaxLM(path=str(workspace / "run"), **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2, "mesh.context": 4}, batch_size=1)
+    return ours, HFLM(pretrained=str(workspace / "hf"), dtype="float32", device="cpu", batch_size=3, max_length=32)
+
+
+def instances(kind, arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+
+
+def drawn_text(words):
+    rng = random.Random(words)
+    return " ".join(f"{rng.choice('abcdefgh')}{rng.choice('xyz')}{rng.randrange(7)}" for _ in range(words))
+
+
+def test_likelihoods_are_those_of_the_harness(models):
+    """Contexts that are empty, end in spaces, and are longer than what fits."""
+    contexts = ["", "document 3:", "document 3: ", "a", drawn_text(3), drawn_text(30)]
+    requests = [(context, text) for context in contexts for text in (" ax0 by1", " zz9", "b")]
+    ours, theirs = (model.loglikelihood(instances("loglikelihood", requests)) for model in models)
+    for mine, wanted, request in zip(ours, theirs, requests, strict=True):
+        assert mine[0] == pytest.approx(wanted[0], rel=1e-5), request
+        assert mine[1] == wanted[1]
+        assert math.isfinite(mine[0])
+
+
+def test_rolling_likelihoods_are_those_of_the_harness(models):
+    requests = [(drawn_text(words),) for words in (1, 5, 12, 80)]
+    ours, theirs = (model.loglikelihood_rolling(instances("loglikelihood_rolling", requests)) for model in models)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_greedy_text_is_that_of_the_harness(models):
+    requests = [
+        (context, {"until": ["\n", "7"], "max_gen_toks": 6, "do_sample": False}) for context in ("document 3:", drawn_text(4), "a b")
+    ]
+    ours, theirs = (model.generate_until(instances("generate_until", requests)) for model in models)
+    assert ours == theirs
+    assert any(ours)
+
+
+def test_a_task_of_the_harness_has_the_same_figures(models, workspace):
+    from lm_eval.evaluator import simple_evaluate
+
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(workspace / "items.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "{{right}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    ours, theirs = (simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)["results"]["mine"] for model in models)
+    assert {key: value for key, value in ours.items() if key.startswith("acc")} == {k: v for k, v in theirs.items() if k.startswith("acc")}

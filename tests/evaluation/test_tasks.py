@@ -1,0 +1,192 @@
+"""Tasks: prompts, shots and figures, with likelihoods that are given by hand."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from maxlm.config import UserError
+from maxlm.evaluation.eval_command import check
+from maxlm.evaluation.language_model import LanguageModel, Likelihood
+from maxlm.evaluation.prompts import Prompts
+from maxlm.evaluation.requests import Request
+from maxlm.evaluation.run_task import run_task
+from maxlm.evaluation.statistics import standard_error
+from maxlm.evaluation.task import Task, find_tasks
+
+SHIPPED = "brackets,counting,prose"
+
+
+class GivenModel(LanguageModel):
+    """A letter is a token; the likelihood of a continuation is looked up in a table, and generation in another."""
+
+    def __init__(self, likelihoods=None, texts=None):
+        config = SimpleNamespace(precision=SimpleNamespace(model_dump=lambda mode: {}))
+        super().__init__(SimpleNamespace(config=config, context=8), {}, {}, None, prefix=0)
+        self.likelihoods, self.texts, self.asked, self.strides = likelihoods, texts, [], []
+
+    def encode(self, text):
+        return tuple(map(ord, text))
+
+    def score(self, requests, stride=None):
+        self.asked += requests
+        self.strides.append(stride)
+        return [Likelihood(self.likelihoods(*("".join(map(chr, part)) for part in request)), False) for request in requests]
+
+    def generate(self, prompts, tokens, stop):
+        self.asked += prompts
+        return [self.texts[prompt] for prompt in prompts]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a task and its items; return the task."""
+
+    def make(settings, items=(), name="mine", train=()):
+        for file, lines in (("items.jsonl", items), ("train.jsonl", train)):
+            (tmp_path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / f"{name}.yml").write_text(json.dumps({"data": "items.jsonl", **settings}))
+        return Task(tmp_path / f"{name}.yml")
+
+    return make
+
+
+CHOICE = {"kind": "multiple_choice", "prompt": "{q}?", "choices": "options", "gold": "right"}
+
+
+def test_the_three_accuracies_are_those_by_hand(write):
+    """Likelihoods are chosen so that each way of counting takes another choice."""
+    items = [{"q": "a", "options": ["x", "yyyy"], "right": 0}, {"q": "b", "options": ["x", "yyyy"], "right": "yyyy"}]
+    given = {("a?", " x"): -2, ("a?", " yyyy"): -3, ("b?", " x"): -2.5, ("b?", " yyyy"): -6, (".", " x"): -1, (".", " yyyy"): -5}
+    result = run_task(write({**CHOICE, "unconditional": "."}, items), GivenModel(lambda *pair: given[pair]))
+    values = {name: figure.value for name, figure in result.figures.items()}
+    # plain: x, x.  by bytes: -2, -0.75 -> yyyy; -2.5, -1.5 -> yyyy.  unconditional: -1, +2 -> yyyy; -1.5, -1 -> yyyy
+    assert values == {"accuracy": 0.5, "accuracy_norm": 0.5, "accuracy_unconditional": 0.5}
+    items[0]["right"] = 1
+    result = run_task(write({**CHOICE, "unconditional": "."}, items), GivenModel(lambda *pair: given[pair]))
+    assert [figure.value for figure in result.figures.values()] == [0.0, 1.0, 1.0]
+    assert result.n == 2
+
+
+def test_perplexity_and_bits_per_byte_are_those_by_hand(write):
+    items = [{"text": "abcd"}, {"text": "ef\u00e9"}]  # 4 tokens and 4 bytes; 3 tokens and 4 bytes
+    model = GivenModel(lambda context, text: -2.0 if text == "abcd" else -1.0)
+    result = run_task(write({"kind": "perplexity"}, items), model)
+    values = [figure.value for figure in result.figures.values()]
+    assert values == pytest.approx([np.exp(3 / 7), 3 / 7, 3 / 8 / np.log(2)])
+    assert model.strides == [4]
+    assert model.asked[0] == Request((0,), (97, 98, 99, 100))
+    drawn = np.random.default_rng(0).integers(0, 2, (1000, 2))
+    nats, tokens = np.array([2.0, 1.0])[drawn].sum(1), np.array([4, 3])[drawn].sum(1)
+    assert result.figures["nats_per_token"].stderr == pytest.approx(np.std(nats / tokens, ddof=1))
+
+
+def test_exact_match_compares_stripped_texts(write):
+    items = [{"q": "1", "a": "one"}, {"q": "2", "a": "Two"}]
+    task = write({"kind": "exact_match", "prompt": "{q}:", "answer": "{a}"}, items)
+    assert run_task(task, GivenModel(texts={"1:": " one ", "2:": "two"})).figures["exact_match"].value == 0.5
+    task = write({"kind": "exact_match", "prompt": "{q}:", "answer": "{a}", "ignore_case": True}, items)
+    assert run_task(task, GivenModel(texts={"1:": "one", "2:": "two"})).figures["exact_match"].value == 1
+
+
+def test_shots_never_hold_the_item_itself_and_are_the_same_each_time(write):
+    items = [{"q": str(number % 6), "a": f"answer{number % 6}"} for number in range(8)]  # 0 and 1 come twice
+    shots = {"shots": 3, "seed": 5, "separator": "|"}
+    settings = {"kind": "exact_match", "prompt": "{q}:", "answer": "{a}", "fewshot": shots}
+    task = write(settings, items)
+    prompts = [Prompts(task, task.config).of(number) for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        *before, own = prompt.split("|")
+        assert own == f"{number % 6}:"
+        assert len(before) == 3
+        assert all(shot == f"{shot[0]}: answer{shot[0]}" and shot[0] != own[0] for shot in before)
+    assert prompts == [Prompts(task, task.config).of(number) for number in range(8)]
+    assert len(set(prompts)) == 8, "each item has shots of its own"
+    other = write({**settings, "fewshot": {**shots, "seed": 6}}, items)
+    assert [Prompts(other, other.config).of(number) for number in range(8)] != prompts
+    apart = write({**settings, "fewshot": {**shots, "shots": 2, "data": "train.jsonl"}}, items, train=[{"q": k, "a": k} for k in "xyz"])
+    assert set(Prompts(apart, apart.config).of(0)) <= set("xyz: |0")
+
+
+def test_spaces_between_context_and_continuation_belong_to_the_continuation():
+    model = GivenModel()
+    assert model.request("a ", "b") == model.request("a", " b") == Request((97,), (32, 98))
+    assert model.request("", "b") == Request((0,), (98,))
+
+
+def test_the_bootstrap_of_a_mean_is_its_standard_error():
+    values = np.random.default_rng(1).normal(size=400)
+    assert standard_error(values, lambda means: means) == pytest.approx(values.std(ddof=1) / 20, rel=0.1)
+    assert standard_error(values, lambda means: means) == standard_error(values, lambda means: means)
+    assert standard_error(values[:1], lambda means: means) is None
+
+
+def test_the_shipped_tasks_are_whole():
+    for task in find_tasks(SHIPPED):
+        check(task)
+
+
+ITEMS = [{"q": "a", "options": ["x", "y"], "right": 0}, {"q": "b", "options": ["x", "y"], "right": 1}]
+WRONG = {
+    "an unknown setting": ({**CHOICE, "shots": 3}, ITEMS, "shots is not a setting of such a task"),
+    "no kind": ({"prompt": "a"}, ITEMS, "kind must be one of exact_match, multiple_choice, perplexity"),
+    "another kind": ({**CHOICE, "kind": "rouge"}, ITEMS, "kind must be one of"),
+    "no gold": ({key: value for key, value in CHOICE.items() if key != "gold"}, ITEMS, "gold is missing"),
+    "one choice": ({**CHOICE, "choices": ["x"]}, ITEMS, "choices"),
+    "no number": ({**CHOICE, "limit": 0}, ITEMS, "limit = 0"),
+    "a brace": ({**CHOICE, "prompt": "{q"}, ITEMS, "prompt = {q: expected '}'"),
+    "an empty field": ({**CHOICE, "prompt": "{}"}, ITEMS, "braces need the name of a field"),
+    "a conversion": ({**CHOICE, "prompt": "{q!r}"}, ITEMS, "are not allowed"),
+    "a format": ({**CHOICE, "prompt": "{q:>9999999999}"}, ITEMS, "are not allowed"),
+    "a private attribute": (
+        {**CHOICE, "prompt": "{q.__class__}"},
+        ITEMS,
+        r"task mine, line 1 of items.jsonl: there is no field q.__class__",
+    ),
+    "another field": (
+        {**CHOICE, "prompt": "{question}"},
+        ITEMS,
+        "line 1 of items.jsonl: there is no field question: it has q, options, right",
+    ),
+    "a list for text": ({**CHOICE, "prompt": "{options}"}, ITEMS, "the field options is .*neither text nor a number"),
+    "a wrong number": (
+        CHOICE,
+        [*ITEMS, {"q": "c", "options": ["x", "y"], "right": 2}],
+        "line 3 .*the field right is 2, neither a number from 0",
+    ),
+    "a wrong text": (CHOICE, [{"q": "c", "options": ["x", "y"], "right": "z"}], "the field right is z"),
+    "no list": (CHOICE, [{"q": "c", "options": "xy", "right": 0}], "the field options is xy, not a list"),
+    "too many shots": ({**CHOICE, "fewshot": {"shots": 2}}, ITEMS, "fewshot.shots = 2, and there are 1 other items"),
+    "no items": (CHOICE, [], "holds no item"),
+    "a name that is a path": ({**CHOICE, "name": "../mine"}, ITEMS, "name = ../mine"),
+    "data and store": ({"kind": "perplexity", "store": "x"}, ITEMS, "exactly one of data and store"),
+    "no data": ({"kind": "perplexity", "data": "elsewhere.txt"}, ITEMS, "elsewhere.txt does not exist"),
+    "no items there": ({**CHOICE, "data": "elsewhere.jsonl"}, ITEMS, "elsewhere.jsonl: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_in_a_task_is_named(case, write):
+    settings, items, wanted = WRONG[case]
+    with pytest.raises(UserError, match=wanted):
+        check(write(settings, items))
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"), [("{", "line 2: not JSON"), ("[1]", r"line 2: \[1\] is no object"), ('{"q": NaN}', "line 2: not JSON")]
+)
+def test_a_bad_line_is_named(line, wanted, write, tmp_path):
+    task = write(CHOICE, ITEMS[:1])
+    with (tmp_path / "items.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=wanted):
+        check(task)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"), [("", "names no task"), ("nowhere", "task nowhere does not exist.*brackets"), ("brackets,brackets", "two tasks")]
+)
+def test_what_is_no_task_is_named(names, wanted):
+    with pytest.raises(UserError, match=wanted):
+        find_tasks(names)

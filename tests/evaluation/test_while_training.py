@@ -1,0 +1,112 @@
+"""Tasks and named held-out sets during training: the figures of `maxlm eval`, on the training mesh, with the weights where they lie."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from eval_cases import TASKS
+from small_run import events, finish, start
+
+from maxlm.config import UserError, load
+from maxlm.evaluation.opening import open_model
+from maxlm.evaluation.run_task import run_task
+from maxlm.evaluation.task import find_tasks
+from maxlm.evaluation.while_training import open_tasks
+from maxlm.parallel import build_mesh
+from maxlm.runtime.run import open_data
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.render import render
+from maxlm.training.program import build_program
+
+NAMES = ["choice.yml", "text.yml"]
+
+
+@pytest.fixture(autouse=True)
+def inside(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+
+
+def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the_weights(workspace, tmp_path):
+    overrides = ["mesh.fsdp=4", "mesh.tensor=2", "model.init_std=0.2", f"evaluation={{tasks: [{', '.join(NAMES)}], every: 2}}"]
+    config = load("small.yml", overrides).config
+    program = build_program(config, build_mesh(config))
+    state = program.init()
+    tasks = open_tasks(config, program.mesh, tmp_path)
+    assert tasks.every == 2
+    assert not list(tmp_path.iterdir())
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    before, most = live_bytes(), 0
+
+    def gives_up():
+        nonlocal most
+        most = max(most, live_bytes())
+        return False
+
+    found = tasks.run(state, 7, gives_up)["tasks"]
+    assert 0 < most - before < weights / 4, "batches and scores alone"
+    model = open_model(workspace / "run", ["mesh.data=8", "mesh.fsdp=1"]).model
+    for task in find_tasks(",".join(NAMES)):
+        wanted = {name: figure.value for name, figure in run_task(task, model).figures.items()}
+        assert found[task.name] == pytest.approx(wanted, rel=1e-5)
+    written = json.loads((tmp_path / "7-choice.json").read_text())
+    assert {name: figure["value"] for name, figure in written["metrics"].items()} == found["choice"]
+    assert tasks.run(state, 8, lambda: True) is None
+    assert not list(tmp_path.glob("8-*"))
+    broken = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * float("nan"), state.params))
+    said = tasks.run(broken, 9, lambda: False)
+    assert said["tasks"] == {}
+    assert [note.partition(":")[0] for note in said["notes"]] == ["choice", "text"]
+    assert "not finite" in said["notes"][0]
+    assert not list(tmp_path.glob("9-*")), "figures of no number are not written"
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_wrong_task_is_refused_before_anything_is_compiled(workspace):
+    config = load("small.yml", ["mesh.fsdp=1", "mesh.data=8", "evaluation.tasks=[wrong.yml]"]).config
+    (workspace / "wrong.yml").write_text(json.dumps({**TASKS["choice"], "continuation": " {choice} {choice}" * 30}))
+    with pytest.raises(UserError, match="above the context of 32"):
+        open_tasks(config, build_mesh(config), None)
+
+
+def test_a_run_has_curves_of_named_sets_and_a_table_of_results(workspace):
+    settings = ["data.eval={first: store, second: store}", "train.eval_every=3", "evaluation={tasks: [choice.yml], every: 3}"]
+    finish(start(workspace, *settings, "train.steps=6", "run.name=watched"))
+    losses = [[event[f"eval_loss{name}"] for name in ("", "/first", "/second")] for event in events(workspace, "eval", "watched")]
+    assert len(losses) == 2
+    assert all(first == second == whole for whole, first, second in losses), "the same documents"
+    found = {event["step"]: event["tasks"]["choice"]["accuracy"] for event in events(workspace, "tasks", "watched")}
+    assert found.keys() == {3, 6}
+    run = load_run(workspace / "runs" / "watched")
+    assert run.evaluated["eval_loss/first"].values_N.tolist() == [loss[1] for loss in losses]
+    assert run.evaluated["tasks/choice/accuracy"].values_N.tolist() == list(found.values())
+    assert run.results["choice", "accuracy"].step == 6
+    assert run.results["choice", "accuracy"].value == found[6]
+    page = render([run, run])
+    assert "Results of tasks" in page
+    assert "Held-out loss: second" in page
+    assert page.count("step 6, 6 items") == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (["data.eval={wiki: elsewhere}"], "elsewhere is not a token store"),
+        (["data.eval={'a b': store}"], "must have plain names"),
+        (["data.eval={wiki: 3}"], "data.eval"),
+        (["data.eval={wiki: store}", "train.eval_batches=0"], "data.eval = {wiki: store}.*: train.eval_batches = 0"),
+        (["evaluation={every: 3}"], "evaluation.tasks"),
+        (["evaluation={tasks: []}"], "evaluation.tasks"),
+        (["evaluation={tasks: [nowhere]}"], "task nowhere does not exist"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_one_line(settings, wanted, workspace):
+    """Before anything of the run is made: by the rules of the config, or where data and tasks are opened."""
+    with pytest.raises(UserError, match=wanted):
+        config = load("small.yml", ["mesh.fsdp=8", *settings]).config
+        open_data(config)
+        open_tasks(config, build_mesh(config), None)
