@@ -110,7 +110,7 @@ def test_it_is_the_same_on_a_mesh(world, kept, tmp_path):
     ("change", "said"),
     [
         ({"source": "other"}, "holds other parameters than the reference of this run"),
-        ({"store": "other"}, "are other pairs than those of reference.npz"),
+        ({"store": "other"}, "are other train pairs than those of reference.npz"),
         ("missing", "reference.npz is missing: .* changed weights cannot give"),
         ("damaged", "reference.npz is damaged"),
         ("flipped", "reference.npz is damaged"),
