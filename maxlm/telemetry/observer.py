@@ -86,7 +86,7 @@ class Event:
 def evaluated(event: Event) -> dict[str, Any]:
     """Figures of an event that an evaluation has written, by name: eval_loss, eval_loss/NAME, tasks/TASK/METRIC; {} of another event."""
     if event.kind == "eval":
-        return {name: value for name, value in event.data.items() if name.partition("/")[0] == "eval_loss"}
+        return {name: value for name, value in event.data.items() if name.startswith("eval_loss")}
     tasks = event.data.get("tasks") if event.kind == "tasks" else None
     found = {}
     for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():
