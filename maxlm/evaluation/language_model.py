@@ -58,15 +58,16 @@ class LanguageModel:
 
     def request(self, context: str, continuation: str) -> Request:
         """Tokens of a continuation after a context, split as lm-evaluation-harness does (`TemplateLM._encode_pair`): spaces at the end of
-        the context count as the beginning of the continuation, and both are encoded as one text.
+        the context count as the beginning of the continuation, and both are encoded as one text. Where a token would span both, as in
+        `f(x` and `)`, each is encoded alone.
         """
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if not context:
             return Request((self.prefix,), self.encode(continuation))
-        before = self.encode(context)
-        return Request(before, self.encode(context + continuation)[len(before) :])
+        before, whole = self.encode(context), self.encode(context + continuation)
+        return Request(before, whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation))
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its

@@ -1,7 +1,7 @@
 """Run a task on a model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from maxlm.evaluation.statistics import SEED, standard_error
 from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
 
 JSONL = (".jsonl", ".json")
+TOGETHER = 2**20  # tokens of documents that are scored together
 
 
 def run_task(task: Task, model: LanguageModel) -> Result:
@@ -52,13 +53,14 @@ class _Document(NamedTuple):
 
 def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
     """Figures over all tokens of all documents; a document is an item of the bootstrap."""
-    documents = list(_stored(task, config, model) if config.store is not None else _texts(task, config, model))
-    if not sum(document.bytes for document in documents):
-        raise UserError(f"task {task.name}: its texts are empty.")
     length = model.scorer.context
     stride = config.stride or max(length // 2, 1)
-    scores = model.score([Request((model.prefix,), document.ids) for document in documents], stride=stride)
-    rows = [(-score.logprob, len(document.ids), document.bytes) for score, document in zip(scores, documents, strict=True)]
+    rows: list[tuple[float, int, int]] = []
+    for group in _groups(_stored(task, config, model) if config.store is not None else _texts(task, config, model)):
+        scores = model.score([Request((model.prefix,), document.ids) for document in group], stride=stride)
+        rows += [(-score.logprob, len(document.ids), document.bytes) for score, document in zip(scores, group, strict=True)]
+    if not sum(size for *_, size in rows):
+        raise UserError(f"task {task.name}: its texts are empty.")
     values_N3 = np.array(rows, np.float64)
 
     def figure(of: int, scale: float = 1.0, exponential: bool = False) -> Figure:
@@ -69,7 +71,21 @@ def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tup
         return Figure(float(statistic(values_N3.mean(0))), standard_error(values_N3, statistic))
 
     per_byte = figure(2, 1 / math.log(2))
-    return len(documents), {"perplexity": figure(1, exponential=True), "nats_per_token": figure(1), "bits_per_byte": per_byte}
+    return len(rows), {"perplexity": figure(1, exponential=True), "nats_per_token": figure(1), "bits_per_byte": per_byte}
+
+
+def _groups(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
+    """Documents that are scored together: their tokens are held in memory."""
+    group: list[_Document] = []
+    tokens = 0
+    for document in documents:
+        group.append(document)
+        tokens += len(document.ids)
+        if tokens >= TOGETHER:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:

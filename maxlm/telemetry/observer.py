@@ -88,7 +88,7 @@ def evaluated(event: Event) -> dict[str, Any]:
     tasks/TASK/METRIC; {} of another event.
     """
     if event.kind == "eval":
-        return {name: value for name, value in event.data.items() if name.partition("/")[0] in ("eval_loss", "eval_loss_ema")}
+        return {name: value for name, value in event.data.items() if name.startswith("eval_loss")}
     tasks = event.data.get("tasks") if event.kind == "tasks" else None
     found = {}
     for task, metrics in tasks.items() if isinstance(tasks, Mapping) else ():

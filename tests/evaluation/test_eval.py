@@ -2,10 +2,12 @@
 
 import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
 from eval_cases import ITEMS, TASKS
+from small_run import command, environment
 
 from maxlm.config import UserError, load
 from maxlm.data.prepare import prepare
@@ -163,3 +165,10 @@ def test_figures_do_not_depend_on_the_mesh(workspace, capsys, tmp_path):
     other = evaluate(workspace / "run", "choice.yml,text.yml", capsys, "mesh.tensor=1", "mesh.context=1", "mesh.fsdp=8", out=tmp_path / "2")
     assert values(other) == pytest.approx(values(one), rel=1e-5)
     assert np.isfinite(list(values(one).values())).all()
+
+
+def test_the_command_says_what_is_wrong_in_one_line(workspace):
+    done = subprocess.run(command("eval", "run", "--tasks", "nowhere", "--json"), env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("maxlm: task nowhere does not exist")
+    assert done.stderr.count("\n") == 1

@@ -1,16 +1,19 @@
 """Scores are those that numpy computes from logits, on every layout; each token is scored once, with the context that it should have."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from tiny import tiny_config
 
 from maxlm.config import UserError
 from maxlm.evaluation.packing import pack, row_length, rows_of
 from maxlm.evaluation.requests import Request, Window, likelihood_window, rolling_windows
 from maxlm.evaluation.scoring import Scorer
-from maxlm.kernels.linear_cross_entropy import logits
+from maxlm.kernels.linear_cross_entropy import logits, token_scores
 from maxlm.models import bind, init_model_state, init_parameters, parameter_specs
 from maxlm.models.linear import matmul_precision
 from maxlm.parallel import build_mesh
@@ -159,3 +162,18 @@ def test_what_has_no_likelihood_is_refused():
     config = tiny_config(mesh={"fsdp": 1, "context": 4})
     with pytest.raises(UserError, match=r"a context of 7 tokens.*multiple of 8"):
         Scorer(config, build_mesh(config, jax.devices()[:4]), context=7)
+
+
+def test_all_logits_never_exist_together():
+    """No array of the traced computation has as many numbers as all logits."""
+    B, S, V = 4, 64, 512
+    arrays = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in (((B, S, 8), jnp.float32), ((V, 8), jnp.float32), ((B, S), jnp.int32))]
+    traced = jax.make_jaxpr(partial(token_scores, chunks=4))(*arrays)
+    assert max(sizes_of(traced.jaxpr)) == B * S * V // 4
+
+
+def sizes_of(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.size for variable in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes_of(inner)

@@ -115,6 +115,15 @@ def test_spaces_between_context_and_continuation_belong_to_the_continuation():
     assert model.request("", "b") == Request((0,), (98,))
 
 
+def test_a_token_that_would_span_context_and_continuation_is_not_made():
+    class Merging(GivenModel):
+        def encode(self, text):
+            return tuple(map(ord, text.replace("b)", "!")))
+
+    assert Merging().request("ab", "cd") == Request((97, 98), (99, 100))
+    assert Merging().request("ab", ")") == Request((97, 98), (41,))
+
+
 def test_the_bootstrap_of_a_mean_is_its_standard_error():
     values = np.random.default_rng(1).normal(size=400)
     assert standard_error(values, lambda means: means) == pytest.approx(values.std(ddof=1) / 20, rel=0.1)
