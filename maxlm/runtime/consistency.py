@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -62,6 +62,16 @@ def require_equal(facts: Mapping[str, str], problem: UserError | None = None) ->
                 f"and {usual} on {count} other{'s' if count > 1 else ''}, such as {hosts[values.index(usual)]}; "
                 "give all hosts the same code, config and data."
             )
+
+
+def require_same(name: str, find: Callable[[], str]) -> None:
+    """Compare what `find`, which waits for no other process, returns in all of them. Raises UserError in all, also if it raises in one."""
+    found, problem = "", None
+    try:
+        found = find()
+    except UserError as error:
+        problem = error
+    require_equal({name: found}, problem)
 
 
 def check_shared(folder: str, field: str) -> None:

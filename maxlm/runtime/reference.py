@@ -137,7 +137,9 @@ def _mismatch(about: dict[str, Any], identity: dict[str, Any], tables: Tables, p
     known = about["data"]
     if other := next((name for name, digest in identity["data"].items() if known.get(name, digest) != digest), None):
         rule = f"are other {other} pairs than those of {FILE} in this run"
-        return ConfigError("data.store", identity["data"][other][:12], rule, "train on the same store, or begin anew under another run.name")
+        return ConfigError(
+            "data.store", identity["data"][other][:12], rule, "train on the same store, or begin anew under another run.name"
+        )
     missing = next((name for name, pipeline in pipelines.items() if name not in tables or len(tables[name]) != pipeline.n_documents), None)
     if missing is not None:
         rule = f"{FILE} of this run has no {missing} pairs"

@@ -29,7 +29,7 @@ from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
@@ -49,7 +49,7 @@ from maxlm.training import fits
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
 from maxlm.training.session import Outcome, Session, Start, Tasks
-from maxlm.training.start_from import begin_from
+from maxlm.training.start_from import begin_from, fingerprint
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -188,7 +188,10 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
     """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
     source = config.train.start_from
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
-    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else fresh
+    latest = checkpoints.latest()
+    restoring = "restoring the newest checkpoint and " if latest is not None else fresh
+    if source is not None and latest is None:
+        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
     with phases(f"{restoring}compiling the step"):
         stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
         init = program.init if source is None else functools.partial(begin_from, program, source, stored)

@@ -1,5 +1,6 @@
 """Begin with the parameters of another run, or of an imported model."""
 
+import hashlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.checkpoint import manifest
+from maxlm.checkpoint.errors import DamagedError
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
@@ -119,3 +122,23 @@ def _grown(program: Program, params: Any) -> Any:
 
     with jax.set_mesh(mesh):
         return jax.jit(join, out_shardings=shardings)(params)
+
+
+def fingerprint(source: StartFromConfig) -> str:
+    """Digest of what this host sees of `source`: the config, and all digests of the checkpoint. It waits for no other process.
+
+    Raises UserError if there is no such checkpoint here.
+    """
+    folder = Path(source.path)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
+    checkpoints = open_run(folder).checkpoints
+    steps = [step for step in checkpoints.steps() if source.step in (None, step)]
+    if not steps:
+        asked = "" if source.step is None else f" {source.step}"
+        raise ConfigError(FIELD, source.path, f"has no checkpoint{asked}", "name a step that it has, or leave train.start_from.step out")
+    try:
+        written = manifest.read(checkpoints.directory / str(steps[-1])).to_text()
+    except DamagedError as error:
+        written = str(error)  # which one is read instead is agreed on later
+    return hashlib.sha256(((folder / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]

@@ -6,7 +6,8 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError
-from maxlm.runtime.consistency import check_devices
+from maxlm.runtime import consistency
+from maxlm.runtime.consistency import check_devices, require_same
 
 
 def config(topology: str | None, slices: int = 1):
@@ -33,3 +34,26 @@ def test_another_machine_is_refused(kind, count):
     with pytest.raises(UserError, match=rf"v5p:2x2x1 is 4 x TPU v5, and this run has {count} x {kind}: .*cluster=null") as told:
         check_devices(config("v5p:2x2x1"), devices(kind, count))
     assert told.value.exit_code == 2
+
+
+def test_what_one_host_cannot_find_is_told_to_all(monkeypatch):
+    """Also in the host that has found it: both are told why before either waits for the other."""
+
+    def two_hosts(text):
+        return [text.split("\n"), ["other", "False", "models/x holds no config.yml", ""]]
+
+    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(consistency, "allgather_lines", two_hosts)
+    with pytest.raises(UserError, match=r"other.*: models/x holds no config\.yml"):
+        require_same("train.start_from", lambda: "1234")
+    monkeypatch.setattr(consistency, "allgather_lines", lambda text: [text.split("\n"), ["other", "False", "", "5678"]])
+    with pytest.raises(UserError, match=r"train\.start_from is "):
+        require_same("train.start_from", lambda: "1234")
+
+
+def test_what_this_host_cannot_find_is_raised():
+    def fail():
+        raise UserError("no such folder")
+
+    with pytest.raises(UserError, match="no such folder"):
+        require_same("train.start_from", fail)

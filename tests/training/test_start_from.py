@@ -1,5 +1,7 @@
 """A run that starts from the parameters of another: the same loss on the same batch, on any mesh; a fresh optimizer and schedule."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from maxlm.config.loader import dump
 from maxlm.config.schema import StartFromConfig
 from maxlm.parallel import build_mesh
 from maxlm.training.program import build_program
-from maxlm.training.start_from import begin_from
+from maxlm.training.start_from import begin_from, fingerprint
 
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"bias_rate": 0.01}}}
 
@@ -86,6 +88,22 @@ def test_a_source_that_is_not_there_is_refused(source, path, step, said):
     program = tiny_program(1, model=source[1])
     with pytest.raises(UserError, match=said):
         begin_from(program, StartFromConfig(path=path or str(source[0]), step=step), None)
+
+
+def test_another_folder_and_another_checkpoint_have_another_fingerprint(source, tmp_path):
+    """Hosts compare it, so that folders of their own with one path are not mixed."""
+    mine = StartFromConfig(path=str(source[0]))
+    copy = StartFromConfig(path=str(tmp_path / "copy"))
+    shutil.copytree(source[0], copy.path)
+    assert fingerprint(mine) == fingerprint(copy) == fingerprint(StartFromConfig(path=str(source[0]), step=3))
+    program = tiny_program(1, model=source[1])
+    checkpoints = Checkpoints(tmp_path / "copy" / "checkpoints", program.config.checkpoint, {})
+    checkpoints.save(4, program.init(), {})
+    checkpoints.close()
+    assert fingerprint(mine) != fingerprint(copy), "of the newest"
+    for wrong in ({"path": str(tmp_path / "nowhere")}, {"path": str(source[0]), "step": 7}):
+        with pytest.raises(UserError, match=r"nowhere: holds no config\.yml|has no checkpoint 7"):
+            fingerprint(StartFromConfig(**wrong))
 
 
 def test_a_longer_rope_is_no_other_model(source):
