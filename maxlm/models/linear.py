@@ -99,8 +99,8 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width = split_axes(("vocab", "embed"), mesh)
-    batch, seq = split_axes(("batch", "seq"), mesh)
-    between = tuple(axis for axis in mesh_axes("seq_vocab", mesh) if axis not in seq)  # axes that split the sequence of the result
+    batch, seq, between = split_axes(("batch", *(("seq", "seq_vocab") if tokens_BS.shape[1] > 1 else (None, None))), mesh)
+    between = tuple(axis for axis in between if axis not in seq)  # axes that split the sequence of the result
     axes = {*vocab, *width, *batch, *seq}
     if not axes:
         return table_VD[tokens_BS]
@@ -113,7 +113,7 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
         place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]
         here_BS = (place_BS >= 0) & (place_BS < table_VD.shape[0])
         x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
-        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True)
+        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True) if between else jax.lax.psum(x_BSD, vocab)
 
     specs = P(vocab or None, width or None), P(batch or None, seq or None)
     out = P(batch or None, (*seq, *between) or None)
