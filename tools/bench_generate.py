@@ -97,7 +97,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         same = sum(a == b for a, b in zip(mine, answer["ids"], strict=True))
         medians = {name: statistics.median(values) for name, values in rates.items()}
         print(f"same continuations: {same} of {len(mine)}")
-        print(f"median: ours {medians['ours']:.1f}, theirs {medians['theirs']:.1f} tokens/s; ratio {medians['ours'] / medians['theirs']:.2f}")
+        print(
+            f"median: ours {medians['ours']:.1f}, theirs {medians['theirs']:.1f} tokens/s; ratio {medians['ours'] / medians['theirs']:.2f}"
+        )
 
 
 def make_model(options: argparse.Namespace, run: Path):

@@ -4,6 +4,7 @@ Prompts end at the same slot: they are padded on the left, so that each token is
 first is padding, which nothing attends to; a row's positions count from its first slot.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
 from maxlm.inference.sampling import Numbers, Shape, sample
-from maxlm.kernels.linear_cross_entropy import logits
+from maxlm.kernels.platform import device, multiplied
 from maxlm.models import Caches, Decoder, bind, parameter_axes
 from maxlm.models.decoder import Block
+from maxlm.models.linear import weights_first
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.parallel import constrain
 
@@ -24,7 +26,7 @@ from maxlm.parallel import constrain
 
 
 class Weights(NamedTuple):
-    """Weights in the order in which they are read: the model without its layers, and every layer by itself."""
+    """Weights as they are read: the model without its layers, and every layer by itself, on CPUs with its matrices turned (`_turn`)."""
 
     model: Decoder
     blocks: tuple[Block, ...]
@@ -59,7 +61,25 @@ def prepare(config: ModelConfig, dtype: str, params: Parameters, model_state: Pa
     model = bind(config, cast, model_state)
     blocks = model.blocks()
     model.head = model.layers = model.tail = model.ahead = nnx.List([])
-    return Weights(model, blocks)
+    return Weights(model, _turn(blocks, config.n_heads))
+
+
+def _turn(blocks: tuple[Block, ...], heads: int, *, back: bool = False) -> tuple[Block, ...]:
+    """On CPUs the matrices of these layers with the dims that a matmul sums last in memory (see `weights_first`), or the inverse."""
+    if device()[0] != "cpu":
+        return blocks
+
+    def turn(variable: Any) -> Any:
+        axes, value = variable.axes, variable[...]
+        if not is_matrix(axes) or "expert" in axes:
+            return variable
+        if axes[-1] != "embed":
+            return variable.replace(jnp.moveaxis(value, -1 if back else 0, 0 if back else -1))
+        if back:  # heads were merged: XLA would transpose them apart in memory
+            return variable.replace(value.T if len(axes) == 2 else value.T.reshape(heads, -1, len(value)))
+        return variable.replace(value.reshape(-1, value.shape[-1]).T)
+
+    return jax.tree.map(turn, blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -106,17 +126,20 @@ def _advance(
     model = weights.model
     slots_S, slots_T = slot + jnp.arange(tokens_BS.shape[1]), jnp.arange(state.tokens_BT.shape[1])
     positions_BS = slots_S - rows.first_B[:, None]
-    output = model(
-        constrain(tokens_BS, "batch", "seq"),
-        jnp.maximum(positions_BS, 0),
-        (positions_BS >= 0).astype(jnp.int32),
-        generates=True,
-        cached_BT=(slots_T >= rows.first_B[:, None]).astype(jnp.int32),
-        caches=state.caches,
-        blocks=weights.blocks,
-    )
-    last_BV = logits(output.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0]
-    return state._replace(caches=output.caches), last_BV
+    order = weights_first() if device()[0] == "cpu" and tokens_BS.shape[1] == 1 else nullcontext()
+    with order:
+        output = model(
+            constrain(tokens_BS, "batch", "seq"),
+            jnp.maximum(positions_BS, 0),
+            (positions_BS >= 0).astype(jnp.int32),
+            generates=True,
+            cached_BT=(slots_T >= rows.first_B[:, None]).astype(jnp.int32),
+            caches=state.caches,
+            blocks=_turn(weights.blocks, model.config.n_heads, back=True),
+        )
+    scores_VB = jnp.einsum("VD,BD->VB", *multiplied(model.unembedding_VD, output.x_BSD[:, -1]), preferred_element_type=jnp.float32)
+    cap = model.config.logits_softcap
+    return state._replace(caches=output.caches), scores_VB.T if cap is None else cap * jnp.tanh(scores_VB.T / cap)
 
 
 def _draw(shape: Shape, rows: Rows, state: State, last_BV: Float[Array, "B V"]) -> State:

@@ -185,9 +185,7 @@ class Decoder(nnx.Module):
         def empty(dim: int) -> Array:
             return constrain(jnp.zeros((batch, groups, length, dim), self.embedding_VD.dtype), *CACHED)
 
-        return tuple(
-            Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0)) for _ in range(self.config.n_layers)
-        )
+        return tuple(Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0)) for _ in range(self.config.n_layers))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""
