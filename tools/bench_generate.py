@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM
 import transformers
 folder, new = sys.argv[1], int(sys.argv[2])
-if len(sys.argv) > 3:
-    torch.set_num_threads(int(sys.argv[3]))
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-print(json.dumps({"versions": f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"}), flush=True)
+versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+print(json.dumps({"versions": versions}), flush=True)
 for line in sys.stdin:
     prompts = json.loads(line)
     longest = max(map(len, prompts))
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     began = time.perf_counter()
     _, _, mine = ours()
     print(f"jax {jax.__version__}; {os.cpu_count()} CPUs; first run, compiling: {time.perf_counter() - began:.1f} s", flush=True)
-    theirs = start_theirs(options, folder) if options.torch_python else None
+    theirs: Any = start_theirs(options, folder) if options.torch_python else None
     rates: dict[str, list[float]] = {"ours": [], "theirs": []}
     for _ in range(options.turns):
         load = os.getloadavg()[0]
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         )
 
 
-def make_model(options: argparse.Namespace, run: Path):
+def make_model(options: argparse.Namespace, run: Path) -> tuple[Any, Any]:
     """(config, parameters) of a GPT-2 with random weights, which is also saved as the run that `maxlm export` takes."""
     import jax
 
@@ -112,8 +112,8 @@ def make_model(options: argparse.Namespace, run: Path):
     from maxlm.models import init_parameters
 
     width = options.width
-    config = Config(
-        model={
+    settings: dict[str, Any] = {
+        "model": {
             "vocab_size": options.vocab,
             "d_model": width,
             "n_layers": options.layers,
@@ -127,9 +127,10 @@ def make_model(options: argparse.Namespace, run: Path):
             "tie_embeddings": True,
             "init_std": 0.1,  # logits that differ by more than rounding
         },
-        data={"store": "unused", "seq_len": 1024},
-        train={"steps": 1, "global_batch": 1},
-    )
+        "data": {"store": "unused", "seq_len": 1024},
+        "train": {"steps": 1, "global_batch": 1},
+    }
+    config = Config(**settings)
     params = jax.jit(lambda: init_parameters(config.model, 0))()
     run.mkdir(parents=True)
     (run / "config.yml").write_text(dump(config), encoding="utf-8")
@@ -139,17 +140,17 @@ def make_model(options: argparse.Namespace, run: Path):
     return config.model, params
 
 
-def start_theirs(options: argparse.Namespace, folder: Path) -> subprocess.Popen:
+def start_theirs(options: argparse.Namespace, folder: Path) -> Any:
     """The other program, with the exported model loaded and warm."""
     subprocess.run([sys.executable, "-m", "maxlm", "export", folder / "run", "--out", folder / "hf"], check=True, stdout=subprocess.DEVNULL)
     command = [options.torch_python, "-c", THEIRS, str(folder / "hf"), str(options.new)]
-    theirs = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    theirs: Any = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     print(json.loads(theirs.stdout.readline())["versions"], flush=True)
     ask(theirs, [[1, 2, 3]])
     return theirs
 
 
-def ask(theirs: subprocess.Popen, prompts: list[list[int]]) -> dict:
+def ask(theirs: Any, prompts: list[list[int]]) -> dict[str, Any]:
     theirs.stdin.write(json.dumps(prompts) + "\n")
     theirs.stdin.flush()
     return json.loads(theirs.stdout.readline())

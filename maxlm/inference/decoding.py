@@ -60,7 +60,7 @@ def prepare(config: ModelConfig, dtype: str, params: Parameters, model_state: Pa
     cast = jax.tree.map(lambda axes, leaf: leaf.astype(dtype) if is_matrix(axes) else leaf, axes, params, is_leaf=is_axes)
     model = bind(config, cast, model_state)
     blocks = model.blocks()
-    model.head = model.layers = model.tail = model.ahead = nnx.List([])
+    model.head, model.layers, model.tail, model.ahead = nnx.List([]), nnx.List([]), nnx.List([]), nnx.List([])
     return Weights(model, _turn(blocks, config.n_heads))
 
 
@@ -132,7 +132,6 @@ def _advance(
             constrain(tokens_BS, "batch", "seq"),
             jnp.maximum(positions_BS, 0),
             (positions_BS >= 0).astype(jnp.int32),
-            generates=True,
             cached_BT=(slots_T >= rows.first_B[:, None]).astype(jnp.int32),
             caches=state.caches,
             blocks=_turn(weights.blocks, model.config.n_heads, back=True),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config import UserError
@@ -14,7 +15,7 @@ from maxlm.inference.sampling import Sampler, row_seeds, split
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import mesh_axes
 
-__all__ = ["Sampler", "batch_rows", "bucket", "generate"]
+__all__ = ["Sampler", "batch_rows", "bucket", "cache_slots", "generate"]
 
 Ids = list[int]
 
@@ -55,7 +56,7 @@ def generate(
         tokens_BS[i, start - len(prompt) :], first_B[i], done_B[i] = prompt, start - len(prompt), False
     seeds_B2 = np.zeros((batch, 2), np.uint32)
     seeds_B2[: len(prompts)] = row_seeds(sampler.seed, prompts)
-    rows = Rows(first_B, seeds_B2, np.int32(start), np.int32(end_of_document), numbers)
+    rows = Rows(jnp.asarray(first_B), jnp.asarray(seeds_B2), jnp.int32(start), jnp.int32(end_of_document), numbers)
     limit = start + sampler.max_new_tokens
 
     weights = decoding.prepare(config, dtype, params, model_state)
@@ -84,6 +85,11 @@ def prompt_slots(length: int) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(mesh.shape[axis] for axis in mesh_axes("seq_vocab", mesh))
     return -(-bucket(length, LEAST_PROMPT) // devices) * devices
+
+
+def cache_slots(length: int, new: int) -> int:
+    """Slots of the caches in the end, for prompts of at most `length` tokens and `new` more."""
+    return bucket(prompt_slots(length) + new, LEAST_CACHE)
 
 
 def batch_rows(prompts: int) -> int:

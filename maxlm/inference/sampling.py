@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm.config import UserError
@@ -67,19 +68,19 @@ class Shape(NamedTuple):
 class Numbers(NamedTuple):
     """The settings as arguments of a program."""
 
-    temperature: np.float32
-    top_k: np.int32
-    top_p: np.float32
-    min_p: np.float32
-    penalty: np.float32
+    temperature: ArrayLike
+    top_k: ArrayLike
+    top_p: ArrayLike
+    min_p: ArrayLike
+    penalty: ArrayLike
 
 
 def split(sampler: Sampler, vocab_size: int) -> tuple[Shape, Numbers]:
     """`sampler` as what is compiled and what is not."""
     greedy = sampler.temperature == 0
     top_k = 0 < sampler.top_k < vocab_size
-    narrowed = (top_k, sampler.top_p < 1, sampler.min_p > 0)
-    shape = Shape(greedy, *(not greedy and on for on in narrowed), penalty=sampler.repetition_penalty != 1)
+    narrowed = [not greedy and on for on in (top_k, sampler.top_p < 1, sampler.min_p > 0)]
+    shape = Shape(greedy, narrowed[0], narrowed[1], narrowed[2], sampler.repetition_penalty != 1)
     floats = (sampler.temperature, sampler.top_p, sampler.min_p, sampler.repetition_penalty)
     temperature, top_p, min_p, penalty = map(np.float32, floats)
     return shape, Numbers(temperature, np.int32(min(sampler.top_k, vocab_size)), top_p, min_p, penalty)
@@ -127,7 +128,7 @@ def sample(
     return jnp.argmax(logits_BV + jax.vmap(noise)(seeds_B2), axis=-1).astype(jnp.int32)
 
 
-def _keep_largest(logits_BV: Float[Array, "B V"], weights_BV: Array, least: Array) -> Float[Array, "B V"]:
+def _keep_largest(logits_BV: Float[Array, "B V"], weights_BV: Array, least: ArrayLike) -> Float[Array, "B V"]:
     """Of each row the largest logits whose weights sum to `least`, and those equal to the last of them; the others become -inf.
 
     By bisection over the numbers themselves, 32 sums instead of a sort: the vocabulary may be split over devices.

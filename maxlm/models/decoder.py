@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import CACHED, Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.router import Routing
-from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, layer_groups
+from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
@@ -155,12 +154,7 @@ class Decoder(nnx.Module):
 
     def blocks(self) -> tuple[Block, ...]:
         """The blocks in depth order, each with its own parameters."""
-        by_depth: dict[int, Block] = {}
-        for entry in ENTRIES:
-            for group, stack in zip(layer_groups(self.config, (entry,)), getattr(self, entry), strict=True):
-                for place in np.ndindex(group.stacked):
-                    by_depth[int(group.depths[place])] = jax.tree.map(lambda leaf, place=place: leaf[place], stack)
-        return tuple(by_depth[depth] for depth in sorted(by_depth))
+        return in_single_layers(layer_groups(self.config, ENTRIES), [*self.head, *self.layers, *self.tail])
 
     def predict_further(
         self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
@@ -183,7 +177,7 @@ class Decoder(nnx.Module):
         groups, key_dim, value_dim = cache_dims(self.config)
 
         def empty(dim: int) -> Array:
-            return constrain(jnp.zeros((batch, groups, length, dim), self.embedding_VD.dtype), *CACHED)
+            return constrain(jnp.zeros((batch, groups, length, dim), self.embedding_VD.dtype), "batch", "kv_heads", None, None)
 
         return tuple(Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0)) for _ in range(self.config.n_layers))
 

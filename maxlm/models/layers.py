@@ -25,7 +25,6 @@ from maxlm.parallel.context import context_attention
 
 HEADS: Axes = ("batch", "seq", "heads", None)
 GROUPS: Axes = ("batch", "seq", "kv_heads", None)
-CACHED: Axes = ("batch", "kv_heads", None, None)
 _MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
 _HIDDEN: Axes = ("batch", "seq", "mlp")
 _STATIC = {"static": True}
@@ -52,8 +51,7 @@ class BlockContext:
     strategy: ContextAttention = field(default="ring", metadata=_STATIC)  # of attention where the mesh splits the sequence
     form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
     summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
-    generates: bool = field(default=False, metadata=_STATIC)  # token after token, with caches
-    cached_BT: Int[Array, "B T"] | None = None  # segment ids of the positions of the caches, if not all are one document
+    cached_BT: Int[Array, "B T"] | None = None  # segment ids of the positions of the caches, in generation
 
 
 class Norm(nnx.Module):
@@ -145,7 +143,7 @@ class AttentionBase(nnx.Module):
     def attend(
         self, q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, context: BlockContext, cache: Cache | None, up_RHV: Array | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys; `up_RHV`: from latents to them."""
+        """The layer's output, and `cache` with these keys and values added. `up_RHV`: from values that are latents to values."""
         q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
         if context_size() == 1 or context.strategy != "ulysses":  # ulysses names the arrays after its exchange
             q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
@@ -292,7 +290,7 @@ def _cached_attention(
 
     def add(cached_BGTK: Array, new_BSGK: Array) -> Array:
         new_BGSK = jnp.swapaxes(new_BSGK, 1, 2).astype(cached_BGTK.dtype)
-        return constrain(jax.lax.dynamic_update_slice(cached_BGTK, new_BGSK, (0, 0, cache.length, 0)), *CACHED)
+        return constrain(jax.lax.dynamic_update_slice(cached_BGTK, new_BGSK, (0, 0, cache.length, 0)), "batch", "kv_heads", None, None)
 
     k_BGTK = add(cache.k_BGTK, k_BSGK)
     v_BGTV = None if cache.v_BGTV is None else add(cache.v_BGTV, v_BSGV)

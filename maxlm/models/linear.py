@@ -45,8 +45,8 @@ def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
 
 @contextmanager
 def weights_first() -> Iterator[None]:
-    """Trace `linear` with the weights as the first operand of each matmul: XLA:CPU then multiplies a few rows by large weights in two thirds
-    of the time, if those lie in memory with the summed dims last.
+    """Trace `linear` with the weights as the first operand of each matmul. XLA:CPU then takes two thirds of the time for a few rows, if the
+    weights lie in memory with the summed dims last.
     """
 
     def reversed_einsum(spec: str, x: Array, w: Array, **options: Any) -> Array:
