@@ -144,7 +144,9 @@ def start_theirs(options: argparse.Namespace, folder: Path) -> Any:
     """The other program, with the exported model loaded and warm."""
     subprocess.run([sys.executable, "-m", "maxlm", "export", folder / "run", "--out", folder / "hf"], check=True, stdout=subprocess.DEVNULL)
     command = [options.torch_python, "-c", THEIRS, str(folder / "hf"), str(options.new)]
-    theirs: Any = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it has packages of its own
+    pipe = subprocess.PIPE
+    theirs: Any = subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
     print(json.loads(theirs.stdout.readline())["versions"], flush=True)
     ask(theirs, [[1, 2, 3]])
     return theirs
