@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -212,28 +213,44 @@ def kernels_sweep(
 
 @app.command()
 def generate(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run, or of an imported model.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]... [mesh.KEY=VALUE]...", help="Texts to continue; settings such as mesh.fsdp=8.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl with strings or a `prompt`.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0: all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Sample among the most likely that together have this probability; 1: all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Sample among those with this share of the largest probability; 0: all.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divide the logits of tokens that are there already by this; 1: not.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: of matrices, activations and caches.")] = "float32",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
 ) -> None:
-    """Continue a prompt with the model of a run."""
+    """Continue prompts with the model of a run."""
     if not math.isfinite(temperature):
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference.generate import Sampler
-    from maxlm.inference.text import generate_from_run
+    from maxlm.inference.text import generate_from_run, read_prompts
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
+    sampler = Sampler(tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()))
+    mesh = [text for text in prompts or [] if re.fullmatch(r"mesh\.\w+=\S*", text)]
+    texts = [text for text in prompts or [] if text not in mesh] + (read_prompts(prompts_file) if prompts_file else [])
+    if not texts:
+        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
     select_platform()
-    sampler = Sampler(max_new_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, or shorten the prompt"):
-        typer.echo(prompt + generate_from_run(run_dir, prompt, sampler, step, _weights(weights)))
+    with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
+        found = generate_from_run(run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype)
+    for text, continuation in zip(texts, found, strict=True):
+        typer.echo(text + continuation)
 
 
 @app.command(name="import")

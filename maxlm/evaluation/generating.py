@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from maxlm.config.schema import Config
 from maxlm.inference.generate import Sampler, generate
@@ -24,7 +24,7 @@ def continuations(
     as it is `finished`.
     """
     sampler = Sampler(max_new_tokens=tokens, temperature=0.0)
-    # `generate` takes one prompt and one device; when it takes several: under jax.set_mesh(mesh), without this copy, and with `finished`.
-    here = SingleDeviceSharding(mesh.devices.flat[0])
-    params, model_state = jax.device_put((params, model_state), here)
-    return [generate(config.model, params, model_state, list(prompt), sampler, end_of_document) for prompt in prompts]
+    ids = [list(prompt) for prompt in prompts]
+    weights, dtype = (config.model, params, model_state), config.precision.compute
+    with jax.set_mesh(mesh):
+        return generate(*weights, ids, sampler, end_of_document, dtype=dtype, finished=finished)

@@ -1,92 +1,142 @@
-"""Generation: the prompt in one pass, then a token at a time from cached keys and values, all on the device."""
+"""Generation: ids that continue a batch of prompts, on the current mesh."""
 
-import functools
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from maxlm.config import UserError
 from maxlm.config.schema import ModelConfig
-from maxlm.kernels.linear_cross_entropy import logits
-from maxlm.models import Caches, Decoder, bind
+from maxlm.inference import decoding
+from maxlm.inference.decoding import Rows
+from maxlm.inference.sampling import Sampler, row_seeds, split
 from maxlm.models.parameters import Parameters
+from maxlm.parallel import mesh_axes
 
-# B batch, S new positions, V vocabulary
+__all__ = ["Sampler", "batch_rows", "bucket", "cache_slots", "generate"]
 
+Ids = list[int]
 
-@dataclass(frozen=True)
-class Sampler:
-    """Sampling of the next token: the most likely one at temperature 0, else a draw among the `top_k` most likely (0: all)."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+LEAST_PROMPT, LEAST_CACHE = 16, 64  # slots of the smallest buckets
+CHECK_EVERY = 16  # tokens between looks for a stop
 
 
 def generate(
-    config: ModelConfig, params: Parameters, model_state: Parameters, prompt: list[int], sampler: Sampler, end_of_document: int
-) -> list[int]:
-    """Generate ids that continue `prompt`, up to the end of the document or `max_new_tokens`.
+    config: ModelConfig,
+    params: Parameters,
+    model_state: Parameters,
+    prompts: Sequence[Ids],
+    sampler: Sampler,
+    end_of_document: int,
+    *,
+    dtype: str = "float32",
+    finished: Callable[[Ids], bool] | None = None,
+) -> list[Ids]:
+    """Generate ids that continue each prompt, up to the end of the document (left out) or `max_new_tokens`.
 
-    Raises UserError for an empty prompt, an id beyond the vocabulary, or more positions than a learned table has.
+    The current mesh is that of `params`. A continuation depends on the seed, its prompt, and how many prompts before are the same: on no
+    other prompt and no mesh, but for rounding. `dtype`: of matrices, activations and caches. `finished`: True for a continuation, or the
+    beginning of one, that has come to a stop; it is cut after the first token for which that holds, and looked at every `CHECK_EVERY`
+    tokens. Memory grows with the number of prompts and the longest of them.
+
+    Programs are compiled for buckets of prompt lengths, of slots of the caches and of rows, and for what is used of the sampler.
+
+    Raises UserError for an empty prompt, an id beyond the vocabulary, more positions than a learned table has, stop texts without
+    `finished`, and a model whose experts choose their tokens.
     """
-    length = len(prompt) + sampler.max_new_tokens
-    if not prompt:
+    _check(config, prompts, sampler, finished is not None)
+    if not prompts:
+        return []
+    shape, numbers = split(sampler, config.vocab_size)
+    batch, start = batch_rows(len(prompts)), prompt_slots(max(map(len, prompts)))
+    tokens_BS, first_B, done_B = np.zeros((batch, start), np.int32), np.full(batch, start - 1, np.int32), np.ones(batch, bool)
+    for i, prompt in enumerate(prompts):
+        tokens_BS[i, start - len(prompt) :], first_B[i], done_B[i] = prompt, start - len(prompt), False
+    seeds_B2 = np.zeros((batch, 2), np.uint32)
+    seeds_B2[: len(prompts)] = row_seeds(sampler.seed, prompts)
+    rows = Rows(jnp.asarray(first_B), jnp.asarray(seeds_B2), jnp.int32(start), jnp.int32(end_of_document), numbers)
+    limit = start + sampler.max_new_tokens
+
+    weights = decoding.prepare(config, dtype, params, model_state)
+    room = bucket(start + 1, LEAST_CACHE)
+    state = decoding.prefill(shape, room, weights, rows, tokens_BS, done_B)
+    slot = start + 1
+    while True:
+        known_BN, done_B = np.array(state.tokens_BT)[:, start:slot], np.array(state.done_B)  # copies: the state is donated
+        if finished is not None:
+            done_B[: len(prompts)] |= [finished(_until(known, end_of_document)) for known in known_BN[: len(prompts)]]
+            state = state._replace(done_B=done_B)
+        if slot == limit or done_B.all():
+            break
+        if slot == room:
+            room = bucket(room + 1, LEAST_CACHE)
+            state = decoding.grow(state, room)
+        slot = min(limit, room, slot + CHECK_EVERY if finished is not None else limit)
+        state = decoding.decode(shape, weights, rows, state, np.int32(slot))
+        slot = int(state.slot)
+    found = [_until(known, end_of_document) for known in known_BN[: len(prompts)]]
+    return found if finished is None else [_cut(ids, finished) for ids in found]
+
+
+def prompt_slots(length: int) -> int:
+    """Slots of prompts of at most `length` tokens: of a bucket, and as many as divide over the devices that split a sequence."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in mesh_axes("seq_vocab", mesh))
+    return -(-bucket(length, LEAST_PROMPT) // devices) * devices
+
+
+def cache_slots(length: int, new: int) -> int:
+    """Slots of the caches in the end, for prompts of at most `length` tokens and `new` more."""
+    return bucket(prompt_slots(length) + new, LEAST_CACHE)
+
+
+def batch_rows(prompts: int) -> int:
+    """Rows of the batch: of a bucket, and as many as divide over the devices that split it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
+    return -(-bucket(prompts, 1) // devices) * devices
+
+
+def bucket(n: int, least: int) -> int:
+    """The smallest of 1, 1.5, 2, 3, 4, 6, 8 ... times `least`, an integer, that is at least n."""
+    size = least
+    while size < n:
+        size += max(1, size // 2 if size & (size - 1) == 0 else size // 3)
+    return size
+
+
+def _check(config: ModelConfig, prompts: Sequence[Ids], sampler: Sampler, finishes: bool) -> None:
+    length = max(map(len, prompts), default=0) + sampler.max_new_tokens
+    if not all(map(len, prompts)):
         raise UserError("the prompt is empty: give at least one token to continue.")
-    if max(prompt) >= config.vocab_size:
-        raise UserError(
-            f"the prompt holds token id {max(prompt)}, and the model's vocabulary has {config.vocab_size}: use its own tokenizer."
-        )
+    if (largest := max(map(max, prompts), default=0)) >= config.vocab_size:
+        raise UserError(f"the prompt holds token id {largest}, and the model's vocabulary has {config.vocab_size}: use its own tokenizer.")
     if config.max_seq_len is not None and length > config.max_seq_len:
         raise UserError(
             f"prompt and continuation have {length} tokens, above model.learned_positions.max_seq_len = {config.max_seq_len}: ask for less."
         )
-    ids = np.asarray(_run(config, sampler, end_of_document, params, model_state, jnp.asarray([prompt], jnp.int32)))[0].tolist()
-    return ids[: ids.index(end_of_document)] if end_of_document in ids else ids
+    if sampler.stop and not finishes:
+        raise UserError("stop texts are looked for in text, and ids alone have none: continue texts with maxlm.inference.text.")
+    if config.moe is not None and config.moe.router.choice == "expert":
+        raise UserError(
+            "model.moe.router.choice = expert: experts choose among all tokens of a sequence, later ones too, so that no token can be "
+            "generated before them: generate with a model whose tokens choose."
+        )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(
-    config: ModelConfig, sampler: Sampler, end: int, params: Parameters, model_state: Parameters, prompt_BS: Int[Array, "B S"]
-) -> Int[Array, "B new"]:
-    model = bind(config, params, model_state)
-    batch, start = prompt_BS.shape
-    caches = model.empty_caches(batch, start + sampler.max_new_tokens)
-    last_BV, caches = _advance(model, prompt_BS, jnp.int32(0), caches)
-    out_BN = jnp.full((batch, sampler.max_new_tokens), end, jnp.int32)
-    done_B = jnp.zeros((batch,), bool)
-
-    def unfinished(carry: tuple) -> jax.Array:
-        index, done_B = carry[0], carry[1]
-        return (index < sampler.max_new_tokens) & ~jnp.all(done_B)
-
-    def one(carry: tuple) -> tuple:
-        index, done_B, key, last_BV, caches, out_BN = carry
-        key, draw = jax.random.split(key)
-        token_B = jnp.where(done_B, end, _sample(sampler, draw, last_BV))
-        out_BN = out_BN.at[:, index].set(token_B)
-        last_BV, caches = _advance(model, token_B[:, None], start + index, caches)
-        return index + 1, done_B | (token_B == end), key, last_BV, caches, out_BN
-
-    carry = (jnp.int32(0), done_B, jax.random.key(sampler.seed), last_BV, caches, out_BN)
-    return jax.lax.while_loop(unfinished, one, carry)[-1]
+def _until(known: np.ndarray, end: int) -> Ids:
+    ids: Ids = known.tolist()
+    return ids[: ids.index(end)] if end in ids else ids
 
 
-def _advance(model: Decoder, tokens_BS: Int[Array, "B S"], start: Int[Array, ""], caches: Caches) -> tuple[Float[Array, "B V"], Caches]:
-    """Logits after the last of the new tokens; the first is at position `start`."""
-    positions_BS = start + jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    output = model(tokens_BS, positions_BS, jnp.ones_like(tokens_BS), generates=True, caches=caches)
-    return logits(output.x_BSD[:, -1:], model.unembedding_VD, model.config.logits_softcap)[:, 0], output.caches
-
-
-def _sample(sampler: Sampler, key: jax.Array, logits_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
-    if sampler.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    if 0 < sampler.top_k < logits_BV.shape[-1]:
-        kth_B1 = jax.lax.top_k(logits_BV, sampler.top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
-    return jax.random.categorical(key, logits_BV / sampler.temperature).astype(jnp.int32)
+def _cut(ids: Ids, finished: Callable[[Ids], bool]) -> Ids:
+    """The shortest beginning of `ids` that has come to a stop; all of them if none has."""
+    if not finished(ids):
+        return ids
+    low, high = 0, len(ids)  # the first is too short, the second is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if finished(ids[:middle]) else (middle, high)
+    return ids[:high]

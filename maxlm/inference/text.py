@@ -1,44 +1,133 @@
 """Text in, text out, with the model of a run."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from maxlm.config import Config, UserError
+from maxlm.config import Config, UserError, load
+from maxlm.config.errors import show
 from maxlm.config.rules import most_generated
-from maxlm.config.schema import MeshConfig, WeightsKind
+from maxlm.config.schema import MeshConfig, ModelConfig, WeightsKind
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
-from maxlm.inference.generate import Sampler, generate
+from maxlm.inference.generate import Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
-from maxlm.training.saved_run import open_run
+from maxlm.training.saved_run import CONFIG, open_run
+
+DTYPES = ("float32", "bfloat16")
+MOST_PROMPTS = 2**16  # of a file
 
 
-def generate_from_run(directory: Path, prompt: str, sampler: Sampler, step: int | None = None, of: WeightsKind = "raw") -> str:
-    """Continue `prompt` with the model of a run directory: of the newest checkpoint, or exactly `step`; its weights, or their average.
+def generate_from_run(
+    directory: Path,
+    prompts: Sequence[str],
+    sampler: Sampler,
+    step: int | None = None,
+    *,
+    of: WeightsKind = "raw",
+    overrides: Sequence[str] = (),
+    dtype: str = "float32",
+) -> list[str]:
+    """Continue `prompts` with the model of a run directory, of the newest checkpoint or exactly `step`: its weights, or their average.
 
-    Raises UserError if the directory is no run or holds no checkpoint.
+    `overrides`: settings of the mesh that the weights are split over; without any they lie on one device.
+
+    Raises UserError if the directory is no run or holds no checkpoint, or for a mesh, dtype or lengths that do not fit.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     run = open_run(directory)
     config = run.config
     tokenizer = run_tokenizer(directory)
-    length, most = len(tokenizer.encode(prompt)) + sampler.max_new_tokens, most_generated(config)
+    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+    length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    check_generation(config.model, length)
-    weights = run.weights(build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1]), step, of)
-    return continue_text(config, weights.params, weights.model_state, tokenizer, prompt, sampler)
+    mesh = _mesh(directory, config, overrides)
+    with jax.set_mesh(mesh):
+        slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
+        check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
+        weights = run.weights(mesh, step, of)
+        return continue_texts(config.model, weights.params, weights.model_state, tokenizer, prompts, sampler, dtype=dtype)
 
 
-def continue_text(config: Config, params: Parameters, model_state: Parameters, tokenizer: Tokenizer, prompt: str, sampler: Sampler) -> str:
-    """The continuation alone, without `prompt`."""
-    ids = tokenizer.encode(prompt).tolist()
-    return tokenizer.decode(generate(config.model, params, model_state, ids, sampler, tokenizer.end_of_document_id))
+def _mesh(directory: Path, config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
+    if wrong := [text for text in overrides if not text.startswith("mesh.")]:
+        raise UserError(
+            f"{show(wrong[0])} is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
+        )
+    if not overrides:
+        return build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1])
+    plain = [f"mesh.{axis}={size}" for axis, size in MeshConfig().model_dump(mode="json", exclude_none=True).items()]
+    batch = f"train.global_batch={jax.device_count() * config.train.global_batch}"  # which a mesh must divide
+    return build_mesh(load(str((directory / CONFIG).absolute()), [*plain, batch, *overrides], any_mesh=True).config)
+
+
+def continue_texts(
+    model: ModelConfig,
+    params: Parameters,
+    model_state: Parameters,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampler: Sampler,
+    *,
+    dtype: str = "float32",
+) -> list[str]:
+    """The continuations alone, without `prompts`, in one batch; as `generate`.
+
+    Each ends before the first of `sampler.stop` that its text holds, be it that the stop begins or ends inside a token: stops are looked
+    for in the decoded continuation, every few tokens, and never in the prompt.
+    """
+
+    def finished(ids: list[int]) -> bool:
+        text = tokenizer.decode(ids)
+        return any(stop in text for stop in sampler.stop)
+
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    end, check = tokenizer.end_of_document_id, finished if sampler.stop else None
+    found = generate(model, params, model_state, ids, sampler, end, dtype=dtype, finished=check)
+    return [_before(tokenizer.decode(new), sampler.stop) for new in found]
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of `stops` in it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt`, a line.
+
+    Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"--prompts {file} is not UTF-8 text: save it as such.") from None
+    prompts = [_prompt(line, f"--prompts {file}, line {n}", file.suffix == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise UserError(f"--prompts {file} holds no prompt: write one a line.")
+    if len(prompts) > MOST_PROMPTS:
+        raise UserError(f"--prompts {file} holds {len(prompts):,} prompts, above {MOST_PROMPTS:,}, which are one batch: split the file.")
+    return prompts
+
+
+def _prompt(line: str, where: str, is_json: bool) -> str:
+    if not is_json:
+        return line
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is no JSON: write a JSON string, or an object with a prompt, a line.") from None
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise UserError(f'{where} has no prompt: write a JSON string, or an object such as {{"prompt": "Once"}}, a line.')
+    return prompt
 
 
 def run_tokenizer(directory: Path) -> Tokenizer:
@@ -49,18 +138,20 @@ def run_tokenizer(directory: Path) -> Tokenizer:
 def print_samples(
     config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
 ) -> None:
-    """Continue each of `samples.prompts` and print it; none more once `stopped()`."""
-    if config.samples is None:
+    """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
+    if config.samples is None or stopped():
         return
     tokenizer = run_tokenizer(directory)
+    limits = {text: min(config.samples.tokens, most_generated(config) - len(tokenizer.encode(text))) for text in config.samples.prompts}
+    texts: dict[str, str] = {}
+    with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
+        for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context
+            batch = [prompt for prompt in limits if limits[prompt] == limit]
+            found = continue_texts(config.model, params, model_state, tokenizer, batch, Sampler(max_new_tokens=limit))
+            texts |= dict(zip(batch, found, strict=True))
     for prompt in config.samples.prompts:
-        if stopped():
-            return
-        room = most_generated(config) - len(tokenizer.encode(prompt))
         console.rule(f"continuation of {prompt!r}", align="left", style="dim")
-        if room < 1:
+        if prompt in texts:
+            console.print(prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
+        else:
             console.print(f"nothing: the prompt fills all {most_generated(config):,} tokens of the context", markup=False, highlight=False)
-            continue
-        sampler = Sampler(max_new_tokens=min(config.samples.tokens, room))
-        text = continue_text(config, params, model_state, tokenizer, prompt, sampler)
-        console.print(prompt + text, markup=False, highlight=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from maxlm.models.stack import Names
 from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+GENERATION = "generation_config.json"  # as transformers names it
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -102,6 +103,9 @@ def _write(
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1), encoding="utf-8")
     count = count_parameters(config.model)
     their_config |= _tokens(run / TOKENIZER, folder)
+    if not (folder / GENERATION).is_file():
+        known = {name: their_config[name] for name in ("bos_token_id", "eos_token_id") if their_config.get(name) is not None}
+        (folder / GENERATION).write_text(json.dumps(known), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"architectures": [family.architecture], **their_config}, indent=2), encoding="utf-8")
     (folder / "README.md").write_text(_card(run, config, family, count, at), encoding="utf-8")
     return Exported(family.architecture, count, len(files))
@@ -132,8 +136,6 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    if not (folder / "generation_config.json").is_file():
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": known.end_of_document_id}), encoding="utf-8")
     return {"eos_token_id": known.end_of_document_id}
 
 

@@ -5,6 +5,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.adapted_matrix import merged
 from maxlm.models.layers import StateVariable
 from maxlm.models.parameters import Parameters, declarations
 from maxlm.models.stack import Names, group_of
@@ -46,6 +47,20 @@ def frozen(config: ModelConfig, params: Parameters, model_state: Parameters) -> 
     for (entry, name), place in stored(config).items():
         put(state, place.name, leaf(trees[entry], name))
     return state
+
+
+def merge(config: ModelConfig, params: Parameters, model_state: Parameters) -> tuple[Parameters, Parameters]:
+    """(parameters, model state) of the merged model (`config.merged`): a matrix with adapters becomes W + scale A B."""
+    if config.lora is None:
+        return params, model_state
+    trees = {"params": params, "model_state": model_state}
+    found: dict[str, Parameters] = {"params": {}, "model_state": {}}
+    for (entry, name), place in stored(config).items():
+        value = leaf(trees[place.entry], place.name)
+        if place.a is not None and place.b is not None:
+            value = merged(value, leaf(params, place.a), leaf(params, place.b), place.scale, place.stacked)
+        put(found[entry], name, value)
+    return found["params"], found["model_state"]
 
 
 def leaf(tree: Parameters, name: Names) -> Any:

@@ -12,19 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, parameter, rope_angles
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.router import Routing
-from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, layer_groups
+from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
 
-Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are: caches, or others
-Caches = dict[str, tuple[Cache, ...]]
+Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are
+Caches = tuple[Cache, ...]  # of every block in depth order
 RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None for a dense layer
 
 
@@ -61,12 +61,12 @@ class Block(nnx.Module):
 
 
 class DecoderOutput(NamedTuple):
-    """Output of some blocks: hidden states, caches, auxiliary losses and router statistics."""
+    """Output of some blocks: hidden states, auxiliary losses, router statistics and caches."""
 
     x_BSD: Float[Array, "B S D"]
-    caches: Caches  # None for each group where none were given
     aux_loss: Float[Array, ""]  # of routers, summed over tokens
     routing: Routing | None  # of layers with experts in depth order; None where there are none
+    caches: Caches = ()  # in generation
 
 
 class Decoder(nnx.Module):
@@ -107,16 +107,15 @@ class Decoder(nnx.Module):
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`), which takes it and the value `beside` it."""
-        new: Caches = {}
         routers: list[RouterOutput] = []
         for entry in entries:
             period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
-            x_BSD, (new[entry], reports) = jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+            x_BSD, reports = jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
-        return DecoderOutput(x_BSD, new, aux_loss, routing)
+        return DecoderOutput(x_BSD, aux_loss, routing)
 
     @property
     def unembedding_VD(self) -> Float[Array, "V D"]:
@@ -132,15 +131,30 @@ class Decoder(nnx.Module):
         segment_ids_BS: Int[Array, "B S"],
         random_BS: UInt32[Array, "B S"] | None = None,
         *,
-        caches: Caches | None = None,
+        caches: Caches = (),
+        blocks: Sequence[Block] = (),
         **options: Any,
     ) -> DecoderOutput:
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches`, if any, with this call's keys and values added.
-        `options`: of the `BlockContext`.
+        `blocks`: `self.blocks()`, if they are there already. `options`: of the `BlockContext`.
         """
         context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS, **options)
-        output = self.run(self.embed(tokens_BS, positions_BS), context, beside=caches)
+        x_BSD = self.embed(tokens_BS, positions_BS)
+        output = self._run_cached(x_BSD, context, caches, blocks or self.blocks()) if caches else self.run(x_BSD, context)
         return output._replace(x_BSD=self.final_norm(output.x_BSD))
+
+    def _run_cached(self, x_BSD: Array, context: BlockContext, caches: Caches, blocks: Sequence[Block]) -> DecoderOutput:
+        """Run all blocks one after another: a scan over them would copy every cache, and on CPUs every matrix, at every token."""
+        new: list[Cache] = []
+        for block, cache in zip(blocks, caches, strict=True):
+            x_BSD, added, _ = block(x_BSD, context, cache)
+            assert added is not None, "a cache was given"
+            new.append(added)
+        return DecoderOutput(x_BSD, jnp.float32(0), None, tuple(new))
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in depth order, each with its own parameters."""
+        return in_single_layers(layer_groups(self.config, ENTRIES), [*self.head, *self.layers, *self.tail])
 
     def predict_further(
         self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
@@ -154,24 +168,21 @@ class Decoder(nnx.Module):
         normed, norm = self.config.mtp is not None and self.config.mtp.reads == "normed", self.final_norm
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
             read_BSD = norm(x_BSD) if normed else x_BSD
-            x_BSD, (_, router) = run_layer(context, module.join(read_BSD, token_BSD), (module.block, None))
+            x_BSD, router = run_layer(context, module.join(read_BSD, token_BSD), (module.block, None))
             norm = module.final_norm
             hidden.append(norm(x_BSD))
             routers.append(router)
         aux_loss, routing = _join_routers(layer_groups(self.config, ("ahead",)), routers)
-        return hidden, DecoderOutput(x_BSD, {}, aux_loss, routing)
+        return hidden, DecoderOutput(x_BSD, aux_loss, routing)
 
     def empty_caches(self, batch: int, length: int) -> Caches:
-        """Caches for `length` positions of generation."""
-        config, dtype = self.config, self.embedding_VD.dtype
-        value_dim = config.latent.value_dim if config.latent else config.head_dim
-        shapes = [(batch, length, config.n_kv_heads, dim) for dim in (config.head_dim, value_dim)]
+        """Caches for `length` positions of generation: of every block its keys and values, or its latents."""
+        groups, key_dim, value_dim = cache_dims(self.config)
 
-        def empty(group: LayerGroup) -> Cache:
-            k_BTGK, v_BTGV = (jnp.zeros((*group.stacked, *shape), dtype) for shape in shapes)
-            return Cache(k_BTGK, v_BTGV, jnp.zeros(group.stacked, jnp.int32))
+        def empty(dim: int) -> Array:
+            return constrain(jnp.zeros((batch, groups, length, dim), self.embedding_VD.dtype), "batch", "kv_heads", None, None)
 
-        return {entry: tuple(map(empty, layer_groups(config, (entry,)))) for entry in ENTRIES}
+        return tuple(Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0)) for _ in range(self.config.n_layers))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""
@@ -187,22 +198,20 @@ def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
-def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, tuple[tuple, tuple]]:
-    """One period of groups: (hidden states, (caches, what routers report))."""
-    outputs = []
+def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[RouterOutput]]:
+    """One period of groups: (hidden states, what routers report)."""
+    routers = []
     for group, inputs in zip(groups, layers, strict=True):
-        x_BSD, output = jax.lax.scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
-        outputs.append(output)
-    caches, routers = zip(*outputs, strict=True) if outputs else ((), ())
-    return x_BSD, (caches, routers)
+        x_BSD, router = jax.lax.scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
+        routers.append(router)
+    return x_BSD, routers
 
 
-def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Cache | None]) -> tuple[Array, tuple[Cache | None, RouterOutput]]:
-    """One block, with its cache, under the remat policy: (hidden states, (cache, what the router reports))."""
-    block, cache = inputs
+def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, None]) -> tuple[Array, RouterOutput]:
+    """One block under the remat policy: (hidden states, what the router reports)."""
     apply = rematerialise(lambda block, *inputs: block(*inputs), context.memory)  # new each time: JAX caches traces by function
-    x_BSD, cache, router = apply(block, x_BSD, context, cache)
-    return x_BSD, (cache, router)
+    x_BSD, _, router = apply(inputs[0], x_BSD, context)
+    return x_BSD, router
 
 
 def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:

@@ -51,7 +51,7 @@ class BlockContext:
     strategy: ContextAttention = field(default="ring", metadata=_STATIC)  # of attention where the mesh splits the sequence
     form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
     summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
-    generates: bool = field(default=False, metadata=_STATIC)  # token after token, with caches
+    cached_BT: Int[Array, "B T"] | None = None  # segment ids of the positions of the caches, in generation
 
 
 class Norm(nnx.Module):
@@ -115,10 +115,10 @@ def gated(activation: str, gate: jax.Array, up: jax.Array, clamp: ClampConfig | 
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions generated so far, and their number."""
+    """Keys and values of the positions so far, and their number. Without values: they are the first dims of the keys (latents)."""
 
-    k_BTGK: Float[Array, "B T G K"]
-    v_BTGV: Float[Array, "B T G V"]
+    k_BGTK: Float[Array, "B G T K"]
+    v_BGTV: Float[Array, "B G T V"] | None
     length: Int[Array, ""]
 
 
@@ -140,9 +140,9 @@ class AttentionBase(nnx.Module):
         self.sinks_H = parameter((heads,), ("heads",)) if config.sinks else None
 
     def attend(
-        self, q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, context: BlockContext, cache: Cache | None
+        self, q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, context: BlockContext, cache: Cache | None, up_RHV: Array | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """The layer's output, and `cache` with these keys and values added. Values may be narrower than keys."""
+        """The layer's output, and `cache` with these keys and values added. `up_RHV`: from values that are latents to values."""
         q_BSHK, k_BSGK = constrain(q_BSHK, *HEADS), constrain(k_BSGK, *GROUPS)
         if context_size() == 1 or context.strategy != "ulysses":  # ulysses names the arrays after its exchange
             q_BSHK, k_BSGK, v_BSGV = map(checkpoint_name, (q_BSHK, k_BSGK, v_BSGV), ("query", "key", "value"))
@@ -150,7 +150,7 @@ class AttentionBase(nnx.Module):
         options["sinks_H"] = None if self.sinks_H is None else self.sinks_H[...]
         ids_BS, prefix_BS = context.segment_ids_BS, context.prefix_BS
         if cache is not None:
-            attended_BSHV, cache = _cached_attention(q_BSHK, k_BSGK, v_BSGV, cache, **options)
+            attended_BSHV, cache = _cached_attention(q_BSHK, k_BSGK, v_BSGV, cache, context, up_RHV, **options)
         elif context_size() > 1:
             strategy = context.strategy
             attended_BSHV = context_attention(q_BSHK, k_BSGK, v_BSGV, ids_BS, prefix_BS=prefix_BS, strategy=strategy, **options)
@@ -273,28 +273,43 @@ class Mlp(nnx.Module):
 # Attention with a cache, and scaled rotary positions.
 
 
+def cache_dims(config: ModelConfig) -> tuple[int, int, int]:
+    """(heads, dims of a key, dims of a value) of a cached position; in latent attention keys hold the values, as their first dims."""
+    if config.latent is not None:
+        return 1, config.latent.kv_rank + config.latent.rope_dim, 0
+    return config.n_kv_heads, config.head_dim, config.head_dim
+
+
 def _cached_attention(
-    q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, cache: Cache, *, mask: Mask, **options: Any
+    q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, cache: Cache, context: BlockContext, up_RHV: Array | None, *, mask: Mask, **options: Any
 ) -> tuple[Float[Array, "B S H V"], Cache]:
-    """Attend to the cached positions and these; all are one document."""
+    """Attend to the cached positions and these."""
     if mask.form != "causal":
         raise ValueError(f"attention: a cache holds what came before, so it takes causal masks only, not {mask.form} ones")
-    start = (0, cache.length, 0, 0)
-    k_BTGK = jax.lax.dynamic_update_slice(cache.k_BTGK, k_BSGK.astype(cache.k_BTGK.dtype), start)
-    v_BTGV = jax.lax.dynamic_update_slice(cache.v_BTGV, v_BSGV.astype(cache.v_BTGV.dtype), start)
+
+    def add(cached_BGTK: Array, new_BSGK: Array) -> Array:
+        new_BGSK = jnp.swapaxes(new_BSGK, 1, 2).astype(cached_BGTK.dtype)
+        return constrain(jax.lax.dynamic_update_slice(cached_BGTK, new_BGSK, (0, 0, cache.length, 0)), "batch", "kv_heads", None, None)
+
+    k_BGTK = add(cache.k_BGTK, k_BSGK)
+    v_BGTV = None if cache.v_BGTV is None else add(cache.v_BGTV, v_BSGV)
+    values_BGTV = k_BGTK[..., : v_BSGV.shape[-1]] if v_BGTV is None else v_BGTV
     batch, new, *_ = q_BSHK.shape
+    cached_BT = jnp.ones((batch, k_BGTK.shape[2]), jnp.int32) if context.cached_BT is None else context.cached_BT
     attended_BSHV = kernels.attention(
         q_BSHK,
-        k_BTGK,
-        v_BTGV,
-        query_segments_BS=jnp.ones((batch, new), jnp.int32),
-        key_segments_BT=jnp.ones(k_BTGK.shape[:2], jnp.int32),
+        jnp.swapaxes(k_BGTK, 1, 2),
+        jnp.swapaxes(values_BGTV, 1, 2),
+        query_segments_BS=context.segment_ids_BS,
+        key_segments_BT=cached_BT,
         query_positions_BS=cache.length + jnp.broadcast_to(jnp.arange(new), (batch, new)),
-        key_positions_BT=jnp.broadcast_to(jnp.arange(k_BTGK.shape[1]), k_BTGK.shape[:2]),
+        key_positions_BT=jnp.broadcast_to(jnp.arange(cached_BT.shape[1]), cached_BT.shape),
         mask=mask,
         **options,
     )
-    return attended_BSHV, Cache(k_BTGK, v_BTGV, cache.length + new)
+    if up_RHV is not None:
+        attended_BSHV = constrain(jnp.einsum("BSHR,RHV->BSHV", attended_BSHV, up_RHV), *HEADS)
+    return attended_BSHV, Cache(k_BGTK, v_BGTV, cache.length + new)
 
 
 def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:

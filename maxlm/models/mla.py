@@ -34,20 +34,33 @@ class LatentAttention(AttentionBase):
     def __call__(
         self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
-        """As `Attention`; the cache holds every head's keys and values, not the latents."""
+        """As `Attention`; the cache holds latents, which take the place of keys and values."""
         angles = context.angles[self.local]
         assert angles is not None, "rules.py requires rotary positions"
         q_BSHK = linear("BSR,RHK->BSHK", enter(self._query_latent(x_BSD)), self.query_RHK, reads=ENTERING, writes=HEADS)
         compressed_BSR = linear("BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
         latent_BSR, position_BSK = jnp.split(compressed_BSR, [self.latent.kv_rank], axis=-1)
-        kv_BSHV = linear("BSR,RHK->BSHK", enter(self.kv_norm(latent_BSR)), self.kv_RHK, reads=ENTERING, writes=HEADS)
-        keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
+        latent_BSR = enter(self.kv_norm(latent_BSR))
         queries_BSHK, rotary_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
         shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
+        if cache is not None:
+            return self._attend_to_latents(queries_BSHK, rotate(rotary_BSHK, angles), latent_BSR[:, :, None], shared_BS1K, context, cache)
+        kv_BSHV = linear("BSR,RHK->BSHK", latent_BSR, self.kv_RHK, reads=ENTERING, writes=HEADS)
+        keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
         k_BSHK = jnp.concatenate([keys_BSHK, shared_BSHK], axis=-1)
         return self.attend(q_BSHK, k_BSHK, v_BSHV, context, cache)
+
+    def _attend_to_latents(
+        self, q_BSHK: Array, rotary_BSHK: Array, latent_BS1R: Array, shared_BS1K: Array, context: BlockContext, cache: Cache
+    ) -> tuple[Float[Array, "B S D"], Cache | None]:
+        """Attention over latents (section 2.1.2 of the paper): queries are taken to their space, and what is attended to is taken to
+        values. A position of the cache is one latent and one rotary key, however many heads there are.
+        """
+        keys_RHK, values_RHV = jnp.split(self.kv_RHK[...], [self.latent.nope_dim], axis=-1)
+        q_BSHR = jnp.concatenate([jnp.einsum("BSHK,RHK->BSHR", q_BSHK, keys_RHK), rotary_BSHK], axis=-1)
+        return self.attend(q_BSHR, jnp.concatenate([latent_BS1R, shared_BS1K], axis=-1), latent_BS1R, context, cache, values_RHV)
 
     def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:

@@ -93,6 +93,15 @@ def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tre
     return jax.tree.map(join, *stacked)
 
 
+def in_single_layers(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> tuple[Tree, ...]:
+    """The values of every block of `groups` by itself in depth order, of one tree a group, stacked as its blocks are."""
+    found: dict[int, Tree] = {}
+    for group, tree in zip(groups, stacked, strict=True):
+        for place in np.ndindex(group.stacked):
+            found[int(group.depths[place])] = jax.tree.map(lambda leaf, at=place: leaf[at], tree)
+    return tuple(found[depth] for depth in sorted(found))
+
+
 def by_group(groups: Sequence[LayerGroup], values_L: Array) -> list[Array]:
     """The inverse of `in_depth_order`: for each group its values, stacked as its blocks are."""
     depths = np.sort(np.concatenate([group.depths.reshape(-1) for group in groups]))

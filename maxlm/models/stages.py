@@ -105,8 +105,8 @@ class StageAssignment:
 def run_unless_padding(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Bool[Array, ""]]) -> tuple[Array, tuple]:
     """As `run_layer`; a block that is padding, whose second input is False, passes hidden states through, and gets no gradient."""
     block, active = inputs
-    y_BSD, (_, router) = run_layer(context, jnp.where(active, x_BSD, 0), (block, None))
-    return jnp.where(active, y_BSD, x_BSD), (None, jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router))
+    y_BSD, router = run_layer(context, jnp.where(active, x_BSD, 0), (block, None))
+    return jnp.where(active, y_BSD, x_BSD), jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router)
 
 
 def scatter_to_stages(assignment: StageAssignment, tree: Parameters, specs: Specs = parameter_specs) -> Parameters:

@@ -46,6 +46,7 @@ def through_experts(
     mesh = jax.sharding.get_abstract_mesh()
     batch, seq, between = (mesh_axes(name, mesh) for name in ("batch", "seq", "seq_between"))
     inside = tuple(axis for axis in between if axis not in seq)
+    alone = x_BSD.shape[1] == 1  # a token at a time: there is no sequence to split
     split = {name: split_axes(of, mesh) for name, of in axes.items()}
     exchanged = mesh_axes("expert", mesh)
     choices = experts_BSK.shape[-1]
@@ -65,15 +66,17 @@ def through_experts(
 
     def local(weights: Weights, x_BSD: Array, experts_BSK: Array, weights_BSK: Array) -> Array:
         whole = {name: _whole(weight, axes[name], split[name]) for name, weight in weights.items()}
-        if inside:
+        if inside and not alone:
             x_BSD, experts_BSK, weights_BSK = (gather(x, inside, 1) for x in (x_BSD, experts_BSK, weights_BSK))
         x_TD, experts_TK, weights_TK = (x.reshape(-1, x.shape[-1]) for x in (x_BSD, experts_BSK, weights_BSK))
         y_BSD = run(compute, whole, x_TD, experts_TK, weights_TK, n_experts).reshape(x_BSD.shape)
+        if alone and inside:
+            return jax.lax.psum(y_BSD, inside)
         return scatter_sum(y_BSD, inside, 1) if inside else y_BSD
 
     if mesh.empty:
         return local(weights, x_BSD, experts_BSK, weights_BSK)
-    rows = P(batch or None, between or None)
+    rows = P(batch or None, None if alone else between or None)
     specs = {name: P(*(dim or None for dim in of)) for name, of in split.items()}
     island = jax.shard_map(local, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False)
     return island(weights, x_BSD, experts_BSK, weights_BSK)

@@ -18,14 +18,14 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, tensor: str) -> PartitionSpec:
-    """Partition spec over `mesh` of `tensor`, whose logical axes are `names`, one a dim.
+    """Partition spec over `mesh` of `tensor`, whose logical axes are `names`, one a dim; a dim of 1 (a token at a time) is not split.
 
     Raises ConfigError, naming the tensor, when a dim does not divide; ValueError when the axes do not fit the shape or two
     dims want one mesh axis; KeyError for an unknown logical axis.
     """
     if len(names) != len(shape):
         raise ValueError(f"{tensor} has shape {tuple(shape)} and {len(names)} logical axes {tuple(names)}")
-    split = split_axes(names, mesh)
+    split = [axes if size > 1 else () for axes, size in zip(split_axes(names, mesh), shape, strict=True)]
     used: dict[str, int] = {}
     for dim, size in enumerate(shape):
         for axis in split[dim]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config import UserError
+from maxlm.config.axes import BATCH_AXES
 from maxlm.config.schema import Config, ModelConfig, Section
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.models import count_parameters
+from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
 
 FLOAT32, INT32 = 4, 4  # bytes
@@ -49,20 +51,26 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
     if limit is not None:
         _compare("training", parts, limit, devices[0])
         if config.samples is not None:
-            shared = tuple(Part(p.name, p.bytes // len(devices), p.remedy) for p in cached(config.model, config.samples.tokens))
-            _compare("generating samples.tokens", shared, limit, devices[0])
+            parts = cached(config.model, config.samples.tokens, len(config.samples.prompts), sizes)
+            _compare("generating samples.tokens", parts, limit, devices[0])
     host = host_memory()
     if host is not None:
         _compare("reading batches", _host_batch(config), host // processes, None)
 
 
-def check_generation(model: ModelConfig, length: int) -> None:
-    """Raise UserError if parameters and the cache of `length` positions cannot fit on the device that generates."""
-    device = jax.devices()[0]
+def check_generation(
+    model: ModelConfig, length: int, rows: int = 1, sizes: Mapping[str, int] | None = None, dtype: str = "float32"
+) -> None:
+    """Raise UserError if a device cannot hold its share of generation with `rows` sequences of `length` positions: parameters, their copy
+    in `dtype`, and caches. `sizes`: of the mesh; none is one device.
+    """
+    device, number = jax.devices()[0], jnp.dtype(dtype).itemsize
     limit = memory_of_a_device(device, 1)
     if limit is not None:
-        weights = Part("parameters", FLOAT32 * count_parameters(model), "use a device with more memory")
-        _compare("generating", (weights, *cached(model, length)), limit, device)
+        numbers = count_parameters(model) // math.prod((sizes or {}).get(axis, 1) for axis in ("fsdp", "expert", "stage", "tensor"))
+        remedy = "use a device with more memory, or split them over more devices with mesh.fsdp"
+        weights = Part("parameters and their copy by layers", (FLOAT32 + number) * numbers, remedy)
+        _compare("generating", (weights, *cached(model, length, rows, sizes, number)), limit, device)
 
 
 def check_compiled(step: Any, device: jax.Device, processes: int = 1) -> None:
@@ -148,11 +156,16 @@ def _host_batch(config: Config) -> tuple[Part, ...]:
     return (Part("a batch", _batch_bytes(config) * rows // whole + window + 8 * whole, f"lower {_longest(config)}"),)
 
 
-def cached(model: ModelConfig, length: int) -> tuple[Part, ...]:
-    """Keys and values of `length` positions, float32, as generation holds them."""
-    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
-    bytes_ = FLOAT32 * model.n_layers * length * model.n_kv_heads * (model.head_dim + value_dim)
-    return (Part(f"keys and values of {length:,} positions", bytes_, "ask for fewer tokens (samples.tokens, or --tokens)"),)
+def cached(
+    model: ModelConfig, length: int, rows: int = 1, sizes: Mapping[str, int] | None = None, number: int = FLOAT32
+) -> tuple[Part, ...]:
+    """A device's share of the keys and values of `rows` sequences of `length` positions, of `number` bytes each, in generation."""
+    split = sizes or {}
+    heads, key_dim, value_dim = cache_dims(model)
+    share = -(-rows // math.prod(split.get(axis, 1) for axis in BATCH_AXES)) * -(-heads // split.get("tensor", 1))
+    bytes_ = number * model.n_layers * length * share * (key_dim + value_dim)
+    of = f"{length:,} positions" + (f" of {rows:,} sequences" if rows > 1 else "")
+    return (Part(f"keys and values of {of}", bytes_, "ask for fewer tokens (samples.tokens, or --tokens), or for fewer prompts at a time"),)
 
 
 def _longest(config: Config) -> str:

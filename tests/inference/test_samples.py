@@ -2,6 +2,7 @@
 
 import io
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -24,9 +25,10 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
         samples={"prompts": ["a" * 20, "a" * 40], "tokens": 30},
     )
     asked = []
+    params = {"any": jax.device_put(0, jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()))}
     monkeypatch.setattr(text, "run_tokenizer", lambda _: ByteTokenizer())
-    monkeypatch.setattr(text, "continue_text", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or "!")
+    monkeypatch.setattr(text, "continue_texts", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or ["!"])
     said = io.StringIO()
-    text.print_samples(config, tmp_path, {}, {}, Console(file=said, width=200), stopped=lambda: False)
+    text.print_samples(config, tmp_path, params, {}, Console(file=said, width=200), stopped=lambda: False)
     assert asked == [12]
     assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

@@ -1,0 +1,80 @@
+"""Stop texts, and files of prompts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxlm.config import UserError
+from maxlm.inference import text
+from maxlm.inference.generate import Sampler
+
+
+class PairTokenizer:
+    """A token is two letters: a stop may begin and end inside tokens."""
+
+    end_of_document_id = 0
+
+    def encode(self, words):
+        return np.array([ord(a) * 1000 + ord(b) for a, b in zip(words[::2], words[1::2], strict=True)])
+
+    def decode(self, ids):
+        return "".join(chr(i // 1000) + chr(i % 1000) for i in ids)
+
+
+def continued(monkeypatch, written, *stop):
+    """`continue_texts` with a model that writes `written`, looked at after every 3 tokens; (texts, ids that were generated)."""
+    from maxlm.inference.generate import _cut
+
+    def generate(model, params, state, prompts, sampler, end, *, dtype, finished):
+        ids = PairTokenizer().encode(written).tolist()
+        if finished is None:
+            return [ids for _ in prompts]
+        at = next((n for n in range(3, len(ids), 3) if finished(ids[:n])), len(ids))
+        return [_cut(ids[:at], finished) for _ in prompts]
+
+    monkeypatch.setattr(text, "generate", generate)
+    return text.continue_texts(None, {}, {}, PairTokenizer(), ["ab"], Sampler(stop=stop))[0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "wanted"),
+    [
+        ((), "onetwothreefour!"),
+        (("two",), "one"),  # begins inside a token
+        (("et", "two"), "on"),  # the first in the text, not in the list
+        (("four", "!"), "onetwothree"),
+        (("ab",), "onetwothreefour!"),  # in the prompt only
+        (("five",), "onetwothreefour!"),
+        (("o",), ""),
+    ],
+)
+def test_a_text_ends_before_the_first_stop(monkeypatch, stop, wanted):
+    assert continued(monkeypatch, "onetwothreefour!", *stop) == wanted
+
+
+def test_prompts_of_files(tmp_path):
+    plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    plain.write_text("Once\n\n{a}\n", encoding="utf-8")
+    lines.write_text('"two\\nlines"\n{"prompt": "Once", "id": 3}\n', encoding="utf-8")
+    assert text.read_prompts(plain) == ["Once", "{a}"]
+    assert text.read_prompts(lines) == ["two\nlines", "Once"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"\n \n", "no prompt"),
+        ("a.txt", b"\xff\xfe", "UTF-8"),
+        ("a.jsonl", b'"one"\n{"text": "x"}\n', "line 2"),
+        ("a.jsonl", b"plain\n", "line 1"),
+        ("a.jsonl", b"3\n", "line 1"),
+        ("a.jsonl", json.dumps({"prompt": 3}).encode(), "line 1"),
+        ("a.jsonl", b"[" * 100_000, "line 1"),
+    ],
+)
+def test_a_bad_file_of_prompts_is_one_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words) as told:
+        text.read_prompts(tmp_path / name)
+    assert "\n" not in str(told.value)
