@@ -221,6 +221,14 @@ class ModelConfig(Section):
         return self if self.lora is None else self.model_copy(update={"lora": None})
 
     @property
+    def dropless(self) -> "ModelConfig":
+        """The model whose experts drop no token, whatever capacity it is trained with: for evaluation and generation."""
+        if self.moe is None or self.moe.router.capacity is None or self.moe.router.choice == "expert":
+            return self
+        router = self.moe.router.model_copy(update={"capacity": None})
+        return self.model_copy(update={"moe": self.moe.model_copy(update={"router": router})})
+
+    @property
     def max_seq_len(self) -> int | None:
         """Positions of the learned table; None with RoPE, which has no limit."""
         return None if self.learned_positions is None else self.learned_positions.max_seq_len

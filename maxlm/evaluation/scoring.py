@@ -124,9 +124,9 @@ def _scores(
     inputs = (in_sequence(x_BS, strategy, back=True) for x_BS in (tokens_BS, targets_BS, segment_ids_BS, positions_BS))
     tokens_BS, targets_BS, segment_ids_BS, positions_BS = inputs
     sizes = jax.sharding.get_abstract_mesh().shape
-    model = bind(config.model, cast_matrices(config, params), model_state)
+    model = bind(config.model.dropless, cast_matrices(config, params), model_state)
     with matmul_precision(config.precision):
-        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy, generates=True)
+        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy)
         chunks = _chunks(tokens_BS.shape, config.model.vocab_size, unembedding_layout(), sizes)
         options: dict[str, Any] = {"softcap": config.model.logits_softcap, "chunks": chunks}
         scores = unembedding_scores(output.x_BSD, model.unembedding_VD, targets_BS, **options)

@@ -58,7 +58,7 @@ def prepare(config: ModelConfig, dtype: str, params: Parameters, model_state: Pa
     """Merge adapters, cast matrices to `dtype` and take the layers apart, once for all tokens: XLA:CPU copies what a loop takes out of a
     stack.
     """
-    (params, model_state), config = merge(config, params, model_state), config.merged
+    (params, model_state), config = merge(config, params, model_state), config.merged.dropless
     axes = parameter_axes(config)
     is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
     cast = jax.tree.map(lambda axes, leaf: leaf.astype(dtype) if is_matrix(axes) else leaf, axes, params, is_leaf=is_axes)

@@ -67,7 +67,7 @@ def route(
     else:
         chosen_BSK = jnp.where(routed_BS[..., None], _chosen_by_tokens(config, compared_BSE), experts)
     accepted_BSK = chosen_BSK
-    if router.capacity is not None and router.choice == "token" and context.cached_BT is None:
+    if router.capacity is not None and router.choice == "token":
         accepted_BSK = _within_capacity(config, chosen_BSK, context)
     weights_BSK = _pick(scores_BSE, chosen_BSK)
     if router.normalize:

@@ -54,10 +54,10 @@ def model(request):
 
     @jax.jit
     def all_logits(params, state, tokens):
-        decoder = bind(config.model, params, state)
+        decoder = bind(config.model.dropless, params, state)
         places = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), tokens.shape)
         with matmul_precision(config.precision):
-            output = decoder(tokens, places, jnp.ones_like(tokens), generates=True)
+            output = decoder(tokens, places, jnp.ones_like(tokens))
             return logits(output.x_BSD, decoder.unembedding_VD, config.model.logits_softcap)
 
     return MODELS[request.param], params, state, np.asarray(all_logits(params, state, tokens), np.float64)

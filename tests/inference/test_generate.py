@@ -60,9 +60,9 @@ def test_greedy_ids_are_those_of_one_pass_without_a_cache(greedy):
 
     @jax.jit
     def scores(params):
-        model = bind(config, params, state)
+        model = bind(config.dropless, params, state)
         positions = jnp.broadcast_to(jnp.arange(32), tokens.shape)
-        return jnp.einsum("BSD,VD->BSV", model(tokens, positions, segments, cached_BT=segments).x_BSD, model.unembedding_VD)
+        return jnp.einsum("BSD,VD->BSV", model(tokens, positions, segments).x_BSD, model.unembedding_VD)
 
     best = np.argmax(scores(params), axis=-1)
     for row, prompt, ids in zip(best, PROMPTS, found, strict=True):
