@@ -38,14 +38,12 @@ def source(tmp_path_factory):
 
 def together(folder: Path, *sources: Path) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of an import by as many processes as there are sources, with two devices each."""
-    port = str(free_port())
+    cluster = (f"coordinator=localhost:{free_port()}", f"process_count={len(sources)}")
     joined = [
         subprocess.Popen(
-            command("import", str(place), "--out", "out", "mesh.fsdp=2", "mesh.expert=2"),
+            command("import", str(place), "--out", "out", "mesh.fsdp=2", "mesh.expert=2", *cluster, f"process_id={number}"),
             cwd=folder,
-            env=environment(
-                2, JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES=str(len(sources)), JAX_PROCESS_ID=str(number)
-            ),
+            env=environment(2),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
