@@ -10,7 +10,9 @@ from tiny import tiny_batch, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.loader import dump
+from maxlm.config.schema import EmaConfig
 from maxlm.interop.averaging import average
+from maxlm.runtime.run import identity
 from maxlm.training.ema import average_of
 from maxlm.training.loop import restore_or_init
 from maxlm.training.saved_run import open_run
@@ -50,6 +52,13 @@ def test_it_is_split_as_the_parameters_and_no_skipped_update_moves_it(trained):
         after, _ = program.step(copy, jax.device_put(nan, program.batch_sharding))
     assert int(after.skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(average_of(after)), average_of(states[-1]))
+
+
+def test_a_checkpoint_says_whether_it_holds_an_average(trained):
+    """Of a run without one it does not fit; the decay may change."""
+    config = trained[0].config
+    other, none = (config.model_copy(update={"ema": ema}) for ema in (EmaConfig(decay=0.5), None))
+    assert identity(config, "") == identity(other, "") != identity(none, "")
 
 
 def test_a_run_resumes_with_its_average_to_the_bit(trained, tmp_path):
