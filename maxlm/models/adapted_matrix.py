@@ -1,5 +1,6 @@
 """A frozen matrix with a trained update of low rank (LoRA, Hu 2021, arXiv 2106.09685): W + scale A B, which is never formed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +49,14 @@ class LowRankSum:
         rank = self.a.shape[-1]
         return LowRankSum(self.w.reshape(inputs, outputs), self.a.reshape(inputs, rank), self.b.reshape(rank, outputs), self.scale)
 
-    def times(self, spec: str, x: Array) -> Array:
-        """jnp.einsum(spec, x, W + scale A B) as x W + scale (x A) B (eq. 3 of the paper): no array of the size of W beside W."""
+    def times(self, spec: str, x: Array, linear: Callable[[str, Array, Array], Array]) -> Array:
+        """`linear(spec, x, W + scale A B)`, a matmul, as x W + scale (x A) B (eq. 3 of the paper): no array of the size of W beside W."""
         operands, out = spec.split("->")
         read, matrix = operands.split(",")
         inputs, outputs = ("".join(dim for dim in matrix if (dim in out) == kept) for kept in (False, True))
         rows = "".join(dim for dim in read if dim not in inputs)
         low = jnp.einsum(f"{read},{inputs}r->{rows}r", x, self.a)
-        return jnp.einsum(spec, x, self.w) + self.scale * jnp.einsum(f"{rows}r,r{outputs}->{out}", low, self.b)
+        return linear(spec, x, self.w) + self.scale * jnp.einsum(f"{rows}r,r{outputs}->{out}", low, self.b)
 
 
 def merged(w: Array, a: Array, b: Array, scale: float, stacked: int) -> Array:

@@ -23,7 +23,7 @@ from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-Weight = nnx.Param | Array | LowRankSum
+Weight = nnx.Param | Array | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
@@ -73,7 +73,9 @@ def linear(
     into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into the two matmuls
     of a gradient.
     """
-    multiply = partial(_einsum, spec, w=w[...], exact=exact)
+    if isinstance(w := w[...], LowRankSum):
+        return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
+    multiply = partial(_einsum, spec, w=w, exact=exact)
     y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
@@ -151,9 +153,7 @@ def grouped_linear(
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
-def _einsum(spec: str, x: Array, w: Array | LowRankSum, *, exact: bool) -> Array:
-    if isinstance(w, LowRankSum):
-        return w.times(spec, x)
+def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
     return _EINSUM.get()(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
 
 

@@ -50,8 +50,7 @@ def run(request: Request, *, as_json: bool) -> int:
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
     if not topology.is_tpu:
         raise UserError(f"{topology.name} is not a TPU, and maxlm plan has no cost model for GPUs; use for example --topology v5p:4x4x4.")
-    if loaded.config.model.lora is not None:
-        raise UserError("maxlm plan has no cost model of a frozen model (model.lora): plan without it, then `maxlm compile` with it.")
+    _check_trained(loaded.config)
     folder = request.file.absolute().parent
     if not folder.is_dir():
         raise UserError(f"--out {request.file}: there is no folder {folder}; make it first.")
@@ -75,6 +74,7 @@ def run(request: Request, *, as_json: bool) -> int:
 def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
     config, families = _config_and_chips(request)
+    _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices = config.mesh.slices
     asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
@@ -89,6 +89,12 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     from maxlm.planning import choose_topology
 
     return choose_topology.compare(config, asked, request.tokens, (request.name, *request.overrides), as_json=as_json)
+
+
+def _check_trained(config: Config) -> None:
+    """Raise UserError for a model that is not trained as a whole."""
+    if config.model.lora is not None:
+        raise UserError("maxlm plan has no cost model of a frozen model (model.lora): plan without it, then `maxlm compile` with it.")
 
 
 def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:

@@ -242,6 +242,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     """Return field -> value of the settings that a checkpoint must match."""
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
+    values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}
 
