@@ -23,7 +23,7 @@ MODELS = {
         "softcap": {"attention": 5.0, "logits": 9.0},
         "tie_embeddings": True,
     },
-    "gpt2": {"n_layers": 1, "learned_positions": {"max_seq_len": 96}, "bias": "all", "norm": "layernorm", "activation": "gelu"},
+    "gpt2": {"learned_positions": {"max_seq_len": 96}, "bias": "all", "norm": "layernorm", "activation": "gelu"},
     "deepseek": {
         "n_kv_heads": 4,
         "latent": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
@@ -92,7 +92,7 @@ def test_order_and_repeats():
     ("name", "mesh"),
     [
         ("gemma3", {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("gemma3", {"context": 2, "stage": 2}),
+        ("gpt2", {"context": 2, "stage": 2}),
         ("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}),
     ],
     ids=str,
