@@ -106,7 +106,8 @@ def decode(shape: Shape, weights: Weights, rows: Rows, state: State, until: Int[
 
     def one(state: State) -> State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BT, state.slot - 1, 1, axis=1)
-        return _draw(shape, rows, *_advance(weights, rows, last_B1, state.slot - 1, state))
+        known_B1 = jnp.minimum(last_B1, weights.model.config.vocab_size - 1)  # an end that is no token of the model is not looked up
+        return _draw(shape, rows, *_advance(weights, rows, known_B1, state.slot - 1, state))
 
     return jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state)
 
