@@ -40,7 +40,7 @@ class Scorer:
 
         Raises UserError for a router that reads the whole sequence, and a context that is too long or too short.
         """
-        self.config, self.mesh, self._batch_tokens = config, mesh, batch_tokens
+        self.config, self.mesh, self._batch_tokens = _dropless(config), mesh, batch_tokens
         model, most = config.model, config.model.max_seq_len
         if model.moe is not None and model.moe.router.choice == "expert":
             raise UserError("model.moe.router.choice = expert: it reads the whole sequence, so that a token has no likelihood of its own.")
@@ -90,6 +90,15 @@ class Scorer:
         return jax.jit(partial(_scores, self.config), out_shardings=whole, compiler_options=options)
 
 
+def _dropless(config: Config) -> Config:
+    """`config` with experts that drop no token: what is dropped depends on the other tokens of a row."""
+    moe = config.model.moe
+    if moe is None or moe.router.capacity is None:
+        return config
+    kept = moe.model_copy(update={"router": moe.router.model_copy(update={"capacity": None})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"moe": kept})})
+
+
 class _Parts:
     """Scores of windows, put together to those of requests."""
 
@@ -119,7 +128,7 @@ def _scores(
     segment_ids_BS: Int[Array, "B S"],
     positions_BS: Int[Array, "B S"],
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """(log-probability of each target, whether none is more likely). Experts drop no token, whatever capacity they are trained with."""
+    """(log-probability of each target, whether none is more likely)."""
     strategy = config.mesh.context_attention
     inputs = (in_sequence(x_BS, strategy, back=True) for x_BS in (tokens_BS, targets_BS, segment_ids_BS, positions_BS))
     tokens_BS, targets_BS, segment_ids_BS, positions_BS = inputs
@@ -128,7 +137,7 @@ def _scores(
     layout = Layout(batch, seq, vocab, embed)
     model = bind(config.model, cast_matrices(config, params), model_state)
     with matmul_precision(config.precision):
-        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy, generates=True)
+        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy)
         options: dict[str, Any] = {"softcap": config.model.logits_softcap, "layout": layout}
         options["chunks"] = _chunks(tokens_BS.shape, config.model.vocab_size, layout, mesh.shape)
         scores = token_scores(output.x_BSD, model.unembedding_VD, targets_BS, **options)
