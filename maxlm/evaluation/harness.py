@@ -47,8 +47,13 @@ class MaxLM(TemplateLM):
         return self.model.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of `string`; the harness, too, adds no token to those of a decoder unless it is told to."""
-        return list(self.model.encode(string))
+        """Ids of `string`, after those that the tokenizer puts before every text, unless the harness asks for none or they are written."""
+        written = self.model.opening and string.startswith(self._text_of(self.model.opening[0]))
+        opening = () if written or add_special_tokens is False else self.model.opening
+        return [*opening, *self.model.encode(string)]
+
+    def _text_of(self, token: int) -> str:
+        return next(text for text, number in self.model.tokenizer.ids.items() if number == token)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         scores = self.model.score([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
@@ -60,7 +65,7 @@ class MaxLM(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows that overlap by one token, as the harness has it."""
         texts = [request.args[0] for request in requests]
-        whole = [Request((self.model.prefix,), self.model.encode(text)) for text in texts]
+        whole = [Request((self.model.prefix,), tuple(self.tok_encode(text))) for text in texts]
         scores = self.model.score(whole, stride=self.max_length)
         for text, score in zip(texts, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), score.logprob)

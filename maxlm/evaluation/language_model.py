@@ -42,6 +42,7 @@ class LanguageModel:
     model_state: Parameters
     tokenizer: Tokenizer
     prefix: int  # token before a text that nothing precedes
+    opening: tuple[int, ...] = ()  # tokens that the tokenizer puts before every prompt
     folder: Path | None = None  # of the results of finished requests; None: not resumable
     progress: Callable[[int, int], None] = silent
     truncated: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0})  # cut off contexts so far
@@ -67,7 +68,8 @@ class LanguageModel:
         if not context:
             return Request((self.prefix,), self.encode(continuation))
         before, whole = self.encode(context), self.encode(context + continuation)
-        return Request(before, whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation))
+        after = whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation)
+        return Request(self.opening + before, after)
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its
@@ -108,7 +110,7 @@ class LanguageModel:
         def finished(ids: list[int]) -> bool:
             return any(end in self.tokenizer.decode(ids) for end in stop)
 
-        requests = [Request(self.encode(prompt) or (self.prefix,), ()) for prompt in prompts]
+        requests = [Request(self.opening + self.encode(prompt) or (self.prefix,), ()) for prompt in prompts]
         cuts = [max(len(request.context) - room, 0) for request in requests]
         requests = [Request(request.context[cut:], ()) for request, cut in zip(requests, cuts, strict=True)]
         unique, places = distinct(requests)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tokenizers import Tokenizer as Bpe
 
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import show
@@ -73,9 +74,9 @@ def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context:
     config = _config(saved.config, overrides, context)
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step)
-    prefix = opening_token(saved.directory / TOKENIZER, saved.tokenizer)
+    opening, prefix = opening_tokens(saved.tokenizer), prefix_token(saved.directory / TOKENIZER, saved.tokenizer)
     scorer = Scorer(config, mesh, context=context)
-    return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix), weights.step
+    return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix, opening), weights.step
 
 
 def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
@@ -107,7 +108,15 @@ def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def opening_token(folder: Path, tokenizer: Tokenizer) -> int:
+def opening_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that a published tokenizer puts before every text, as its post-processor says: none, or the beginning-of-sequence token."""
+    bpe = Bpe.from_str(tokenizer.text)
+    plain, whole = (bpe.encode("a", add_special_tokens=added).ids for added in (False, True))
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return tuple(whole[: places[0]]) if places else ()
+
+
+def prefix_token(folder: Path, tokenizer: Tokenizer) -> int:
     """Id of the token before a text that nothing precedes: `bos_token` of a published tokenizer, else the end-of-document token."""
     file = folder / "tokenizer_config.json"
     try:

@@ -43,7 +43,7 @@ def run_task(task: Task, model: LanguageModel) -> Result:
 
 def rehearse(task: Task, model: LanguageModel) -> None:
     """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
-    run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix))
+    run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix, model.opening))
 
 
 class _Document(NamedTuple):

@@ -40,7 +40,8 @@ class Scorer:
 
         Raises UserError for a router that reads the whole sequence, and a context that is too long or too short.
         """
-        self.config, self.mesh, self._batch_tokens = config, mesh, batch_tokens
+        self.config = config.model_copy(update={"model": config.model.dropless})  # what is dropped depends on the other tokens of a row
+        self.mesh, self._batch_tokens = mesh, batch_tokens
         model, most = config.model, config.model.max_seq_len
         if model.moe is not None and model.moe.router.choice == "expert":
             raise UserError("model.moe.router.choice = expert: it reads the whole sequence, so that a token has no likelihood of its own.")
@@ -119,12 +120,12 @@ def _scores(
     segment_ids_BS: Int[Array, "B S"],
     positions_BS: Int[Array, "B S"],
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """(log-probability of each target, whether none is more likely). Experts drop no token, whatever capacity they are trained with."""
+    """(log-probability of each target, whether none is more likely)."""
     strategy = config.mesh.context_attention
     inputs = (in_sequence(x_BS, strategy, back=True) for x_BS in (tokens_BS, targets_BS, segment_ids_BS, positions_BS))
     tokens_BS, targets_BS, segment_ids_BS, positions_BS = inputs
     sizes = jax.sharding.get_abstract_mesh().shape
-    model = bind(config.model.dropless, cast_matrices(config, params), model_state)
+    model = bind(config.model, cast_matrices(config, params), model_state)
     with matmul_precision(config.precision):
         output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy)
         chunks = _chunks(tokens_BS.shape, config.model.vocab_size, unembedding_layout(), sizes)

@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from eval_cases import ITEMS, TASKS
+from eval_cases import ITEMS, TASKS, with_bos
 from small_run import command, environment
 
 from maxlm.config import UserError, load
@@ -73,6 +73,14 @@ def test_likelihoods_of_a_task_are_those_of_the_scorer(workspace):
     before = dict(model.truncated)
     model.score([Request(tuple(range(40)), (1, 2)), Request((3,), (1, 2))])
     assert {name: model.truncated[name] - before[name] for name in before} == {"requests": 1, "tokens": 9}
+
+
+def test_a_token_that_a_published_tokenizer_adds_comes_first(workspace, tmp_path):
+    model = open_model(with_bos(tmp_path / "bos", workspace / "hf"), ["mesh.data=8", "mesh.fsdp=1"], context=32).model
+    end = model.tokenizer.end_of_document_id
+    assert (model.opening, model.prefix) == ((end,), end)
+    assert model.request("document 3:", " b") == Request((end, *model.encode("document 3:")), model.encode(" b"))
+    assert model.request("", "b") == Request((end,), model.encode("b"))
 
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import math
 import random
 
 import pytest
+from eval_cases import with_bos
 
 from maxlm.evaluation.requests import rolling_windows
 
@@ -19,9 +20,9 @@ def test_rolling_windows_are_those_that_the_harness_describes():
     assert pairs == [((99, 0, 1, 2), (0, 1, 2, 3)), ((3, 4, 5, 6), (4, 5, 6, 7)), ((5, 6, 7, 8), (8, 9))]
 
 
-@pytest.fixture(scope="module")
-def models(workspace):
-    """(our model class on a mesh, the harness's own on the export)."""
+@pytest.fixture(scope="module", params=["run", "published"])
+def models(request, workspace, tmp_path_factory):
+    """(our model class on a mesh, the harness's own on the export): of a run, and of a folder whose tokenizer adds a token."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'maxlm[eval]' torch transformers")
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -29,8 +30,12 @@ def models(workspace):
 
     from maxlm.evaluation.harness import MaxLM
 
-    ours = MaxLM(path=str(workspace / "run"), **{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2, "mesh.context": 4}, batch_size=1)
-    return ours, HFLM(pretrained=str(workspace / "hf"), dtype="float32", device="cpu", batch_size=3, max_length=32)
+    published = workspace / "hf"
+    if request.param == "published":
+        published = with_bos(tmp_path_factory.mktemp("bos") / "hf", published)
+    mesh = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2, "mesh.context": 4}
+    ours = MaxLM(path=str(workspace / "run" if request.param == "run" else published), context=32, batch_size=1, **mesh)
+    return ours, HFLM(pretrained=str(published), dtype="float32", device="cpu", batch_size=3, max_length=32)
 
 
 def instances(kind, arguments):
