@@ -231,6 +231,19 @@ def test_the_day_is_that_of_the_settings():
     assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(CHAT[:1]).text == "31 Jan 2026"
 
 
+def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):
+    """Neither its template nor its tokens."""
+    with pytest.raises(UserError, match="line 2"):
+        made(folder, tmp_path, [{"messages": YES}, "no json\n"], CHAT_KIND)
+    assert (tmp_path / "store" / "tokenizer_config.json").exists()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    store = made(alone, tmp_path, [{"prompt": "a", "response": "b"}], PLAIN)
+    assert not (tmp_path / "store" / "tokenizer_config.json").exists()
+    assert [counted(folder, one) for one in documents(store)] == ["b<|end|>"]
+
+
 def test_a_tokenizer_without_a_template_is_one_line(folder, tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
