@@ -156,7 +156,8 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
         save_progress(store, fingerprint)  # drops what was prepared with other settings
-        storage.delete(store, manifest.TOKENIZER)
+        for name in (manifest.TOKENIZER, *manifest.COMPANIONS):
+            storage.delete(store, name)
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size) if job.config.conversations is None else marks.DTYPE

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,6 +71,9 @@ class RenderingProcess:
 def _serve(template: ChatTemplate, connection: Connection) -> None:
     """Answer every request with (text, spans), or with an error as text."""
     end_with_parent()
+    # A parent that exits ends its processes by SIGTERM and waits for them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))

@@ -133,19 +133,17 @@ def test_the_store_does_not_depend_on_processes_and_carries_the_template(folder,
 
 
 def test_two_processes_make_the_same_store(folder, tmp_path, monkeypatch):
+    """Each has a process of its own for the template."""
     monkeypatch.setattr("maxlm.data.encoding.BATCH_CHARS", 200)
-    lines = [{"prompt": f"{n} words", "response": "that are read " * n} for n in range(1, 9)]
-    stores = []
+    lines = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "yes " * n}]} for n in range(1, 9)]
+    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tokenizer = {"path": str(folder / "tokenizer.json"), "end_of_document": END}
+    part = {"sources": [str(tmp_path / "l.jsonl")], "tokenizer": tokenizer, "conversations": {"kind": "chat"}}
     for workers in (1, 2):
-        tokenizer = {"path": str(folder / "tokenizer.json"), "end_of_document": END}
-        (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        part = {"sources": [str(tmp_path / "l.jsonl")], "workers": workers, "tokenizer": tokenizer}
-        config = DataConfig(
-            store=str(tmp_path / f"s{workers}"), seq_len=200, prepare={**part, "conversations": {"kind": "prompt_response"}}
-        )
+        config = DataConfig(store=str(tmp_path / f"s{workers}"), seq_len=200, prepare={**part, "workers": workers})
         prepare(config, progress=False)
-        stores.append({k: v for k, v in every_byte(tmp_path / f"s{workers}").items() if k != "sources.json"})
-    assert stores[0] == stores[1]
+    one, two = ({name: v for name, v in every_byte(tmp_path / f"s{n}").items() if name != "sources.json"} for n in (1, 2))
+    assert one == two
 
 
 CHAT_KIND, PLAIN, PAIRS = {"kind": "chat"}, {"kind": "prompt_response"}, {"kind": "preferences"}
@@ -233,6 +231,19 @@ def test_the_day_is_that_of_the_settings():
     assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(CHAT[:1]).text == "31 Jan 2026"
 
 
+def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):
+    """Neither its template nor its tokens."""
+    with pytest.raises(UserError, match="line 2"):
+        made(folder, tmp_path, [{"messages": YES}, "no json\n"], CHAT_KIND)
+    assert (tmp_path / "store" / "tokenizer_config.json").exists()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    store = made(alone, tmp_path, [{"prompt": "a", "response": "b"}], PLAIN)
+    assert not (tmp_path / "store" / "tokenizer_config.json").exists()
+    assert [counted(folder, one) for one in documents(store)] == ["b<|end|>"]
+
+
 def test_a_tokenizer_without_a_template_is_one_line(folder, tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -240,4 +251,6 @@ def test_a_tokenizer_without_a_template_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
         made(alone, tmp_path, [{"messages": YES}], CHAT_KIND)
     assert not (tmp_path / "store").exists()
-    made(alone, tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}], PAIRS)
+    store = made(alone, tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}], PAIRS)
+    copy_tokenizer(store.path, tmp_path / "run", folder)
+    assert (tmp_path / "run" / "tokenizer_config.json").is_file(), "that of the model which the run starts from"
