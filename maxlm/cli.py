@@ -327,9 +327,11 @@ def eval_(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write results; default: evaluations/ of the run.")] = None,
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     context: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens that are read together; as trained if not given.")] = None,
+    weights: Weights = "raw",
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks."""
+    of = _weights(weights)
     from maxlm.evaluation.eval_command import evaluate
     from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
     from maxlm.telemetry.log import RunLog
@@ -338,7 +340,7 @@ def eval_(
     select_platform()
     enable_compilation_cache()
     with RunLog(), explain_out_of_memory("evaluating", "split the weights over more devices with mesh.fsdp, or lower --context"):
-        evaluate(model, tasks, overrides or [], out=out, step=step, context=context, as_json=json_)
+        evaluate(model, tasks, overrides or [], out=out, step=step, context=context, kind=of, as_json=json_)
 
 
 @app.command()

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from maxlm.config.errors import UserError
+from maxlm.config.schema import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, table, write_result
@@ -18,9 +20,18 @@ from maxlm.telemetry.strict_json import dumps
 
 
 def evaluate(
-    place: Path, names: str, overrides: Sequence[str], *, out: Path | None, step: int | None, context: int | None, as_json: bool
+    place: Path,
+    names: str,
+    overrides: Sequence[str],
+    *,
+    out: Path | None,
+    step: int | None,
+    context: int | None,
+    kind: WeightsKind,
+    as_json: bool,
 ) -> None:
-    """Run tasks on a model, print their results, and write them into the run, or into `out`.
+    """Run tasks on a model, print their results, and write them into the run, or into `out`. Names of results of a moving average end in
+    "-ema".
 
     Raises UserError before anything is computed or written: a task or a setting is wrong, or `place` is no model.
     """
@@ -31,14 +42,15 @@ def evaluate(
         check(task)
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: name a folder.")
-    found = open_model(place, overrides, step=step, context=context)
+    found = open_model(place, overrides, step=step, context=context, kind=kind)
     folder = out or found.folder
     found.model.folder = None if folder is None else folder / "requests"
     for task in tasks:
         rehearse(task, found.model)
     results, written = [], []
     for task in tasks:
-        results.append(_run(task, found))
+        result = _run(task, found)
+        results.append(result if kind == "raw" else replace(result, task=f"{result.task}-{kind}"))
         if folder is not None:
             written.append(write_result(folder, found.step, results[-1]))
     if as_json:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Bpe
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import show
 from maxlm.config.loader import COMMAND_LINE, validate
+from maxlm.config.schema import WeightsKind
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
@@ -36,19 +37,24 @@ class Opened:
     notes: tuple[str, ...]
 
 
-def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None) -> Opened:
+def open_model(
+    place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None, kind: WeightsKind = "raw"
+) -> Opened:
     """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
 
     `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
-    It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in float32.
+    `kind`: of the weights of a run. It computes as in training, and a Hugging Face model as its config.json says: in bfloat16 or else in
+    float32.
     Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
     """
     if not any((place / name).is_file() for name in (CONFIG, "config.json")):
         raise UserError(f"{place} is neither a run, which has a {CONFIG}, nor a Hugging Face folder, which has a config.json.")
     if (place / CONFIG).is_file():
         saved = open_run(place)
-        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len)
+        model, found = _model(saved, overrides, step, context or saved.config.data.seq_len, kind)
         return Opened(model, found, RunDirectory(place, primary=True).evaluations, ())
+    if kind != "raw":
+        raise UserError(f"--weights {kind}: {place} is a Hugging Face folder, which has one kind of weights.")
     if step is not None:
         raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
     _settings(overrides)
@@ -67,13 +73,15 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len)[0], None, None, tuple(notes))
 
 
-def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int) -> tuple[LanguageModel, int]:
+def _model(
+    saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: WeightsKind = "raw"
+) -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
     if saved.tokenizer is None:
         raise UserError(f"{saved.directory.name} has no tokenizer, which tasks need to read text: it needs a tokenizer.json.")
     config = _config(saved.config, overrides, context)
     mesh = build_mesh(config)
-    weights = saved.weights(mesh, step)
+    weights = saved.weights(mesh, step, kind)
     opening, prefix = opening_tokens(saved.tokenizer), prefix_token(saved.directory / TOKENIZER, saved.tokenizer)
     scorer = Scorer(config, mesh, context=context)
     return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix, opening), weights.step

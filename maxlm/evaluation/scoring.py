@@ -20,6 +20,7 @@ from maxlm.models import Parameters, bind, cast_matrices
 from maxlm.models.linear import matmul_precision, unembedding_layout, unembedding_scores
 from maxlm.parallel import mesh_axes, partition_spec
 from maxlm.parallel.context import in_sequence
+from maxlm.training.gradients import cast_frozen
 from maxlm.training.program import compiler_options_of
 
 # B rows, S positions, V vocabulary
@@ -88,7 +89,7 @@ class Scorer:
     @cached_property
     def _compiled(self) -> jax.stages.Wrapped:
         whole, options = NamedSharding(self.mesh, PartitionSpec()), compiler_options_of(self.mesh)
-        return jax.jit(partial(_scores, self.config), out_shardings=whole, compiler_options=options)
+        return jax.jit(cast_frozen(self.config, partial(_scores, self.config)), out_shardings=whole, compiler_options=options)
 
 
 class _Parts:

@@ -110,7 +110,7 @@ def test_logits_never_exist_all_at_once(each_token):
 
     def temporaries(chunks):
         gradient = jax.grad(lambda x, w, t, m: linear_cross_entropy(x, w, t, m, chunks=chunks).total, argnums=(0, 1))
-        alone = lambda x, w, t, m: token_nll(x, w, t, chunks=chunks)  # noqa: E731
+        alone = lambda x, w, t, m: token_scores(x, w, t, chunks=chunks).nll_BS  # noqa: E731
         return jax.jit(alone if each_token else gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     logits_bytes = B * S * V * 4
