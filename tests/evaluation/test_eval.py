@@ -25,7 +25,7 @@ def inside(workspace, monkeypatch):
 
 def evaluate(place, names, capsys, *overrides, **options):
     """What `maxlm eval --json` prints."""
-    settings = {"out": None, "step": None, "context": None, **options}
+    settings = {"out": None, "step": None, "context": None, "kind": "raw", **options}
     eval_command.evaluate(
         place, names, ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=2", "mesh.context=4", *overrides], as_json=True, **settings
     )
