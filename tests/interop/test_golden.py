@@ -111,6 +111,7 @@ def weights_family(case):
 
 def test_what_went_in_comes_out(case, tmp_path):
     exported = export_model(case.out, tmp_path / "out", "float32", "30KB", None, nothing)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {}, "these have no tokenizer, and no id is guessed"
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == exported.files > 1
     again = {name: value for file in files for name, value in load_file(file).items()}
