@@ -22,6 +22,7 @@ MOE = {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_shared": 1, "n_dense": 1, "rou
 MODELS = {  # model, adapted matrices, modules that have an adapter, of which some with another rank
     "llama": ({}, None, 14, 0),
     "gpt2, queries and values in one tensor": (GPT2 | {"learned_positions": {"max_seq_len": 64}}, ["query", "value", "down"], 4, 2),
+    "stablelm, a share of each head turned": ({"rope": {"share": 0.5}, "norm": "layernorm", "n_kv_heads": 8}, None, 14, 0),
     "deepseek, rotary pairs": (LATENT | {"moe": MOE}, ["query", "out", "query_down", "kv_down", "kv"], 10, 0),
 }
 

@@ -76,6 +76,11 @@ class Run:
         return declared
 
     @property
+    def loss_unit(self) -> str:
+        """Unit of the loss, as its objective declares it."""
+        return self.metrics.get("loss", {}).get("unit") or "nats a token"
+
+    @property
     def eval_loss(self) -> Series:
         """Held-out loss over steps."""
         return self.evaluated.get("eval_loss", EMPTY)

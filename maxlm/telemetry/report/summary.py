@@ -92,10 +92,10 @@ def headline(run: Run, f: Figures) -> list[str]:
     if f.loss is not None and f.first_loss is not None:
         verb = "fell" if f.loss < f.first_loss else "went"
         change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
-        held_out = f"; on held-out text it is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)})" if f.held_out is not None else ""
-        sentences.append(f"Training loss {change} {figure(f.loss)} nats a token{held_out}.")
+        held_out = f"; on held-out text it is {_held_out(run, f.held_out)}" if f.held_out is not None else ""
+        sentences.append(f"Training loss {change} {figure(f.loss)} {run.loss_unit}{held_out}.")
     elif f.held_out is not None:
-        sentences.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
+        sentences.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
     if f.tokens_per_s is not None:
         mfu = f", {percent(f.mfu)} of the hardware's peak (MFU)" if f.mfu is not None else ""
         sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
@@ -175,8 +175,10 @@ def _settled(series: Series) -> float | None:
     return float(series.values_N[-max(1, min(20, n // 20)) :].mean()) if n else None
 
 
-def _perplexity(loss: float) -> str:
-    return figure(math.exp(loss), 3) if loss < 50 else "above e^50"
+def _held_out(run: Run, loss: float) -> str:
+    """The loss, and of tokens their perplexity."""
+    perplexity = figure(math.exp(loss), 3) if loss < 50 else "above e^50"
+    return f"{figure(loss)} (perplexity {perplexity})" if run.loss_unit.startswith("nats a token") else figure(loss)
 
 
 def _last(series: Series) -> float | None:
