@@ -112,7 +112,7 @@ def test_the_mean_of_a_run_with_a_reference_needs_none(run, tmp_path):
     """A folder of a model has no objective: that of DPO would ask for `train.start_from`."""
     shutil.copytree(run[1], tmp_path / "run")
     config = open_run(run[1]).trained
-    train = config.train.model_copy(update={"start_from": StartFromConfig(path="source")})
+    train = config.train.model_copy(update={"start_from": StartFromConfig(path="source"), "z_loss": 0.0})
     (tmp_path / "run" / "config.yml").write_text(dump(config.model_copy(update={"objective": DpoConfig(kind="dpo"), "train": train})))
     average(tmp_path / "run", tmp_path / "mean", 2, [], "raw", lambda done, total: None)
     assert open_run(tmp_path / "mean").trained.objective is None
