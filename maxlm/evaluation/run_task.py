@@ -57,7 +57,8 @@ def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tup
     rows: list[tuple[float, int, int]] = []
     for group in _groups(_stored(task, config, model) if config.store is not None else _texts(task, config, model)):
         scores = model.score([document.request for document in group], stride=stride)
-        rows += [(-score.logprob, len(document.request.continuation), document.bytes) for score, document in zip(scores, group, strict=True)]
+        for score, document in zip(scores, group, strict=True):
+            rows.append((-score.logprob, len(document.request.continuation), document.bytes))
     if not sum(size for *_, size in rows):
         raise UserError(f"task {task.name}: its texts are empty.")
     values_N3 = np.array(rows, np.float64)
