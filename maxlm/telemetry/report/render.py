@@ -90,7 +90,8 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
 
 # name, formatted value, explanation
 _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
-    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers the model learns"),
+    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers of the model"),
+    ("Trained", lambda f: _or_none(count, f.trained), "of them, in adapters"),
     (
         "Steps",
         lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
