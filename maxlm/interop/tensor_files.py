@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
@@ -125,6 +128,16 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             with _told(file):
                 self._open[file] = safe_open(file, framework="numpy")
         return self._open[file]
+
+
+def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file. Raises OSError, such as that of a full disk, which the library hides in an error of its own."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
 
 
 def some(names: list[str]) -> str:

@@ -8,10 +8,12 @@ import sys
 import threading
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.interop.new_folder import new_folder
+from maxlm.interop.tensor_files import write_tensors
 
 WAITS = """
 import sys, time
@@ -74,3 +76,10 @@ def test_nothing_is_left_though_a_thread_still_writes(tmp_path):
         raise KeyboardInterrupt
     thread.join(30)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    """So that a full disk is one line of the command, and no traceback of the library."""
+    with pytest.raises(FileNotFoundError) as told:
+        write_tensors({"a": np.zeros(3, np.float32)}, tmp_path / "none" / "model.safetensors")
+    assert told.value.filename == str(tmp_path / "none" / "model.safetensors")
