@@ -95,7 +95,7 @@ def _write(
         progress(written, total)
         if len(waiting) == files[number]:
             file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            write_tensors(folder / file, waiting)
+            write_tensors(waiting, folder / file)
             index |= dict.fromkeys(waiting, file)
             waiting, number = {}, number + 1
     if len(files) > 1:

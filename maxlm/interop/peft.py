@@ -47,7 +47,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        write_tensors(made / "adapter_model.safetensors", tensors)
+        write_tensors(tensors, made / "adapter_model.safetensors")
         (made / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 

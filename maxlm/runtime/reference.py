@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from maxlm.checkpoint import manifest
+from maxlm.checkpoint.errors import DamagedError
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.data.input_pipeline import Pipeline
@@ -24,7 +25,7 @@ from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.training.program import Program
-from maxlm.training.saved_run import CONFIG, open_run
+from maxlm.training.saved_run import AVERAGE, CONFIG, open_run
 from maxlm.training.session import Start
 
 FILE = "reference.npz"
@@ -85,19 +86,24 @@ def _computed(program: Program, start: Start, pipeline: Pipeline) -> np.ndarray:
 
 
 def _source(config: Config) -> dict[str, Any]:
-    """The reference: path, step and digest of its parameters; without the last two if it is not there any more."""
+    """The reference: path, kind of weights, the step asked for, the step that is read, and a digest of what is read of it; without the last
+    two if it is not there any more, or damaged.
+    """
     source = config.train.start_from
     assert source is not None, "config/rules.py requires it"
-    named: dict[str, Any] = {"path": str(Path(source.path).resolve()), "step": source.step}
+    named: dict[str, Any] = {"path": str(Path(source.path).resolve()), "weights": source.weights, "asked": source.step, "step": source.step}
     if not (Path(source.path) / CONFIG).is_file():
         return named
     checkpoints = open_run(Path(source.path)).checkpoints
     step = source.step if source.step is not None else checkpoints.latest()
     if step is None:
         return named
-    leaves = manifest.read(checkpoints.directory / str(step)).leaves
-    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith("params")}
-    assert digests, "a checkpoint holds parameters"
+    try:
+        leaves = manifest.read(checkpoints.directory / str(step)).leaves
+    except DamagedError:
+        return named
+    read = ("params." if source.weights == "raw" else f"{'.'.join(AVERAGE)}.", "model_state.")  # which holds what adapters are added to
+    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith(read)}
     return {**named, "step": step, "parameters": fingerprint(digests)}
 
 
@@ -118,7 +124,7 @@ def _read(path: Path, identity: dict[str, Any], pipelines: dict[str, Pipeline], 
         if not begun:
             return None
         raise UserError(f"{path} is damaged ({error}): it holds the reference's log-probabilities; {_FIX}.") from error
-    problem = _mismatch(about, identity, tables, pipelines)
+    problem = _mismatch(about, identity, tables, pipelines, begun=begun)
     if problem is None:
         return tables
     if not begun:
@@ -126,14 +132,20 @@ def _read(path: Path, identity: dict[str, Any], pipelines: dict[str, Pipeline], 
     raise problem
 
 
-def _mismatch(about: dict[str, Any], identity: dict[str, Any], tables: Tables, pipelines: dict[str, Pipeline]) -> UserError | None:
-    """Why the tables do not belong to this run, if so."""
+def _mismatch(
+    about: dict[str, Any], identity: dict[str, Any], tables: Tables, pipelines: dict[str, Pipeline], *, begun: bool
+) -> UserError | None:
+    """Why the tables do not belong to this run, if so. Once training has begun, its source may train on, change or vanish: the reference is
+    what it was then, so it is enough that the same one is named.
+    """
     source, ours = about["source"], identity["source"]
-    if source["path"] != ours["path"] and "parameters" not in ours:
-        return ConfigError(f"{FIELD}.path", ours["path"], f"is not the reference of this run, {source['path']}", "name that one")
-    if "parameters" in ours and source.get("parameters") != ours["parameters"]:
-        rule = f"holds other parameters than the reference of this run, step {source['step']} of {source['path']}"
-        return ConfigError(f"{FIELD}.path", ours["path"], rule, "name that one, or begin anew under another run.name")
+    again = all(source.get(name, "raw") == ours[name] for name in ("path", "weights")) and ours["asked"] in (None, source["step"])
+    if not (begun and again) and ("parameters" not in ours or source.get("parameters") != ours["parameters"]):
+        if source["path"] != ours["path"] and "parameters" not in ours:
+            return ConfigError(f"{FIELD}.path", ours["path"], f"is not the reference of this run, {source['path']}", "name that one")
+        rule = f"holds other parameters than the reference of this run, {source.get('weights', 'raw')} weights of step {source['step']}"
+        fix = "name that one, or begin anew under another run.name"
+        return ConfigError(f"{FIELD}.path", ours["path"], f"{rule} of {source['path']}", fix)
     known = about["data"]
     if other := next((name for name, digest in identity["data"].items() if known.get(name, digest) != digest), None):
         rule = f"are other {other} pairs than those of {FILE} in this run"
@@ -142,8 +154,8 @@ def _mismatch(about: dict[str, Any], identity: dict[str, Any], tables: Tables, p
         )
     missing = next((name for name, pipeline in pipelines.items() if name not in tables or len(tables[name]) != pipeline.n_documents), None)
     if missing is not None:
-        rule = f"{FILE} of this run has no {missing} pairs"
-        return UserError(f"train.eval_batches: {rule}, so their loss is not known; set it to 0, as when the run began.")
+        field, fix = ("train.eval_batches", "set it to 0") if missing == "eval" else (f"data.{missing.replace('/', '.')}", "take it out")
+        return UserError(f"{field}: {FILE} of this run has no {missing} pairs, so their loss is not known; {fix}, as when the run began.")
     return None
 
 

@@ -15,6 +15,7 @@ from tiny import tiny_config, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
+from maxlm.config.schema import HeldOutConfig
 from maxlm.parallel import build_mesh
 from maxlm.runtime import reference
 from maxlm.runtime.reference import attach_reference
@@ -145,6 +146,49 @@ def test_a_source_that_is_gone_is_no_obstacle(world, program, run):
             attach(run, config_of(world, source="nowhere"), made, state, resumed=True)
     finally:
         (world / "away").rename(world / "source")
+
+
+def test_a_source_that_trains_on_is_no_obstacle_to_a_run_that_has_begun(world, program, run, monkeypatch):
+    """The reference is what it was when training began. Before that, it is computed anew."""
+    made, state = program
+    config, other = made.config, shutil.copytree(world / "other" / "checkpoints" / "0", world / "source" / "checkpoints" / "9")
+    computed = []
+    monkeypatch.setattr(reference, "_computed", lambda *given: computed.append(given) or np.zeros((given[2].n_documents, 2), np.float32))
+    try:
+        attach(run, config, made, state, resumed=True)
+        assert not computed
+        with pytest.raises(UserError, match="other parameters than the reference of this run, raw weights of step 0"):
+            attach(run, with_source(config, step=9), made, state, resumed=True)
+        attach(run, with_source(config, step=0), made, state, resumed=True)
+        attach(run, config, made, state)
+        assert len(computed) == 2
+    finally:
+        shutil.rmtree(other)
+
+
+def test_other_weights_of_the_source_are_another_reference(program, run, monkeypatch):
+    """Of an attempt that ended before its first checkpoint only the reference is left, here one of the raw weights."""
+    made, state = program
+    computed = []
+    monkeypatch.setattr(reference, "_computed", lambda *given: computed.append(given) or np.zeros((given[2].n_documents, 2), np.float32))
+    attach(run, made.config, made, state)
+    assert not computed
+    attach(run, with_source(made.config, weights="ema"), made, state)
+    assert len(computed) == 2
+
+
+def with_source(config, **changes):
+    source = config.train.start_from.model_copy(update=changes)
+    return config.model_copy(update={"train": config.train.model_copy(update={"start_from": source})})
+
+
+def test_a_set_that_is_added_later_is_named(world, program, run):
+    made, state = program
+    config = made.config.model_copy(
+        update={"data": made.config.data.model_copy(update={"eval": HeldOutConfig(more=str(world / "store-source"))})}
+    )
+    with pytest.raises(UserError, match=r"data\.eval\.more: reference.npz of this run has no eval/more pairs"):
+        attach(run, config, made, state, resumed=True)
 
 
 def test_a_reference_that_is_not_finite_is_refused(program, tmp_path):

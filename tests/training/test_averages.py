@@ -10,7 +10,7 @@ from tiny import tiny_batch, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.loader import dump
-from maxlm.config.schema import DpoConfig, EmaConfig, StartFromConfig
+from maxlm.config.schema import DpoConfig, EmaConfig, NextTokenConfig, SftConfig, StartFromConfig
 from maxlm.interop.averaging import average
 from maxlm.runtime.run import identity
 from maxlm.training.ema import average_of
@@ -59,6 +59,23 @@ def test_a_checkpoint_says_whether_it_holds_an_average(trained):
     config = trained[0].config
     other, none = (config.model_copy(update={"ema": ema}) for ema in (EmaConfig(decay=0.5), None))
     assert identity(config, "") == identity(other, "") != identity(none, "")
+
+
+def test_a_checkpoint_says_its_objective(trained):
+    """One that is named and is what there is without the section is the same; settings of an objective may change."""
+    config = trained[0].config
+    plain, named, sft, dpo, sharper = (
+        identity(config.model_copy(update={"objective": objective}), "")
+        for objective in (
+            None,
+            NextTokenConfig(kind="next_token"),
+            SftConfig(kind="sft"),
+            DpoConfig(kind="dpo"),
+            DpoConfig(kind="dpo", beta=1),
+        )
+    )
+    assert plain == named != sft != dpo == sharper
+    assert sft["objective.kind"] == "sft"
 
 
 def test_a_run_resumes_with_its_average_to_the_bit(trained, tmp_path):
