@@ -40,7 +40,8 @@ class _Encode:
         self._settings = settings
         self._tokenizer = Tokenizer(settings.text, settings.end_of_document, "the tokenizer")
         self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.special, key=len, reverse=True))))
-        self._special_ids = np.array(sorted(self._tokenizer.ids[token] for token in self._tokenizer.special))
+        ids = self._tokenizer.ids  # a new dict of the whole vocabulary with every access
+        self._special_ids = np.array(sorted(ids[token] for token in self._tokenizer.special))
         self._render = None if settings.template is None else RenderingProcess(settings.template)
 
     def __call__(self, documents: list[Document]) -> list[np.ndarray | None]:

@@ -10,14 +10,15 @@ from data_cases import every_byte
 from tokenizers import Tokenizer as Bpe
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import DataConfig
+from maxlm.config.schema import DataConfig, PromptResponseConfig
 from maxlm.data import marks, rendering
 from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
+from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.inspect import describe
 from maxlm.data.prepare import prepare
 from maxlm.data.rendering import RenderingProcess
 from maxlm.data.token_store import TokenStore
-from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer, train_tokenizer
+from maxlm.data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer, train_tokenizer
 
 END, TURN = "<|end|>", "<|turn|>"
 CHATML = (
@@ -229,6 +230,14 @@ def test_a_template_whose_turns_cannot_be_found_is_refused():
 
 def test_the_day_is_that_of_the_settings():
     assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(CHAT[:1]).text == "31 Jan 2026"
+
+
+def test_the_vocabulary_is_built_once(folder, monkeypatch):
+    """And not for every special token, of which a published tokenizer has hundreds."""
+    built, ids = [], Tokenizer.ids.fget
+    monkeypatch.setattr(Tokenizer, "ids", property(lambda self: built.append(1) or ids(self)))
+    ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200).start()
+    assert len(built) == 1
 
 
 def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):
