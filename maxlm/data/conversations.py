@@ -1,6 +1,7 @@
 """Lines of JSON with prompts, conversations or preference pairs -> ids with marks."""
 
 import re
+from datetime import date as Date
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,9 +131,17 @@ def find_template(config: ConversationsConfig, beside: dict[str, bytes]) -> Chat
     tokens: dict[str, Any] = {}
     for values in settings.values():
         tokens |= {name: _token(value) for name, value in values.items() if name.endswith("_token") and _token(value) is not None}
-    if config.date is not None and not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", config.date):
+    if config.date is not None and not _is_day(config.date):
         raise ConfigError(f"{FIELD}.date", config.date, "is no day", "write it as 2026-01-31")
     return ChatTemplate(source, tokens, config.date)
+
+
+def _is_day(text: str) -> bool:
+    """True for a day of the calendar in the one form that all templates are given."""
+    try:
+        return Date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _template_text(config: ChatConfig | PreferencesConfig, beside: dict[str, bytes], stated: Any) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from data_cases import every_byte
 from tokenizers import Tokenizer as Bpe
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig, PromptResponseConfig
 from maxlm.data import marks, rendering
 from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
@@ -219,6 +219,7 @@ HOSTILE = {
     "{{ messages[7].content }}": "fails",
     "{% if %}": "does not compile",
     "{{ strftime_now('%Y') }}": "data.prepare.conversations.date",
+    "{% for m in messages %}" * 25 + "{% endfor %}" * 25: "does not compile: too many statically nested blocks",
 }
 
 
@@ -250,6 +251,18 @@ def test_the_vocabulary_is_built_once(folder, monkeypatch):
     monkeypatch.setattr(Tokenizer, "ids", property(lambda self: built.append(1) or ids(self)))
     ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200).start()
     assert len(built) == 1
+
+
+@pytest.mark.parametrize("day", ["2026-02-31", "20260131", "2026-1-31", "2026-01-31\n"])
+def test_what_is_no_day_is_refused(folder, tmp_path, day):
+    with pytest.raises(ConfigError, match=r"conversations\.date = .* is no day"):
+        made(folder, tmp_path, [{"messages": YES}], {"kind": "chat", "date": day})
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_unforeseen_failure_of_the_process_is_not_called_one_of_memory():
+    with pytest.raises(UserError, match=r"the chat template fails: day"):
+        RenderingProcess(ChatTemplate("", {}, "2026-02-31"))(YES)
 
 
 def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):
