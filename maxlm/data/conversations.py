@@ -1,5 +1,6 @@
 """Lines of JSON with prompts, conversations or preference pairs -> ids with marks."""
 
+import json
 import re
 from datetime import date as Date
 from functools import partial
@@ -35,7 +36,9 @@ class ConversationEncoder(NamedTuple):
 
 
 class _Encode:
-    """Documents, each a line of JSON -> ids with marks. None for one that is too long and may be left out."""
+    """Documents, each a line of JSON -> ids with marks, None for one that is too long and may be left out; and the bytes that choose the
+    split, which do not depend on how the line is written: the ids, or of a pair the prompt, since several pairs may share one.
+    """
 
     def __init__(self, settings: ConversationEncoder) -> None:
         self._settings = settings
@@ -45,14 +48,15 @@ class _Encode:
         self._special_ids = np.array(sorted(ids[token] for token in self._tokenizer.special))
         self._render = None if settings.template is None else RenderingProcess(settings.template)
 
-    def __call__(self, documents: list[Document]) -> list[np.ndarray | None]:
-        return [self._document(document) for document in documents]
+    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray | None], list[bytes]]:
+        found = [self._document(document) for document in documents]
+        return [ids for ids, _ in found], [content for _, content in found]
 
     def close(self) -> None:
         if self._render is not None:
             self._render.close()
 
-    def _document(self, document: Document) -> np.ndarray | None:
+    def _document(self, document: Document) -> tuple[np.ndarray | None, bytes]:
         config = self._settings.config
         record = fields_of(document.text, document.origin)
         try:
@@ -65,10 +69,12 @@ class _Encode:
         except UserError as error:
             raise UserError(f"{document.origin}: {error}") from error
         marked = np.concatenate(parts)
+        prompt = record[config.prompt_field] if isinstance(config, PreferencesConfig) else None
+        content = marked.tobytes() if prompt is None else json.dumps(prompt, sort_keys=True).encode()
         if len(marked) <= self._settings.longest:
-            return marked
+            return marked, content
         if config.too_long == "leave_out":
-            return None
+            return None, content
         rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._settings.longest:,} with the last target"
         fix = f"raise data.seq_len to {len(marked) - 1}, shorten it, or set {FIELD}.too_long=leave_out"
         raise UserError(f"{document.origin}: {rule}; {fix}.")

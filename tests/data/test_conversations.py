@@ -49,11 +49,11 @@ def folder(tmp_path_factory):
     return made
 
 
-def made(folder, tmp_path, lines, conversations, name="store", **settings):
+def made(folder, tmp_path, lines, conversations, name="store", eval_fraction=0.0, **settings):
     """The train split of a store of these lines."""
     (tmp_path / "lines.jsonl").write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     tokenizer = {"path": str(folder / "tokenizer.json"), "end_of_document": END}
-    part = {"sources": [str(tmp_path / "lines.jsonl")], "eval_fraction": 0.0, "workers": 1, "tokenizer": tokenizer}
+    part = {"sources": [str(tmp_path / "lines.jsonl")], "eval_fraction": eval_fraction, "workers": 1, "tokenizer": tokenizer}
     section = {"store": str(tmp_path / name), "seq_len": 200, "prepare": {**part, "conversations": conversations}}
     prepare(DataConfig(**{**section, **settings}), progress=False)
     return TokenStore(str(tmp_path / name))
@@ -251,6 +251,17 @@ def test_the_vocabulary_is_built_once(folder, monkeypatch):
     monkeypatch.setattr(Tokenizer, "ids", property(lambda self: built.append(1) or ids(self)))
     ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200).start()
     assert len(built) == 1
+
+
+def test_copies_and_pairs_of_one_prompt_are_in_one_split(folder, tmp_path):
+    """A line may have other fields, or the same in another order; of 60 copies all are held out, or none."""
+    said = [{"role": "user", "content": "say"}]
+    pairs = [{"id": n, "prompt": said, "chosen": YES[1:], "rejected": [{"role": "assistant", "content": f"{n}"}]} for n in range(60)]
+    chats = [{"id": n, "messages": [dict(reversed(m.items())) if n % 2 else m for m in YES]} for n in range(60)]
+    plain = [{"id": n, "prompt": "say", "response": "yes"} for n in range(60)]
+    for kind, lines in (("preferences", pairs), ("chat", chats), ("prompt_response", plain)):
+        store = made(folder, tmp_path, lines, {"kind": kind}, kind, eval_fraction=0.5)
+        assert min(split.documents for split in store.info.splits.values()) <= 1, "each split has one at least"
 
 
 @pytest.mark.parametrize("day", ["2026-02-31", "20260131", "2026-1-31", "2026-01-31\n"])
