@@ -97,11 +97,16 @@ def test_every_layout_computes_the_same(gradients, layout):
     loss, wanted = gradients(batch())
     assert float(sums.added["loss"] / sums.denominator) == pytest.approx(loss, rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), grads, wanted)
+    figures = sums.values(program.objective.metrics)
+    shares = {"filled": (batch().segment_ids_BS > 0).mean(), "counted": (batch().weights_BS > 0).mean()}
+    assert 0.2 < shares["counted"] < shares["filled"] < 1
+    assert {name: float(figures[name]) for name in shares} == pytest.approx(shares, rel=1e-6)
 
 
 def test_tokens_further_ahead_are_those_of_responses():
     config = tiny_config(**SFT, model={"n_layers": 3, "mtp": {"depth": 2}})
     objective = build_objective(config)
+    assert [metric.name for metric in objective.metrics] == ["loss", "z", "filled", "counted", "loss_ahead"]
     made = objective.make_batch(*windows(), np.arange(GLOBAL_BATCH), 0)
     np.testing.assert_array_equal(made.weights_BS, batch().weights_BS)
     first, _ = objective.inputs(jax.tree.map(jnp.asarray, made)).ahead
