@@ -56,6 +56,11 @@ class Preferences(PackedRows):
         *arrays, _ = super().make_batch(window_BT, length_B, sample_B, end_of_document)
         return PairBatch._make([*arrays, np.zeros(arrays[0].shape, np.float32), None])
 
+    @property
+    def untrained_loss(self) -> float:
+        """Loss of the reference itself: ln 2, in nats a pair, whatever `label_smoothing` is."""
+        return float(np.log(2))
+
     def denominator(self, batch: Any) -> Float[Array, ""]:
         """Pairs."""
         return jnp.sum(_pairs(batch)).astype(jnp.float32)

@@ -23,7 +23,7 @@ from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
-from maxlm.models import count_parameters
+from maxlm.models import count_parameters, count_trained
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
@@ -288,6 +288,7 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
+        "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": first.device_kind,
         "processes": jax.process_count(),
