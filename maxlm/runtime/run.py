@@ -231,7 +231,7 @@ def open_data(config: Config) -> OpenedData:
     )
     data, named = create(config.data), {}
     for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
-        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval")
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval", field=f"data.eval.{name}")
         if named[name].tokenizer_hash != data.tokenizer_hash:
             fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
             raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
