@@ -93,12 +93,12 @@ class Preferences(PackedRows):
 
 
 class LogProbabilities(Preferences):
-    """The only figure of the loss is the log-probability of the response of every segment, [B, G]: to be computed of the reference."""
+    """The figures, to be computed of the reference: the log-probability of every segment's response, [B, G]; pairs in every row, [B]."""
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
         nll_BS = unembedding_scores(model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options).nll_BS
-        return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch)})
+        return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch), "pairs": _pairs(batch)})
 
 
 def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B G"]:
@@ -109,13 +109,17 @@ def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B
 
 
 def with_reference(batch: PairBatch, pairs: list[np.ndarray], reference: Float[np.ndarray, "N 2"]) -> PairBatch:
-    """The host batch with the reference's log-probabilities. `pairs`: numbers of the pairs in each row; `reference`: (chosen, rejected)."""
+    """The host batch with the reference's log-probabilities. `pairs`: numbers of the pairs in each row; `reference`: (chosen, rejected).
+    A row with a pair whose reference is not known (NaN) becomes padding.
+    """
     values_BS = np.zeros(batch.tokens_BS.shape, np.float32)
+    known_B1 = np.array([not np.isnan(reference[numbers]).any() for numbers in pairs])[:, None]
     for row, numbers in enumerate(pairs):
         first = np.flatnonzero((batch.positions_BS[row] == 0) & (batch.segment_ids_BS[row] > 0))
-        if len(first):  # a row that touches a damaged chunk is all padding
+        if len(first) and known_B1[row]:  # a row that touches a damaged chunk is all padding
             values_BS[row, first] = reference[numbers].ravel()
-    return batch._replace(reference_BS=values_BS)
+    *arrays, _, random = batch
+    return PairBatch._make([*(array if known_B1.all() else array * known_B1.astype(array.dtype) for array in arrays), values_BS, random])
 
 
 def _pairs(batch: PairBatch) -> Array:

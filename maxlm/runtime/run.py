@@ -141,7 +141,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
-        attach_reference(config, program, start, opened.pipelines, directory, phases)
+        attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
