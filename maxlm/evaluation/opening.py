@@ -47,6 +47,8 @@ def open_model(
     float32.
     Raises UserError: it is no model, has no tokenizer or no such checkpoint, or a setting is wrong.
     """
+    if not place.exists():
+        raise UserError(f"{place} does not exist: name the folder of a run, of an imported model, or a Hugging Face folder.")
     if not any((place / name).is_file() for name in (CONFIG, "config.json")):
         raise UserError(f"{place} is neither a run, which has a {CONFIG}, nor a Hugging Face folder, which has a config.json.")
     if (place / CONFIG).is_file():

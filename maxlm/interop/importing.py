@@ -29,6 +29,7 @@ from maxlm.parallel import build_mesh
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
 
 MODEL = "model.yml"
+ADAPTER = "adapter_config.json"  # as PEFT names it
 TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
 _MAX_JSON = 64 << 20
 
@@ -181,6 +182,8 @@ def _json(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} has more than 64 MiB, which no such file has.")
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
+        if (path.parent / ADAPTER).is_file():
+            raise UserError(f"{path.parent} holds only adapters ({ADAPTER}): import the model with the adapters merged into it.") from None
         raise UserError(f"{path} is missing: a model needs its config.json.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {str(error).splitlines()[0]}.") from error

@@ -17,6 +17,7 @@ from maxlm.config.schema import LoraConfig, WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
 from maxlm.interop.hf_export_config import family_of
+from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import write_tensors
@@ -48,7 +49,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
         write_tensors(tensors, made / "adapter_model.safetensors")
-        (made / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (made / ADAPTER).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
 

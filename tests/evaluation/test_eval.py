@@ -128,6 +128,7 @@ def test_greedy_text_is_compared(workspace, capsys, tmp_path):
 
 WRONG = {
     "no model": ("store", "choice.yml", [], {}, "neither a run"),
+    "no folder": ("nowhere", "choice.yml", [], {}, "nowhere does not exist"),
     "no such step": ("run", "choice.yml", [], {"step": 3}, "has no checkpoint 3"),
     "a step of a folder without": ("hf", "choice.yml", [], {"step": 3}, "--step 3"),
     "another setting": ("run", "choice.yml", ["train.steps=3"], {}, "settings of mesh and precision"),

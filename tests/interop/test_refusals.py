@@ -118,6 +118,7 @@ def rename(values, old, new):
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 CASES = {
+    "adapters alone": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "holds only adapters"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "config no JSON": (text("config.json", b"{"), "is no JSON"),
     "config no object": (text("config.json", b"[1]"), "holds no JSON object"),

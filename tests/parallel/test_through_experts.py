@@ -1,5 +1,7 @@
 """Whatever routers choose, tokens that travel to experts and back give what a loop over experts gives, gradients included."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import AxisType
 
 from maxlm.config.schema import AXES
 from maxlm.hlo.parser import read
+from maxlm.models.layers import gated
 from maxlm.models.moe import _compute
 from maxlm.parallel import expert_rows, experts
 from maxlm.parallel.experts import through_experts
@@ -49,7 +52,7 @@ def in_a_loop(weights, x_BSD, weights_BSK, chosen_BSK):
 
 def by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK):
     def compute(*given):
-        return _compute("swiglu", *given)
+        return _compute(partial(gated, "swiglu"), *given)
 
     weights_BSK = jnp.where(chosen_BSK < E, weights_BSK, 0)
     return through_experts(compute, weights, dict.fromkeys(NAMES, AXES_OF), x_BSD, chosen_BSK, weights_BSK, E)
