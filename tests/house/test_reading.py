@@ -6,6 +6,7 @@ lines (docstring, imports, tables). Kernels and the schema of settings are not c
 """
 
 import ast
+import gc
 import re
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def traced() -> dict[str, set[int]]:
         if event == "call" and path.startswith(f"{ROOT}/maxlm/"):
             found.setdefault(str(Path(path).relative_to(ROOT)), set()).add(frame.f_code.co_firstlineno)
 
+    gc.collect()  # a generator that an earlier test has left would be closed, and seen, while the step is traced
     before = sys.getprofile()
     with jax.set_mesh(program.mesh):
         sys.setprofile(profile)
