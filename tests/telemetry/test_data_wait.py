@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxlm.config.schema import Config
+from maxlm.objectives import build_objective
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.observer import Observers
 from maxlm.training import meter
@@ -35,7 +36,9 @@ def test_the_wait_is_counted_in_the_time_in_which_it_lay(monkeypatch, log_every)
     config = Config.model_validate({"model": model, "data": {"store": "s", "seq_len": 8}, "optimizer": {"peak_lr": 1e-3}, **training})
     records = Records()
     observers = Observers([records])
-    measured = meter.Meter(SimpleNamespace(config=config, mesh=SimpleNamespace(size=1), metrics=()), observers, 0)
+    measured = meter.Meter(
+        SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=()), observers, 0
+    )
     for step in range(1, 13):
         began = time.monotonic()
         time.sleep(0.02 if step % 2 else 0.0)

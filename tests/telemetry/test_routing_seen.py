@@ -9,6 +9,7 @@ import pytest
 
 from maxlm.config.schema import Config
 from maxlm.models.router import Routing
+from maxlm.objectives import build_objective
 from maxlm.telemetry.alarms import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.telemetry.balance import ROUTING_METRICS, Balance, collapsed, effective_experts, evenness, peak, times_even
 from maxlm.telemetry.console import describe
@@ -200,7 +201,11 @@ def train(tmp_path, monkeypatch):
         config = Config.model_validate({"model": model, "data": {"store": "s", "seq_len": 8}, "optimizer": {"peak_lr": 1e-3}, **training})
         run = RunDirectory.create(tmp_path, "r")
         observers = Observers([FileObserver(run), *rest])
-        measured = meter.Meter(SimpleNamespace(config=config, mesh=SimpleNamespace(size=1), metrics=ROUTING_METRICS), observers, first - 1)
+        measured = meter.Meter(
+            SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=ROUTING_METRICS),
+            observers,
+            first - 1,
+        )
         for step in range(first, last + 1):
             scalars = {"loss": loss, "z": 0.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64.0, "skipped": 0, "batch_digest": 1}
             measured.stepped(step, Metrics(scalars, routing_of(step)), 0.0)
