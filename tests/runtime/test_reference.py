@@ -190,7 +190,7 @@ def source(world, program):
 
 
 @pytest.mark.parametrize("named", [{}, {"step": 0}])
-@pytest.mark.parametrize("change", ["trained on", "pruned", "no checkpoint", "no manifest", "other config", "away"])
+@pytest.mark.parametrize("change", ["trained on", "overwritten", "pruned", "no checkpoint", "no manifest", "other config", "away"])
 def test_the_source_is_not_needed_any_more(world, program, run, source, change, named):
     made, state = program
     config, checkpoints = config_of(world, named=named), source / "checkpoints"
@@ -198,6 +198,9 @@ def test_the_source_is_not_needed_any_more(world, program, run, source, change, 
         writer = Checkpoints(checkpoints, config.checkpoint, {})
         writer.save(7, tiny_program(1, train={"seed": 5}).init(), {})
         writer.close()
+    if change == "overwritten":
+        shutil.rmtree(source)
+        shutil.copytree(world / "other", source)
     if change in ("pruned", "no checkpoint"):
         shutil.rmtree(checkpoints / "0")
     if change == "no manifest":
@@ -213,11 +216,13 @@ def test_the_source_is_not_needed_any_more(world, program, run, source, change, 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
+        ({"step": 9}, "train.start_from.step = 9: holds other parameters than the reference of this run, step 0 of .*source"),
         ({"step": 3}, "train.start_from.step = 3: is not the reference of this run, step 0 of .*source"),
         ({"weights": "ema"}, r"train.start_from.weights = ema: is not the reference .* \(raw weights\); name that one, which need not be"),
     ],
 )
-def test_another_step_or_kind_of_weights_is_another_reference(world, program, run, named, said):
+def test_another_step_or_kind_of_weights_is_another_reference(world, program, run, source, named, said):
+    shutil.copytree(world / "other/checkpoints/0", source / "checkpoints/9")
     with pytest.raises(UserError, match=said):
         attach(run, config_of(world, named=named), *program, resumed=True)
 
