@@ -1,6 +1,8 @@
 """Lines of JSON with prompts, conversations or preference pairs -> ids with marks."""
 
+import json
 import re
+from datetime import date as Date
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,39 +36,45 @@ class ConversationEncoder(NamedTuple):
 
 
 class _Encode:
-    """Documents, each a line of JSON -> ids with marks. None for one that is too long and may be left out."""
+    """Documents, each a line of JSON -> ids with marks, None for one that is too long and may be left out; and the bytes that choose the
+    split, which do not depend on how the line is written: the ids, or of a pair the prompt, since several pairs may share one.
+    """
 
     def __init__(self, settings: ConversationEncoder) -> None:
         self._settings = settings
         self._tokenizer = Tokenizer(settings.text, settings.end_of_document, "the tokenizer")
         self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.special, key=len, reverse=True))))
-        self._special_ids = np.array(sorted(self._tokenizer.ids[token] for token in self._tokenizer.special))
+        ids = self._tokenizer.ids  # a new dict of the whole vocabulary with every access
+        self._special_ids = np.array(sorted(ids[token] for token in self._tokenizer.special))
         self._render = None if settings.template is None else RenderingProcess(settings.template)
 
-    def __call__(self, documents: list[Document]) -> list[np.ndarray | None]:
-        return [self._document(document) for document in documents]
+    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray | None], list[bytes]]:
+        found = [self._document(document) for document in documents]
+        return [ids for ids, _ in found], [content for _, content in found]
 
     def close(self) -> None:
         if self._render is not None:
             self._render.close()
 
-    def _document(self, document: Document) -> np.ndarray | None:
+    def _document(self, document: Document) -> tuple[np.ndarray | None, bytes]:
         config = self._settings.config
         record = fields_of(document.text, document.origin)
         try:
             if isinstance(config, PromptResponseConfig):
                 parts = [self._plain(*(_text(record, name) for name in (config.prompt_field, config.response_field)))]
             elif isinstance(config, ChatConfig):
-                parts = [self._chat(_messages(record, config.messages_field, self._special), 0, record.get("tools"))]
+                parts = [self._chat(_messages(record, config.messages_field, self._special), 0, self._tools(record))]
             else:
                 parts = self._pair(config, record)
         except UserError as error:
             raise UserError(f"{document.origin}: {error}") from error
         marked = np.concatenate(parts)
+        prompt = record[config.prompt_field] if isinstance(config, PreferencesConfig) else None
+        content = marked.tobytes() if prompt is None else json.dumps(prompt, sort_keys=True).encode()
         if len(marked) <= self._settings.longest:
-            return marked
+            return marked, content
         if config.too_long == "leave_out":
-            return None
+            return None, content
         rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._settings.longest:,} with the last target"
         fix = f"raise data.seq_len to {len(marked) - 1}, shorten it, or set {FIELD}.too_long=leave_out"
         raise UserError(f"{document.origin}: {rule}; {fix}.")
@@ -76,13 +84,17 @@ class _Encode:
         if any(name in record and not isinstance(record[name], str) for name in (config.prompt_field, *names)):
             messages = partial(_messages, record, special=self._special)
             prompt = messages(config.prompt_field, turns=False)
-            parts = [self._chat([*prompt, *messages(name)], len(prompt), record.get("tools")) for name in names]
+            tools = self._tools(record)
+            parts = [self._chat([*prompt, *messages(name)], len(prompt), tools) for name in names]
         else:
             prompt_text = _text(record, config.prompt_field)
             parts = [self._plain(prompt_text, _text(record, name)) for name in names]
         if np.array_equal(parts[0], parts[1]):
             raise UserError(f"the fields {' and '.join(names)} are the same, so there is nothing to prefer; take the line out.")
         return parts
+
+    def _tools(self, record: dict[str, Any]) -> Any:
+        return _forging_nothing(record.get("tools"), "tools", self._special)
 
     def _plain(self, prompt: str, response: str) -> np.ndarray:
         """Encoded apart, since a prompt stands alone when a response is generated. The end of the document counts with the response."""
@@ -95,7 +107,7 @@ class _Encode:
         if self._render is None:
             raise UserError(f"the tokenizer has no chat template; set {FIELD}.template, or give plain texts.")
         rendered = self._render(messages, first, tools)
-        ids, offsets = self._tokenizer.encode_rendered(rendered.text)
+        ids, offsets = self._tokenizer.encode_rendered(_encodable(rendered.text, "the text of the chat template"))
         counts = np.zeros(len(ids) + 1, np.bool_)
         for start, stop in rendered.spans:
             counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
@@ -125,9 +137,17 @@ def find_template(config: ConversationsConfig, beside: dict[str, bytes]) -> Chat
     tokens: dict[str, Any] = {}
     for values in settings.values():
         tokens |= {name: _token(value) for name, value in values.items() if name.endswith("_token") and _token(value) is not None}
-    if config.date is not None and not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", config.date):
+    if config.date is not None and not _is_day(config.date):
         raise ConfigError(f"{FIELD}.date", config.date, "is no day", "write it as 2026-01-31")
     return ChatTemplate(source, tokens, config.date)
+
+
+def _is_day(text: str) -> bool:
+    """True for a day of the calendar in the one form that all templates are given."""
+    try:
+        return Date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _template_text(config: ChatConfig | PreferencesConfig, beside: dict[str, bytes], stated: Any) -> str | None:
@@ -170,10 +190,23 @@ def _messages(record: dict[str, Any], name: str, special: re.Pattern[str], turns
         where = f"{name}[{number}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UserError(f"{where} is not a message: an object with the texts role and content.")
-        if found := special.search(_encodable(message["content"], where)):
-            raise UserError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out.")
+        _forging_nothing(message, where, special)
     if turns and all(message["role"] != "assistant" for message in value):
         raise UserError(f"the field {name} has no message of the role assistant, so nothing to learn; take the line out.")
+    return value
+
+
+def _forging_nothing(value: Any, where: str, special: re.Pattern[str]) -> Any:
+    """`value`, of JSON, if none of its texts, which a template may write anywhere, holds a special token or half a surrogate pair."""
+    waiting = [value]
+    while waiting:  # no recursion: what JSON nests has no depth of ours
+        part = waiting.pop()
+        if isinstance(part, str) and (found := special.search(_encodable(part, where))):
+            raise UserError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out.")
+        if isinstance(part, dict):
+            waiting += part.keys()
+        if isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
     return value
 
 

@@ -20,6 +20,7 @@ from maxlm.evaluation import template
 MOST_BYTES = 2**16  # of a task file
 MOST_LINE = 2**26  # bytes of an item
 FOLDER = "tasks"  # under configs/
+JSONL = (".jsonl", ".json")
 
 
 class Item(NamedTuple):
@@ -58,7 +59,11 @@ class PerplexityTask(TaskConfig):
     store: StoredPath | None = None  # instead of `data`
     split: Literal["train", "eval"] = "eval"  # of the store
     text_field: Text = "text"  # of JSONL
+    prompt: Text | None = None  # template of what precedes each text of JSONL; it is read and not scored
     stride: Positive | None = None  # tokens by which windows move on; None: half of the context
+
+    def templates(self) -> dict[str, str]:
+        return {} if self.prompt is None else {"prompt": self.prompt}
 
 
 class PromptTask(TaskConfig):
@@ -120,6 +125,13 @@ class Task:
             template.check(text, f"{path}: {field}")
         if isinstance(self.config, PerplexityTask) and (self.config.data is None) == (self.config.store is None):
             raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
+        if isinstance(self.config, PerplexityTask) and self.config.prompt is not None and not self.has_items:
+            raise UserError(f"{path}: prompt = {show(self.config.prompt)}: there are items to render it from only with data in JSONL.")
+
+    @property
+    def has_items(self) -> bool:
+        """Whether `data` is JSONL, not one text."""
+        return self.config.data is not None and Path(self.config.data).suffix in JSONL
 
     def beside(self, name: str) -> Path:
         """A file that the task names."""
@@ -167,10 +179,13 @@ def _read(path: Path) -> Any:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no task file has: data belong into a file beside it.")
-        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # JSON may write a character beyond 16 bits as two escapes, which YAML takes for two characters.
+        return json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {show(str(error))}.") from None
+        kind, said = "JSON" if path.suffix == ".json" else "YAML", getattr(error, "problem", None) or str(error)
+        raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid {kind}: {show(said)}.") from None
 
 
 def _problem(error: ValidationError) -> str:

@@ -1,7 +1,9 @@
-"""Tensors of safetensors files, read by name and by slice. Nothing else is opened: a pickle can run code, so none is ever read."""
+"""Tensors of safetensors files, read by name and by slice, and written. Nothing else is opened: a pickle can run code."""
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
@@ -125,6 +128,21 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             with _told(file):
                 self._open[file] = safe_open(file, framework="numpy")
         return self._open[file]
+
+
+def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600. Raises OSError,
+    such as that of a full disk, which the library hides in an error of its own.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+    file.chmod(mode)
 
 
 def some(names: list[str]) -> str:

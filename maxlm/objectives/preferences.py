@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import DpoConfig
-from maxlm.data.batch import batch_of_segments
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.linear import unembedding_loss, unembedding_scores
-from maxlm.objectives.objective import ArraySpec, NextToken, Sums
+from maxlm.objectives.objective import ArraySpec, Sums
+from maxlm.objectives.packed_rows import FILLING, PackedRows
 from maxlm.telemetry.metric import Metric
 
 # B batch, S sequence, P pairs of a row at most, G segments of a row at most: 2 P, and 0 for padding
@@ -33,10 +33,10 @@ class PairBatch(NamedTuple):
     random_BS: Any = None
 
 
-class Preferences(NextToken):
-    """-log sigmoid(beta ((log p_c - log r_c) - (log p_r - log r_r))), a mean over the pairs of the global batch: p of the model, r of the
-    frozen reference, c the chosen and r the rejected response. With `label_smoothing` e, 1 - e times this and e times that of the pair the
-    other way round (conservative DPO).
+class Preferences(PackedRows):
+    """-log sigmoid(beta ((log p_c - log r_c) - (log p_r - log r_r))), a mean over the pairs of the global batch (with `diloco`, of each
+    worker's rows): p of the model, r of the frozen reference, c the chosen and r the rejected response. With `label_smoothing` e, 1 - e
+    times this and e times that of the pair the other way round (conservative DPO).
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -45,6 +45,7 @@ class Preferences(NextToken):
         Metric("accuracy", "Pairs with the larger reward for the chosen response", "share of pairs", console="accuracy {percent}"),
         Metric("chosen_reward", "Reward of the chosen response", "nats a pair"),
         Metric("rejected_reward", "Reward of the rejected response", "nats a pair"),
+        *FILLING,
     )
 
     def batch_spec(self) -> Any:
@@ -52,8 +53,13 @@ class Preferences(NextToken):
         return PairBatch._make([*arrays, ArraySpec(arrays[0].shape, jnp.float32, arrays[0].axes), None])
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
-        *arrays, _ = batch_of_segments(window_BT, length_B)
+        *arrays, _ = super().make_batch(window_BT, length_B, sample_B, end_of_document)
         return PairBatch._make([*arrays, np.zeros(arrays[0].shape, np.float32), None])
+
+    @property
+    def untrained_loss(self) -> float:
+        """Loss of the reference itself: ln 2, in nats a pair, whatever `label_smoothing` is."""
+        return float(np.log(2))
 
     def denominator(self, batch: Any) -> Float[Array, ""]:
         """Pairs."""

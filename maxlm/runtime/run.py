@@ -23,7 +23,7 @@ from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
-from maxlm.models import count_parameters
+from maxlm.models import count_parameters, count_trained
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
@@ -231,7 +231,7 @@ def open_data(config: Config) -> OpenedData:
     )
     data, named = create(config.data), {}
     for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
-        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval")
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval", field=f"data.eval.{name}")
         if named[name].tokenizer_hash != data.tokenizer_hash:
             fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
             raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
@@ -243,6 +243,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
+    values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}
 
@@ -288,6 +289,7 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
+        "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": first.device_kind,
         "processes": jax.process_count(),
