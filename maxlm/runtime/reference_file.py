@@ -159,11 +159,12 @@ def _stores(config: Config, name: str) -> tuple[str, Any]:
 
 def _check_source(kept: Source, named: StartFromConfig) -> None:
     """The source is not needed any more, whatever it holds by now; a config that names another one must name the same weights."""
-    here = {"path": str(Path(named.path).resolve()), "step": kept.step if named.step is None else named.step, "weights": named.weights}
+    step = kept.step if named.step is None else named.step
+    here = {"path": str(Path(named.path).resolve()), "step": step, "weights": named.weights}
     differing = [field for field, value in here.items() if value != getattr(kept, field)]
     if not differing:
         return
-    now = source_now(named, here["step"])
+    now = source_now(named, step)
     if now.digest is not None and now.digest == kept.digest:
         return
     field, was = differing[0], f"step {kept.step} of {kept.path} ({kept.weights} weights)"
