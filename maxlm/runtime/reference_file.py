@@ -167,13 +167,10 @@ def _check_source(kept: Source, named: StartFromConfig) -> None:
     now = source_now(named, step)
     if now.digest is not None and now.digest == kept.digest:
         return
-    field, was = differing[0], f"step {kept.step} of {kept.path} ({kept.weights} weights)"
-    rule = (
-        f"is not the reference of this run, {was}"
-        if now.digest is None
-        else f"holds other parameters than the reference of this run, {was}"
-    )
-    raise ConfigError(f"train.start_from.{field}", here[field], rule, f"name that one, which need not be there any more, or {_ANEW}")
+    found = "is not" if now.digest is None else "holds other parameters than"
+    rule = f"{found} the reference of this run, step {kept.step} of {kept.path} ({kept.weights} weights)"
+    fix = f"name that one, which need not be there any more, or {_ANEW}"
+    raise ConfigError(f"train.start_from.{differing[0]}", here[differing[0]], rule, fix)
 
 
 def _digest(about: dict[str, Any], tables: dict[str, np.ndarray]) -> str:
