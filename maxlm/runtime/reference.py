@@ -55,8 +55,7 @@ def attach_reference(
 
 def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
     """Batches of the pipeline in order whose pairs are read: all to train on, and of held-out ones as many as an evaluation reads."""
-    every = pipeline.in_order().n_batches
-    return every if name == "train" else min(config.train.eval_batches, every)
+    return pipeline.n_batches if name == "train" else min(config.train.eval_batches, pipeline.n_batches)
 
 
 def _computed(program: Program, start: Start, name: str, pipeline: Pipeline, batches: int, phases: Phases) -> Pairs:

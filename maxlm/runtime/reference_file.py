@@ -158,18 +158,19 @@ def _stores(config: Config, name: str) -> tuple[str, Any]:
 
 
 def _check_source(kept: Source, named: StartFromConfig) -> None:
-    """The source is not needed any more, but a config that names another one is not that of this run."""
-    now = source_now(named, kept.step if named.step is None else named.step)
-    differing = [field for field in ("path", "weights") if getattr(now, field) != getattr(kept, field)]
-    differing += ["step"] if named.step not in (None, kept.step) else []
-    known = now.digest is not None and kept.digest is not None
-    if now.digest == kept.digest if known else not differing:
+    """The source is not needed any more, whatever it holds by now; a config that names another one must name the same weights."""
+    step = kept.step if named.step is None else named.step
+    here = {"path": str(Path(named.path).resolve()), "step": step, "weights": named.weights}
+    differing = [field for field, value in here.items() if value != getattr(kept, field)]
+    if not differing:
         return
-    field = differing[0] if differing else "path"
-    was = f"step {kept.step} of {kept.path} ({kept.weights} weights)"
-    rule = f"holds other parameters than the reference of this run, {was}" if known else f"is not the reference of this run, {was}"
-    fix = "name that one, which need not be there any more" if differing else "move it away, as it is not needed any more"
-    raise ConfigError(f"train.start_from.{field}", getattr(named, field), rule, f"{fix}, or {_ANEW}")
+    now = source_now(named, step)
+    if now.digest is not None and now.digest == kept.digest:
+        return
+    found = "is not" if now.digest is None else "holds other parameters than"
+    rule = f"{found} the reference of this run, step {kept.step} of {kept.path} ({kept.weights} weights)"
+    fix = f"name that one, which need not be there any more, or {_ANEW}"
+    raise ConfigError(f"train.start_from.{differing[0]}", here[differing[0]], rule, fix)
 
 
 def _digest(about: dict[str, Any], tables: dict[str, np.ndarray]) -> str:

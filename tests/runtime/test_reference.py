@@ -1,6 +1,8 @@
 """The reference of DPO: computed of the weights that training starts from, kept beside the checkpoints, never mistaken for another's."""
 
+import json
 import shutil
+import subprocess
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 from marked_store import pairs, write_marked
 from rich.console import Console
+from small_run import CONFIG, command, environment, finish, free_port, make_workspace, metrics, start
 from tiny import tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.loader import dump
 from maxlm.data import storage
 from maxlm.parallel import build_mesh
@@ -60,9 +63,9 @@ def program(world):
 def attach(folder, config, program, state, *, resumed=False, printed=None):
     """All pipelines with the reference, by name. `folder`: of the checkpoints."""
     opened = open_data(config)
-    start = Start(state, 5 if resumed else 0, {} if resumed else None)
+    began = Start(state, 5 if resumed else 0, {} if resumed else None)
     phases = Phases(Console(file=printed or StringIO(), width=200))
-    attach_reference(config, replace(program, config=config), start, opened.pipelines, beside(folder, config), phases)
+    attach_reference(config, replace(program, config=config), began, opened.pipelines, beside(folder, config), phases)
     return opened.pipelines
 
 
@@ -187,7 +190,7 @@ def source(world, program):
 
 
 @pytest.mark.parametrize("named", [{}, {"step": 0}])
-@pytest.mark.parametrize("change", ["trained on", "pruned", "no checkpoint", "no manifest", "other config", "away"])
+@pytest.mark.parametrize("change", ["trained on", "overwritten", "pruned", "no checkpoint", "no manifest", "other config", "away"])
 def test_the_source_is_not_needed_any_more(world, program, run, source, change, named):
     made, state = program
     config, checkpoints = config_of(world, named=named), source / "checkpoints"
@@ -195,6 +198,9 @@ def test_the_source_is_not_needed_any_more(world, program, run, source, change, 
         writer = Checkpoints(checkpoints, config.checkpoint, {})
         writer.save(7, tiny_program(1, train={"seed": 5}).init(), {})
         writer.close()
+    if change == "overwritten":
+        shutil.rmtree(source)
+        shutil.copytree(world / "other", source)
     if change in ("pruned", "no checkpoint"):
         shutil.rmtree(checkpoints / "0")
     if change == "no manifest":
@@ -210,11 +216,13 @@ def test_the_source_is_not_needed_any_more(world, program, run, source, change, 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
+        ({"step": 9}, "train.start_from.step = 9: holds other parameters than the reference of this run, step 0 of .*source"),
         ({"step": 3}, "train.start_from.step = 3: is not the reference of this run, step 0 of .*source"),
         ({"weights": "ema"}, r"train.start_from.weights = ema: is not the reference .* \(raw weights\); name that one, which need not be"),
     ],
 )
-def test_another_step_or_kind_of_weights_is_another_reference(world, program, run, named, said):
+def test_another_step_or_kind_of_weights_is_another_reference(world, program, run, source, named, said):
+    shutil.copytree(world / "other/checkpoints/0", source / "checkpoints/9")
     with pytest.raises(UserError, match=said):
         attach(run, config_of(world, named=named), *program, resumed=True)
 
@@ -345,3 +353,63 @@ def test_a_held_out_set_that_differs_is_named(world, program, tmp_path, monkeypa
     attach(tmp_path, config(**before), *program, resumed=True)
     with pytest.raises(UserError, match=said):
         attach(tmp_path, config(**now), *program, resumed=True)
+
+
+def workspaces(folder, *names, count=60):
+    """Folders of these names, each with the same small.yml for DPO and a copy of its source; store and checkpoints are shared."""
+    folders = [folder / name for name in names]
+    for own in folders:
+        own.mkdir()
+    make_workspace(folders[0])
+    finish(start(folders[0], "train.steps=5", "run.name=source"))
+    for own in folders:
+        shutil.copytree(folders[0] / "runs/source", own / "source")
+    answers = [{"prompt": f"text {n}", "chosen": f" {n % 7} aa", "rejected": f" bb {n % 5}"} for n in range(count)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    texts = {"sources": [str(folder / "pairs.jsonl")], "eval_fraction": 0.1, "workers": 1, "conversations": {"kind": "preferences"}}
+    prepare = {**texts, "tokenizer": {"path": str(folders[0] / "source/tokenizer/tokenizer.json"), "vocab_size": 4096}}
+    train = {"start_from": {"path": "source"}, "z_loss": 0.0, "eval_every": 2}
+    changed = {"data": {"store": str(folder / "store"), "prepare": prepare}, "train": train, "objective": {"kind": "dpo"}}
+    for own in folders:
+        (own / "base.yml").write_text(CONFIG)
+        beside = {"checkpoint": {"dir": str(folder / "checkpoints")}, "optimizer": {"warmup_steps": 1}}
+        (own / "small.yml").write_text(json.dumps({"extends": "base.yml", **changed, **beside}))
+    prepared = subprocess.run(command("data", "prepare", "small.yml"), cwd=folders[0], env=environment(), capture_output=True, text=True)
+    assert prepared.returncode == 0, prepared.stderr
+    return folders
+
+
+@pytest.mark.soak
+def test_two_processes_go_on_where_one_lost_its_folder_and_the_other_the_source(tmp_path):
+    """Checkpoints and store are shared; run.dir and the source are on the disk of each machine."""
+    folders = workspaces(tmp_path, "first", "second")
+
+    def train_both(steps, code=0):
+        shared = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+        settings = (f"train.steps={steps}", "checkpoint.every_steps=2", "mesh.fsdp=2")
+        joined = [start(folder, *settings, **shared, JAX_PROCESS_ID=str(n)) for n, folder in enumerate(folders)]
+        return [finish(process, code) for process in joined]
+
+    assert "computing the reference's log-probabilities of train pairs" in train_both(4)[0]
+    kept = (tmp_path / "checkpoints/reference.npz").read_bytes()
+    shutil.rmtree(folders[0] / "runs")
+    shutil.rmtree(folders[1] / "source")
+    assert "computing the reference" not in train_both(6)[0]
+    assert (tmp_path / "checkpoints/reference.npz").read_bytes() == kept
+    assert [record["step"] for record in metrics(folders[0])] == [5, 6]
+    (tmp_path / "checkpoints/reference.npz").unlink()
+    for said in train_both(8, code=2):  # both learn of it
+        assert "reference.npz is missing" in said
+
+
+@pytest.mark.soak
+def test_a_signal_ends_the_computation_at_once_and_it_begins_anew(tmp_path):
+    (folder,) = workspaces(tmp_path, "only", count=3000)
+    process = start(folder, "train.steps=2")
+    while "computing the reference" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    finish(process, ExitCode.STOPPED, timeout=20)
+    assert not (tmp_path / "checkpoints/reference.npz").exists()
+    assert "computing the reference's log-probabilities of train pairs" in finish(start(folder, "train.steps=2"))
+    assert [record["step"] for record in metrics(folder)] == [1, 2]
