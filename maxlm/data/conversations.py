@@ -29,6 +29,7 @@ class ConversationEncoder(NamedTuple):
     end_of_document: str
     template: ChatTemplate | None
     longest: int  # tokens that a row holds
+    opening: tuple[int, ...] = ()  # ids before plain texts; a chat template writes its own
 
     def start(self) -> "_Encode":
         """What encodes in this process."""
@@ -99,7 +100,7 @@ class _Encode:
     def _plain(self, prompt: str, response: str) -> np.ndarray:
         """Encoded apart, since a prompt stands alone when a response is generated. The end of the document counts with the response."""
         asked, answer = self._tokenizer.encode_documents([prompt, response])
-        asked = asked[:-1]
+        asked = np.concatenate([np.array(self._settings.opening, np.uint32), asked[:-1]])
         return segment(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def _chat(self, messages: list[Message], first: int, tools: Any) -> np.ndarray:

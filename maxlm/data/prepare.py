@@ -23,6 +23,7 @@ from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder, find_template
 from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.opening import opening_of
 from maxlm.data.readers import documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
@@ -49,6 +50,7 @@ class _Job:
     companions: dict[str, bytes]  # of the tokenizer
     template: ChatTemplate | None
     longest: int  # tokens that a row holds
+    opening: tuple[int, ...]  # ids before plain texts of conversations
 
 
 def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
@@ -69,7 +71,9 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     path, spoken = config.prepare.tokenizer.path, config.prepare.conversations
     companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
     template = None if spoken is None else find_template(spoken, companions)
-    settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template)}
+    templated = spoken is None or spoken.kind == "chat"
+    opening = () if path is None or templated else opening_of(path, config.prepare.tokenizer.end_of_document)
+    settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template, opening)}
     existing = _existing(store, settings)
     if existing is not None:
         if of_files != known:  # new dates with the same content, or a format without digests
@@ -78,7 +82,7 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
         return existing
     with _locked(store):
         console = Console(stderr=True, quiet=not progress)
-        job = _Job(store, config.prepare, files, console, of_files, companions, template, config.seq_len + 1)
+        job = _Job(store, config.prepare, files, console, of_files, companions, template, config.seq_len + 1, opening)
         return _existing(store, settings) or _make(job, settings)
 
 
@@ -118,12 +122,14 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
     return {**settings, **{f"data.prepare.tokenizer.{key}": value for key, value in trained.items()}}
 
 
-def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None) -> dict[str, Any]:
+def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None, opening: tuple[int, ...]) -> dict[str, Any]:
     """The same for conversations, whose length matters only where longer ones are left out; {} for texts."""
     spoken = config.prepare.conversations if config.prepare is not None else None
     if spoken is None:
         return {}
     settings = {f"data.prepare.conversations.{name}": value for name, value in spoken.model_dump(exclude={"template"}).items()}
+    if opening:
+        settings["data.prepare.conversations.opening"] = list(opening)
     if template is not None:
         settings["data.prepare.conversations.template"] = manifest.fingerprint(template)
     return {**settings, "data.seq_len": config.seq_len} if spoken.too_long == "leave_out" else settings
@@ -218,7 +224,7 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, str | None]:
     if job.config.conversations is None:
         return TextEncoder(tokenizer.text, tokenizer.end_of_document), job.config.text_field
     return (
-        ConversationEncoder(job.config.conversations, tokenizer.text, tokenizer.end_of_document, job.template, job.longest),
+        ConversationEncoder(job.config.conversations, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening),
         None,
     )
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from data_cases import every_byte
-from tokenizers import Tokenizer as Bpe
+from tokenizers import Tokenizer as Bpe, processors
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig, PromptResponseConfig
@@ -94,6 +94,33 @@ def test_all_turns_of_the_assistant_count(folder, tmp_path, template):
         tokens = open_tokenizer(store.path).ids
         assert ids[0] == tokens["<s>"] and ids.count(tokens[TURN]) == 4 and ids.count(tokens[END]) == 5
     assert ids[-1] == store.info.end_of_document_id and not one[-1] & marks.COUNTS, "the turn has an end of its own"
+
+
+@pytest.mark.parametrize(
+    ("beside", "opened"),
+    [
+        ({}, True),
+        ({"tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": False}}, False),
+        ({"store.json": {"settings": {"frame": {"opening": [301, 300]}}}}, [301, 300]),
+        ({"store.json": {"settings": {}}}, False),
+    ],
+)
+def test_plain_texts_begin_as_every_text_of_the_model(folder, tmp_path, beside, opened):
+    """With what a published tokenizer puts before a text, or a model's tokenizer folder records; each response of a pair follows it."""
+    bpe = Bpe.from_str((folder / "tokenizer.json").read_text())
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "tokenizer.json").write_text(bpe.to_str())
+    for name, content in beside.items():
+        (own / name).write_text(json.dumps(content))
+    opening = [bpe.token_to_id("<s>")] if opened is True else opened or []
+    text = bpe.encode("a word", add_special_tokens=False).ids
+    (asked,) = documents(made(own, tmp_path, [{"prompt": "a word", "response": "b"}], PLAIN, "asked"))
+    (pair,) = documents(made(own, tmp_path, [{"prompt": "a word", "chosen": "b", "rejected": "c"}], PAIRS, "pair"))
+    for one in (asked, *np.split(pair, np.flatnonzero(pair & marks.STARTS)[1:])):
+        assert (one & marks.IDS).tolist()[: len(opening) + len(text)] == opening + text
+        assert not np.any(one[: len(opening) + len(text)] & marks.COUNTS)
 
 
 def test_without_an_end_of_the_turn_the_end_of_the_document_counts(folder, tmp_path):

@@ -87,8 +87,7 @@ def test_every_objective_can_be_named_in_a_config():
 def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
     program = tiny_program(1)
-    known = {"config": program.config, "objective": program.objective, "mesh": SimpleNamespace(size=1)}
-    stand_in = SimpleNamespace(**known, metrics=Weighted.metrics)
+    stand_in = SimpleNamespace(config=program.config, mesh=SimpleNamespace(size=1), metrics=Weighted.metrics, objective=program.objective)
     run, seen = RunDirectory.create(tmp_path, "r"), []
     console = SimpleNamespace(on_step=seen.append, on_event=lambda event: None, close=lambda: None)
     observers = Observers([FileObserver(run), console])
