@@ -57,7 +57,7 @@ class _Encode:
             if isinstance(config, PromptResponseConfig):
                 parts = [self._plain(*(_text(record, name) for name in (config.prompt_field, config.response_field)))]
             elif isinstance(config, ChatConfig):
-                parts = [self._chat(_messages(record, config.messages_field, self._special), 0, record.get("tools"))]
+                parts = [self._chat(_messages(record, config.messages_field, self._special), 0, self._tools(record))]
             else:
                 parts = self._pair(config, record)
         except UserError as error:
@@ -76,13 +76,17 @@ class _Encode:
         if any(name in record and not isinstance(record[name], str) for name in (config.prompt_field, *names)):
             messages = partial(_messages, record, special=self._special)
             prompt = messages(config.prompt_field, turns=False)
-            parts = [self._chat([*prompt, *messages(name)], len(prompt), record.get("tools")) for name in names]
+            tools = self._tools(record)
+            parts = [self._chat([*prompt, *messages(name)], len(prompt), tools) for name in names]
         else:
             prompt_text = _text(record, config.prompt_field)
             parts = [self._plain(prompt_text, _text(record, name)) for name in names]
         if np.array_equal(parts[0], parts[1]):
             raise UserError(f"the fields {' and '.join(names)} are the same, so there is nothing to prefer; take the line out.")
         return parts
+
+    def _tools(self, record: dict[str, Any]) -> Any:
+        return _forging_nothing(record.get("tools"), "tools", self._special)
 
     def _plain(self, prompt: str, response: str) -> np.ndarray:
         """Encoded apart, since a prompt stands alone when a response is generated. The end of the document counts with the response."""
@@ -95,7 +99,7 @@ class _Encode:
         if self._render is None:
             raise UserError(f"the tokenizer has no chat template; set {FIELD}.template, or give plain texts.")
         rendered = self._render(messages, first, tools)
-        ids, offsets = self._tokenizer.encode_rendered(rendered.text)
+        ids, offsets = self._tokenizer.encode_rendered(_encodable(rendered.text, "the text of the chat template"))
         counts = np.zeros(len(ids) + 1, np.bool_)
         for start, stop in rendered.spans:
             counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
@@ -170,10 +174,23 @@ def _messages(record: dict[str, Any], name: str, special: re.Pattern[str], turns
         where = f"{name}[{number}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UserError(f"{where} is not a message: an object with the texts role and content.")
-        if found := special.search(_encodable(message["content"], where)):
-            raise UserError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out.")
+        _forging_nothing(message, where, special)
     if turns and all(message["role"] != "assistant" for message in value):
         raise UserError(f"the field {name} has no message of the role assistant, so nothing to learn; take the line out.")
+    return value
+
+
+def _forging_nothing(value: Any, where: str, special: re.Pattern[str]) -> Any:
+    """`value`, of JSON, if none of its texts, which a template may write anywhere, holds a special token or half a surrogate pair."""
+    waiting = [value]
+    while waiting:  # no recursion: what JSON nests has no depth of ours
+        part = waiting.pop()
+        if isinstance(part, str) and (found := special.search(_encodable(part, where))):
+            raise UserError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out.")
+        if isinstance(part, dict):
+            waiting += part.keys()
+        if isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
     return value
 
 

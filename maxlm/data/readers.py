@@ -102,7 +102,7 @@ def fields_of(content: bytes | str, origin: str) -> dict[str, Any]:
     """One JSON object. Raises UserError naming `origin` if it is none."""
     try:
         record = json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or an integer of thousands of digits
         raise UserError(f"{origin} is not JSON: {error}.") from error
     if not isinstance(record, dict):
         raise UserError(f"{origin} is a JSON {type(record).__name__}, not an object.")

@@ -37,6 +37,8 @@ class RenderingProcess:
         except (EOFError, OSError) as error:
             self.close()
             raise UserError(f"the chat template needs more than {MEMORY >> 20} MiB of memory, or ended its process.") from error
+        except RecursionError:
+            raise UserError("the conversation nests lists and objects too deeply to be sent to the chat template.") from None
         except UserError:
             self.close()
             raise

@@ -43,7 +43,11 @@ def run_task(task: Task, model: LanguageModel) -> Result:
 
 def rehearse(task: Task, model: LanguageModel) -> None:
     """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
-    run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix, model.opening))
+    try:
+        run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix, model.opening))
+    except UserError as error:
+        named = f"task {task.name}"
+        raise error if str(error).startswith(named) else UserError(f"{named}: {error}") from None
 
 
 class _Document(NamedTuple):
@@ -52,14 +56,15 @@ class _Document(NamedTuple):
 
 
 def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
-    """Figures over all tokens of all documents; a document is an item of the bootstrap."""
+    """Figures over all tokens of all documents; a document is an item of the bootstrap, unless it has no token."""
     length = model.scorer.context
     stride = config.stride or max(length // 2, 1)
     rows: list[tuple[float, int, int]] = []
     for group in _groups(_stored(task, config, model) if config.store is not None else _texts(task, config, model)):
+        group = [document for document in group if document.ids]
         scores = model.score([Request((model.prefix,), document.ids) for document in group], stride=stride)
         rows += [(-score.logprob, len(document.ids), document.bytes) for score, document in zip(scores, group, strict=True)]
-    if not sum(size for *_, size in rows):
+    if not rows:
         raise UserError(f"task {task.name}: its texts are empty.")
     values_N3 = np.array(rows, np.float64)
 

@@ -167,10 +167,13 @@ def _read(path: Path) -> Any:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no task file has: data belong into a file beside it.")
-        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # JSON may write a character beyond 16 bits as two escapes, which YAML takes for two characters.
+        return json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid YAML: {show(str(error))}.") from None
+        kind, said = "JSON" if path.suffix == ".json" else "YAML", getattr(error, "problem", None) or str(error)
+        raise UserError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid {kind}: {show(said)}.") from None
 
 
 def _problem(error: ValidationError) -> str:

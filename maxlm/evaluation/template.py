@@ -46,8 +46,10 @@ def lookup(item: Mapping[str, Any], field: str, where: str) -> Any:
 
 
 def text_of(value: Any, field: str, where: str) -> str:
-    """Text, or a number as text. Raises UserError for anything else."""
+    """Text, or a number as text. Raises UserError for anything else, and for text that UTF-8 cannot encode."""
     if isinstance(value, str):
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            raise UserError(f"{where}: the field {shorten(field)} holds half a surrogate pair, which is no text.")
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)

@@ -1,7 +1,6 @@
 """Sampling of the next token: settings, the distribution they make of logits, and a draw that no layout and no other row changes."""
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ from maxlm.config import UserError
 
 # B batch, V vocabulary
 
+_LEAST, _MOST = 1e-30, 1e30  # float32 holds them, and their products and quotients with logits
+_RANGE = f"from {_LEAST:g} to {_MOST:g}"
 _RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_new_tokens": (lambda n: n >= 1, "is no positive number: give one such as 64"),
-    "temperature": (lambda t: 0 <= t < math.inf, "is no finite number from 0 on: give one such as 0.8, or 0 for the most likely token"),
+    "temperature": (lambda t: t == 0 or _LEAST <= t <= _MOST, f"is not {_RANGE}: give one such as 0.8, or 0 for the most likely token"),
     "top_k": (lambda k: k >= 0, "is below 0: give one such as 50, or 0 for all tokens"),
-    "top_p": (lambda p: 0 < p <= 1, "is not above 0 and at most 1: give one such as 0.95, or 1 for all tokens"),
+    "top_p": (lambda p: _LEAST <= p <= 1, f"is not from {_LEAST:g} to 1: give one such as 0.95, or 1 for all tokens"),
     "min_p": (lambda p: 0 <= p <= 1, "is not from 0 to 1: give one such as 0.05, or 0 for all tokens"),
-    "repetition_penalty": (lambda r: 0 < r < math.inf, "is no finite number above 0: give one such as 1.2, or 1 for none"),
+    "repetition_penalty": (lambda r: _LEAST <= r <= _MOST, f"is not {_RANGE}: give one such as 1.2, or 1 for none"),
     "seed": (lambda seed: 0 <= seed < 2**32, "is not from 0 to 2**32 - 1: give one such as 0"),
 }
 

@@ -106,7 +106,7 @@ def read_prompts(file: Path) -> list[str]:
     Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), which also cuts at characters that JSON texts may hold
     except UnicodeDecodeError:
         raise UserError(f"--prompts {file} is not UTF-8 text: save it as such.") from None
     prompts = [_prompt(line, f"--prompts {file}, line {n}", file.suffix == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
@@ -127,6 +127,8 @@ def _prompt(line: str, where: str, is_json: bool) -> str:
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise UserError(f'{where} has no prompt: write a JSON string, or an object such as {{"prompt": "Once"}}, a line.')
+    if any("\ud800" <= char <= "\udfff" for char in prompt):
+        raise UserError(f"{where} holds half a surrogate pair, which is no text.")
     return prompt
 
 

@@ -168,6 +168,12 @@ YES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
             CHAT_KIND,
             r"messages\[0\] holds the special token <\|turn\|>",
         ),
+        ({"messages": [{"role": f"user{END}", "content": "a"}, CHAT[1]]}, CHAT_KIND, r"messages\[0\] holds the special token"),
+        ({"messages": [CHAT[0], {**CHAT[1], "thought": [{TURN: 1}]}]}, CHAT_KIND, r"messages\[1\] holds the special token"),
+        ({"messages": YES, "tools": [{"name": f"a{END}"}]}, CHAT_KIND, "tools holds the special token"),
+        ({"messages": [{"role": "\ud800", "content": "a"}, CHAT[1]]}, CHAT_KIND, r"messages\[0\] holds half a surrogate pair"),
+        ('{"messages": ' + json.dumps(YES) + ', "tools": ' + "[" * 900 + "]" * 900 + "}\n", CHAT_KIND, "too deeply"),
+        ('{"prompt": "a", "response": "b", "id": ' + "1" * 5000 + "}\n", PLAIN, "line 2 is not JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIRS, "chosen and rejected are the same"),
         ({"prompt": CHAT[:1], "chosen": "b", "rejected": "c"}, PAIRS, "the field chosen must be a list"),
         ({"prompt": "a", "response": "word " * 300}, PLAIN, r"line 2: has [\d,]+ tokens, and a row of data.seq_len holds 201.*leave_out"),
@@ -179,6 +185,12 @@ def test_bad_lines_are_named(folder, tmp_path, line, kind, said):
     with pytest.raises(UserError, match=said) as error:
         made(folder, tmp_path, [first, line], kind)
     assert "lines.jsonl, line 2" in str(error.value)
+
+
+def test_a_template_that_writes_no_text_is_one_line(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ '\\ud800' }}" + CHATML)
+    with pytest.raises(UserError, match="line 1: the text of the chat template holds half a surrogate pair"):
+        made(folder, tmp_path, [{"messages": YES}], {"kind": "chat", "template": str(tmp_path / "t.jinja")})
 
 
 def test_what_is_too_long_is_left_out_with_a_notice(folder, tmp_path, capsys):

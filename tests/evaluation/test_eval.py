@@ -138,7 +138,7 @@ WRONG = {
     "a continuation above the context": ("run", "choice.yml", ["mesh.context=1", "mesh.data=4"], {"context": 2}, "above the context of 2"),
     "a file for a folder": ("run", "choice.yml", [], {"out": "small.yml"}, "--out .*small.yml is a file"),
     "no tokenizer": ("bare", "choice.yml", [], {"context": 32}, "needs a tokenizer.json"),
-    "no room to generate": ("run", "long.yml", [], {}, "max_new_tokens = 32 leaves no room"),
+    "no room to generate": ("run", "long.yml", [], {}, "task long: max_new_tokens = 32 leaves no room"),
     "another tokenizer": ("run", "other.yml", [], {}, "has another tokenizer"),
 }
 

@@ -82,6 +82,26 @@ def test_perplexity_and_bits_per_byte_are_those_by_hand(write):
     assert result.figures["nats_per_token"].stderr == pytest.approx(np.std(nats / tokens, ddof=1))
 
 
+def test_a_text_without_a_token_changes_no_figure(write):
+    """Nor is it drawn by the bootstrap, whose ratio would have no denominator."""
+    texts = [{"text": "abc"}, {"text": "de"}]
+    one, two = (
+        run_task(write({"kind": "perplexity"}, items), GivenModel(likelihoods=lambda _, text: -(float(len(text)) ** 2)))
+        for items in (texts, [{"text": ""}, *texts, {"text": ""}])
+    )
+    assert one.figures == two.figures and one.n == two.n == 2
+    with pytest.raises(UserError, match="its texts are empty"):
+        run_task(write({"kind": "perplexity"}, [{"text": ""}]), GivenModel())
+
+
+def test_a_task_of_json_may_escape_any_character(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"kind": "exact_match", "data": "d", "prompt": "{q}", "answer": "{a}", "stop": ["🙂"]}))
+    assert Task(tmp_path / "mine.json").config.stop == ("🙂",)
+    (tmp_path / "mine.json").write_text("{")
+    with pytest.raises(UserError, match=r"mine\.json: not valid JSON"):
+        Task(tmp_path / "mine.json")
+
+
 def test_exact_match_compares_stripped_texts(write):
     items = [{"q": "1", "a": "one"}, {"q": "2", "a": "Two"}]
     task = write({"kind": "exact_match", "prompt": "{q}:", "answer": "{a}"}, items)
@@ -171,6 +191,8 @@ WRONG = {
     "a name that is a path": ({**CHOICE, "name": "../mine"}, ITEMS, "name = ../mine"),
     "data and store": ({"kind": "perplexity", "store": "x"}, ITEMS, "exactly one of data and store"),
     "no data": ({"kind": "perplexity", "data": "elsewhere.txt"}, ITEMS, "elsewhere.txt does not exist"),
+    "half a surrogate pair": ({**CHOICE}, [{"q": "\ud800", "options": ["x", "y"], "right": 0}], "field q holds half a surrogate pair"),
+    "half a pair in a choice": (CHOICE, [{"q": "a", "options": ["x", "\udc00"], "right": 0}], "field options holds half a surrogate"),
     "no items there": ({**CHOICE, "data": "elsewhere.jsonl"}, ITEMS, "elsewhere.jsonl: cannot be read"),
 }
 

@@ -59,6 +59,8 @@ def test_prompts_of_files(tmp_path):
     lines.write_text('"two\\nlines"\n{"prompt": "Once", "id": 3}\n', encoding="utf-8")
     assert text.read_prompts(plain) == ["Once", "{a}"]
     assert text.read_prompts(lines) == ["two\nlines", "Once"]
+    lines.write_text('\ufeff"a line\u2028separator"\r\n"\x7f"\n', encoding="utf-8")
+    assert text.read_prompts(lines) == ["a line\u2028separator", "\x7f"]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_prompts_of_files(tmp_path):
         ("a.jsonl", b"3\n", "line 1"),
         ("a.jsonl", json.dumps({"prompt": 3}).encode(), "line 1"),
         ("a.jsonl", b"[" * 100_000, "line 1"),
+        ("a.jsonl", b'"\\ud800"', "surrogate"),
     ],
 )
 def test_a_bad_file_of_prompts_is_one_line(tmp_path, name, content, words):
