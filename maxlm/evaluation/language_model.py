@@ -73,7 +73,7 @@ class LanguageModel:
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its
-        own, which `truncated` counts; with a `stride` it is scored in rolling windows instead.
+        own, which `truncated` counts. With a `stride` it is scored in rolling windows, and loses tokens only if what precedes it is longer.
         """
         unique, places = distinct(requests)
         made = [self._windows(request, stride, index) for index, request in enumerate(unique)]
@@ -96,7 +96,7 @@ class LanguageModel:
     def _windows(self, request: Request, stride: int | None, index: int) -> tuple[list[Window], int]:
         length = self.scorer.context
         if stride is not None:
-            return rolling_windows(*request, length, stride, index), 0
+            return rolling_windows(*request, length, stride, index), max(len(request.context) - length, 0)
         window, cut = likelihood_window(request, length, index)
         return [window], cut
 

@@ -17,7 +17,6 @@ from maxlm.evaluation.results import Figure, Result
 from maxlm.evaluation.statistics import SEED, standard_error
 from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
 
-JSONL = (".jsonl", ".json")
 TOGETHER = 2**20  # tokens of documents that are scored together
 
 
@@ -51,7 +50,7 @@ def rehearse(task: Task, model: LanguageModel) -> None:
 
 
 class _Document(NamedTuple):
-    ids: tuple[int, ...]
+    request: Request  # the document, after what precedes it
     bytes: int
 
 
@@ -61,9 +60,10 @@ def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tup
     stride = config.stride or max(length // 2, 1)
     rows: list[tuple[float, int, int]] = []
     for group in _groups(_stored(task, config, model) if config.store is not None else _texts(task, config, model)):
-        group = [document for document in group if document.ids]
-        scores = model.score([Request((model.prefix,), document.ids) for document in group], stride=stride)
-        rows += [(-score.logprob, len(document.ids), document.bytes) for score, document in zip(scores, group, strict=True)]
+        group = [document for document in group if document.request.continuation]
+        scores = model.score([document.request for document in group], stride=stride)
+        for score, document in zip(scores, group, strict=True):
+            rows.append((-score.logprob, len(document.request.continuation), document.bytes))
     if not rows:
         raise UserError(f"task {task.name}: its texts are empty.")
     values_N3 = np.array(rows, np.float64)
@@ -85,7 +85,7 @@ def _groups(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
     tokens = 0
     for document in documents:
         group.append(document)
-        tokens += len(document.ids)
+        tokens += sum(map(len, document.request))
         if tokens >= TOGETHER:
             yield group
             group, tokens = [], 0
@@ -96,16 +96,19 @@ def _groups(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
 def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
     assert config.data is not None, "checked when the task was read"
     path = task.beside(config.data)
-    if path.suffix in JSONL:
+    if task.has_items:
         for item in task.items:
-            text = template.text_of(template.lookup(item.values, config.text_field, task.where(item)), config.text_field, task.where(item))
-            yield _Document(model.encode(text), len(text.encode()))
+            where = task.where(item)
+            text = template.text_of(template.lookup(item.values, config.text_field, where), config.text_field, where)
+            prompt = None if config.prompt is None else template.render(config.prompt, item.values, where)
+            whole = Request((model.prefix,), model.encode(text)) if prompt is None else model.request(prompt, text)
+            yield _Document(whole, len(text.encode()))
         return
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
-    yield _Document(model.encode(text), len(text.encode()))
+    yield _Document(Request((model.prefix,), model.encode(text)), len(text.encode()))
 
 
 def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
@@ -120,7 +123,7 @@ def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterato
     offsets = store.read_documents(0, number + 1).astype(np.int64).tolist()
     for start, stop in pairwise(offsets):
         ids = store.read(start, stop)
-        yield _Document(tuple(ids.tolist()), len(model.tokenizer.decode(ids[:-1]).encode()))
+        yield _Document(Request((model.prefix,), tuple(ids.tolist())), len(model.tokenizer.decode(ids[:-1]).encode()))
 
 
 def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:

@@ -20,6 +20,7 @@ from maxlm.evaluation import template
 MOST_BYTES = 2**16  # of a task file
 MOST_LINE = 2**26  # bytes of an item
 FOLDER = "tasks"  # under configs/
+JSONL = (".jsonl", ".json")
 
 
 class Item(NamedTuple):
@@ -58,7 +59,11 @@ class PerplexityTask(TaskConfig):
     store: StoredPath | None = None  # instead of `data`
     split: Literal["train", "eval"] = "eval"  # of the store
     text_field: Text = "text"  # of JSONL
+    prompt: Text | None = None  # template of what precedes each text of JSONL; it is read and not scored
     stride: Positive | None = None  # tokens by which windows move on; None: half of the context
+
+    def templates(self) -> dict[str, str]:
+        return {} if self.prompt is None else {"prompt": self.prompt}
 
 
 class PromptTask(TaskConfig):
@@ -120,6 +125,13 @@ class Task:
             template.check(text, f"{path}: {field}")
         if isinstance(self.config, PerplexityTask) and (self.config.data is None) == (self.config.store is None):
             raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
+        if isinstance(self.config, PerplexityTask) and self.config.prompt is not None and not self.has_items:
+            raise UserError(f"{path}: prompt = {show(self.config.prompt)}: there are items to render it from only with data in JSONL.")
+
+    @property
+    def has_items(self) -> bool:
+        """Whether `data` is JSONL, not one text."""
+        return self.config.data is not None and Path(self.config.data).suffix in JSONL
 
     def beside(self, name: str) -> Path:
         """A file that the task names."""

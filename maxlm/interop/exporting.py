@@ -11,7 +11,6 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import save_file
 
 from maxlm.config import Config, UserError
 from maxlm.config.schema import WeightsKind
@@ -20,7 +19,7 @@ from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import TOKENIZER_FILES
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.tensor_files import INDEX
+from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.stack import Names
 from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
@@ -96,7 +95,7 @@ def _write(
         progress(written, total)
         if len(waiting) == files[number]:
             file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            save_file(waiting, folder / file, metadata={"format": "pt"})
+            write_tensors(folder / file, waiting)
             index |= dict.fromkeys(waiting, file)
             waiting, number = {}, number + 1
     if len(files) > 1:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from maxlm.config import UserError
 from maxlm.config.rules import adaptable
@@ -20,6 +19,7 @@ from maxlm.interop.exporting import Exported
 from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.layouts import Linear, Matrix
 from maxlm.interop.new_folder import new_folder
+from maxlm.interop.tensor_files import write_tensors
 from maxlm.models.adapters import leaf
 from maxlm.training.saved_run import SavedRun, open_run
 
@@ -47,7 +47,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_tensors(made / "adapter_model.safetensors", tensors)
         (made / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 

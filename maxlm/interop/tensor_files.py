@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, read by name and by slice. Nothing else is opened: a pickle can run code, so none is ever read."""
+"""Tensors of safetensors files, read by name and by slice, and written. Nothing else is opened: a pickle can run code."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
@@ -23,6 +24,14 @@ _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 class TensorFiles(Mapping[str, tuple[int, ...]]):

@@ -102,6 +102,23 @@ def test_a_task_of_json_may_escape_any_character(tmp_path):
         Task(tmp_path / "mine.json")
 
 
+def test_perplexity_of_responses_counts_no_token_of_their_prompts(write):
+    model = GivenModel(lambda context, text: -len(text) / 2 if context == "ask me:" else -9.0)
+    result = run_task(write({"kind": "perplexity", "prompt": "ask {who}:"}, [{"who": "me", "text": " yes"}]), model)
+    assert model.asked == [Request(tuple(map(ord, "ask me:")), tuple(map(ord, " yes")))]
+    assert {name: figure.value for name, figure in result.figures.items()} == pytest.approx(
+        {"perplexity": np.exp(0.5), "nats_per_token": 0.5, "bits_per_byte": 0.5 / np.log(2)}
+    )
+
+
+def test_what_is_cut_off_a_prompt_of_rolling_windows_is_counted():
+    model = GivenModel()
+    cuts = {length: model._windows(Request((1,) * length, (2, 3)), 4, 0) for length in (7, 8, 11)}
+    assert [cut for _, cut in cuts.values()] == [0, 0, 3]
+    for length, (windows, cut) in cuts.items():
+        assert windows[0].tokens[:-1].count(1) == length - cut
+
+
 def test_exact_match_compares_stripped_texts(write):
     items = [{"q": "1", "a": "one"}, {"q": "2", "a": "Two"}]
     task = write({"kind": "exact_match", "prompt": "{q}:", "answer": "{a}"}, items)
@@ -190,6 +207,9 @@ WRONG = {
     "no items": (CHOICE, [], "holds no item"),
     "a name that is a path": ({**CHOICE, "name": "../mine"}, ITEMS, "name = ../mine"),
     "data and store": ({"kind": "perplexity", "store": "x"}, ITEMS, "exactly one of data and store"),
+    "a prompt of one text": ({"kind": "perplexity", "data": "a.txt", "prompt": "{q}"}, ITEMS, "prompt = {q}: .* only with data in JSONL"),
+    "a prompt of a store": ({"kind": "perplexity", "data": None, "store": "x", "prompt": "{q}"}, ITEMS, "only with data in JSONL"),
+    "a prompt that runs": ({"kind": "perplexity", "prompt": "{q!r}"}, ITEMS, "prompt = .*are not allowed"),
     "no data": ({"kind": "perplexity", "data": "elsewhere.txt"}, ITEMS, "elsewhere.txt does not exist"),
     "half a surrogate pair": ({**CHOICE}, [{"q": "\ud800", "options": ["x", "y"], "right": 0}], "field q holds half a surrogate pair"),
     "half a pair in a choice": (CHOICE, [{"q": "a", "options": ["x", "\udc00"], "right": 0}], "field options holds half a surrogate"),

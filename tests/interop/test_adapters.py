@@ -74,6 +74,9 @@ def test_it_is_the_difference_of_the_exports(runs, tmp_path):
             assert (len(a), b.shape[1]) == (rank, rank)
             found = found + alpha / rank * ((b @ a).T if config["fan_in_fan_out"] else b @ a)
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
+    for folder in ("merged", "adapter"):
+        modes = {path.name: path.stat().st_mode for path in (tmp_path / folder).iterdir()}
+        assert len(set(modes.values())) == 1, f"whoever may read one file may read all: {modes}"
 
 
 def test_what_peft_cannot_say_is_refused(tmp_path):
