@@ -111,10 +111,13 @@ def test_the_mesh_changes_no_id(name, mesh):
 
 
 def test_caches_grow_and_all_lengths_agree():
-    long = run("gpt2", [PROMPTS[1]], Sampler(max_new_tokens=90, temperature=0))
-    assert len(long[0]) == 90 or True
+    def first(n):
+        return generate(*case("gpt2"), [PROMPTS[1]], Sampler(max_new_tokens=n, temperature=0), VOCAB + 1)[0]
+
+    long = first(90)
+    assert len(long) == 90, "beyond the 64 slots of the smallest caches"
     for n in (1, 12, 50):
-        assert run("gpt2", [PROMPTS[1]], Sampler(max_new_tokens=n, temperature=0))[0] == long[0][:n]
+        assert first(n) == long[:n]
 
 
 def test_a_stop_ends_a_continuation_after_its_token():
