@@ -1,0 +1,34 @@
+"""Special tokens around the texts of a model, as it was trained with them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.data import manifest
+
+FRAME = "frame"  # in `settings` of the manifest in the tokenizer folder of a model, and of no token store
+
+
+class TextFrame(NamedTuple):
+    """Ids around texts. Token stores have none but the end of a document, and so has a run that was trained on them from the beginning."""
+
+    opening: tuple[int, ...] = ()  # before every text
+    prefix: int | None = None  # before a text that nothing precedes; None: the end of a document
+    ends: tuple[int, ...] = ()  # further ones that end a text, such as the end of a turn
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "TextFrame":
+        """As recorded in `settings` of a manifest."""
+        values = settings.get(FRAME, {})
+        return cls(tuple(values.get("opening", ())), values.get("prefix"), tuple(values.get("ends", ())))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"opening": list(self.opening), "prefix": self.prefix, "ends": list(self.ends)}
+
+
+def started_frame(source: Path | None, own: Path) -> TextFrame:
+    """The frame of a run with the tokenizer folder `own`, that starts from the model with the tokenizer in `source`: the model's, or as
+    recorded where that is gone; of a run that starts from none, the frame of token stores.
+    """
+    info = None if source is None else manifest.load(str(source)) or manifest.load(str(own))
+    return TextFrame() if info is None else TextFrame.of(info.settings)
