@@ -62,7 +62,8 @@ class MaxLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of `string`, after those that open every text of the model, unless the harness asks for none or they are written."""
-        return list(self.model.encode(string) if add_special_tokens is False or not string else self.model.encode_prompt(string))
+        nothing = not string and not self.model.tokenizer.frame.opening
+        return list(self.model.encode(string) if add_special_tokens is False or nothing else self.model.encode_prompt(string))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Raises UserError for any."""

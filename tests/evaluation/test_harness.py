@@ -70,7 +70,7 @@ def test_special_tokens_in_prompts_are_those_of_the_harness(models):
     """Written ones are ids, and one that opens every text is not there twice."""
     ours, theirs = models
     end = theirs.tokenizer.eos_token
-    for text in ("document 3:", f"a{end}b", f"{end}a", f"{end}{end}a"):
+    for text in ("", "document 3:", f"a{end}b", f"{end}a", f"{end}{end}a"):
         assert ours.tok_encode(text) == theirs.tok_encode(text), text
         assert ours.tok_encode(text, add_special_tokens=False) == theirs.tok_encode(text, add_special_tokens=False), text
     requests = [(f"a{end}document", " zz9"), (f"{end}a", " zz9")]

@@ -54,6 +54,19 @@ def test_a_text_ends_before_the_first_stop(monkeypatch, stop, wanted):
     assert continued(monkeypatch, "onetwothreefour!", *stop) == wanted
 
 
+def test_a_prompt_is_given_to_the_model_as_its_texts_begin(monkeypatch):
+    class Opening(PairTokenizer):
+        def encode_prompt(self, words):
+            return [7, *super().encode_prompt(words)]
+
+    given = []
+    monkeypatch.setattr(
+        text, "generate", lambda model, params, state, prompts, *_, **options: given.extend(prompts) or [[] for _ in prompts]
+    )
+    text.continue_texts(None, {}, {}, Opening(), ["", "ab"], Sampler())
+    assert given == [[7], [7, 97098]]
+
+
 def test_prompts_of_files(tmp_path):
     plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_text("Once\n\n{a}\n", encoding="utf-8")
