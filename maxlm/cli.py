@@ -312,7 +312,8 @@ def export(
             typer.echo(f"{out}: adapters of {adapters.architecture}, {adapters.parameters:,} parameters")
             return
         exported = export_model(run_dir, out, dtype, shard_size, step, progress, of)
-    typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {exported.files} files of {dtype}")
+    files = "1 file" if exported.files == 1 else f"{exported.files} files"
+    typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {files} of {dtype}")
 
 
 @app.command(name="eval")

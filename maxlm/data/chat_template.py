@@ -71,8 +71,10 @@ class Renderer:
         self._tokens = template.tokens
         try:
             self._template = environment.from_string(template.source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"does not compile: {_line(error)}") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # of jinja2, or of Python, to which it translates the template
+            raise TemplateError(f"does not compile: {one_line(error)}") from error
 
     def render(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Rendered:
         """The text of `messages`, and where in it the assistant's turns lie, from message number `first` on.
@@ -112,7 +114,7 @@ class Renderer:
             raise
         except Exception as error:
             hint = "; set data.prepare.conversations.date to a day as 2026-01-31" if "strftime_now" in str(error) else ""
-            raise TemplateError(f"fails: {_line(error)}{hint}") from error
+            raise TemplateError(f"fails: {one_line(error)}{hint}") from error
         return _unmarked("".join(parts))
 
 
@@ -141,5 +143,6 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of its text, or its name if it has none."""
     return (str(error) or type(error).__name__).splitlines()[0][:300]

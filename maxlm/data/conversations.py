@@ -1,6 +1,8 @@
 """Lines of JSON with prompts, conversations or preference pairs -> ids with marks."""
 
+import json
 import re
+from datetime import date as Date
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,23 +36,27 @@ class ConversationEncoder(NamedTuple):
 
 
 class _Encode:
-    """Documents, each a line of JSON -> ids with marks. None for one that is too long and may be left out."""
+    """Documents, each a line of JSON -> ids with marks, None for one that is too long and may be left out; and the bytes that choose the
+    split, which do not depend on how the line is written: the ids, or of a pair the prompt, since several pairs may share one.
+    """
 
     def __init__(self, settings: ConversationEncoder) -> None:
         self._settings = settings
         self._tokenizer = Tokenizer(settings.text, settings.end_of_document, "the tokenizer")
         self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.special, key=len, reverse=True))))
-        self._special_ids = np.array(sorted(self._tokenizer.ids[token] for token in self._tokenizer.special))
+        ids = self._tokenizer.ids  # a new dict of the whole vocabulary with every access
+        self._special_ids = np.array(sorted(ids[token] for token in self._tokenizer.special))
         self._render = None if settings.template is None else RenderingProcess(settings.template)
 
-    def __call__(self, documents: list[Document]) -> list[np.ndarray | None]:
-        return [self._document(document) for document in documents]
+    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray | None], list[bytes]]:
+        found = [self._document(document) for document in documents]
+        return [ids for ids, _ in found], [content for _, content in found]
 
     def close(self) -> None:
         if self._render is not None:
             self._render.close()
 
-    def _document(self, document: Document) -> np.ndarray | None:
+    def _document(self, document: Document) -> tuple[np.ndarray | None, bytes]:
         config = self._settings.config
         record = fields_of(document.text, document.origin)
         try:
@@ -63,10 +69,12 @@ class _Encode:
         except UserError as error:
             raise UserError(f"{document.origin}: {error}") from error
         marked = np.concatenate(parts)
+        prompt = record[config.prompt_field] if isinstance(config, PreferencesConfig) else None
+        content = marked.tobytes() if prompt is None else json.dumps(prompt, sort_keys=True).encode()
         if len(marked) <= self._settings.longest:
-            return marked
+            return marked, content
         if config.too_long == "leave_out":
-            return None
+            return None, content
         rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._settings.longest:,} with the last target"
         fix = f"raise data.seq_len to {len(marked) - 1}, shorten it, or set {FIELD}.too_long=leave_out"
         raise UserError(f"{document.origin}: {rule}; {fix}.")
@@ -129,9 +137,17 @@ def find_template(config: ConversationsConfig, beside: dict[str, bytes]) -> Chat
     tokens: dict[str, Any] = {}
     for values in settings.values():
         tokens |= {name: _token(value) for name, value in values.items() if name.endswith("_token") and _token(value) is not None}
-    if config.date is not None and not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", config.date):
+    if config.date is not None and not _is_day(config.date):
         raise ConfigError(f"{FIELD}.date", config.date, "is no day", "write it as 2026-01-31")
     return ChatTemplate(source, tokens, config.date)
+
+
+def _is_day(text: str) -> bool:
+    """True for a day of the calendar in the one form that all templates are given."""
+    try:
+        return Date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _template_text(config: ChatConfig | PreferencesConfig, beside: dict[str, bytes], stated: Any) -> str | None:

@@ -32,9 +32,9 @@ class Encoded(NamedTuple):
 
 
 class Encode(Protocol):
-    """Documents -> ids."""
+    """Documents -> ids of each, None for one that is left out, and the bytes by whose hash `is_held_out` chooses its split."""
 
-    def __call__(self, documents: list[Document]) -> Sequence[np.ndarray | None]: ...
+    def __call__(self, documents: list[Document]) -> tuple[Sequence[np.ndarray | None], Sequence[bytes]]: ...
     def close(self) -> None: ...
 
 
@@ -57,15 +57,16 @@ class TextEncoder(NamedTuple):
 class _EncodeText(NamedTuple):
     tokenizer: Tokenizer
 
-    def __call__(self, documents: list[Document]) -> list[np.ndarray]:
-        return self.tokenizer.encode_documents([document.text for document in documents])
+    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray], list[bytes]]:
+        texts = [document.text for document in documents]
+        return self.tokenizer.encode_documents(texts), [text.encode() for text in texts]
 
     def close(self) -> None: ...
 
 
-def is_held_out(text: str, fraction: float) -> bool:
-    """True if a document belongs to the eval split, by a hash of its text: copies never end up in both splits."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """True if a document belongs to the eval split, by a hash of its content: copies never end up in both splits."""
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return number < fraction * 2**64
 
 
@@ -120,7 +121,8 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def _encode(batch: list[Document], eval_fraction: float) -> _Result:
-    return _worker_encode[0](batch), [is_held_out(document.text, eval_fraction) for document in batch]
+    ids, contents = _worker_encode[0](batch)
+    return ids, [is_held_out(content, eval_fraction) for content in contents]
 
 
 def _joined(batch: list[Document], result: _Result) -> Encoded:

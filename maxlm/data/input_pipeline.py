@@ -50,14 +50,16 @@ class Pipeline:
         split: Split = "train",
         make_batch: MakeBatch | None = None,
         content: Content = "text",
+        field: str | None = None,
     ) -> None:
         """Open the stores of `config` and check that they match each other and the model.
 
-        `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction. Stores of a
-        mixture without held-out documents are left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
+        `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction; `field`: the
+        setting that names the store, for errors, None for data.store or data.mixture. Stores of a mixture without held-out documents are
+        left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
         or of another tokenizer than the others; or the model's vocabulary is too small.
         """
-        opened = _opened(config, split, vocab_size, content)
+        opened = _opened(config, split, vocab_size, content, field)
         self.global_batch = global_batch
         self._make_batch = make_batch or (
             lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
@@ -234,28 +236,29 @@ class Pipeline:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 
 
-def _opened(config: DataConfig, split: Split, vocab_size: int, content: Content) -> dict[TokenStore, float]:
+def _opened(config: DataConfig, split: Split, vocab_size: int, content: Content, field: str | None) -> dict[TokenStore, float]:
     """The stores that have documents of this split, with their weights. Raises UserError if there is none, or not enough to train."""
     weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
     assert weights, "config/rules.py requires a store or a mixture"
     context = read_context(config.read_threads)
     stores = {TokenStore(path, split, context=context): weight for path, weight in weights.items()}
     for store in stores:
-        _check(store, next(iter(stores)), vocab_size, content)
+        _check(store, next(iter(stores)), vocab_size, content, field or ("data.store" if config.store else "data.mixture"))
     used = {store: weight for store, weight in stores.items() if store.n_tokens > 1}
     if not used or (split == "train" and len(used) < len(stores)):
         empty = next(store for store in stores if store.n_tokens <= 1)
-        fix = "raise data.prepare.eval_fraction, or set train.eval_batches to 0" if split == "eval" else "give it more text"
+        off = f"remove {field}" if field else "set train.eval_batches to 0"
+        fix = f"raise data.prepare.eval_fraction, or {off}" if split == "eval" else "give it more text"
         raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
     return used
 
 
-def _check(store: TokenStore, first: TokenStore, vocab_size: int, content: Content) -> None:
-    """Refuse a store that does not match the objective, the model or the first store."""
+def _check(store: TokenStore, first: TokenStore, vocab_size: int, content: Content, field: str) -> None:
+    """Refuse a store, named by the setting `field`, that does not match the objective, the model or the first store."""
     if store.info.content != content:
         kind = {"text": "next_token (or no objective)", "conversations": "sft", "preferences": "dpo"}[store.info.content]
         rule = f"holds {store.info.content}, and the objective reads {content}"
-        raise ConfigError("data.store", store.path, rule, f"use objective.kind {kind}, or another store (data.prepare.conversations)")
+        raise ConfigError(field, store.path, rule, f"use objective.kind {kind}, or another store (data.prepare.conversations)")
     if store.info.tokenizer_hash != first.info.tokenizer_hash:
         rule = f"has another tokenizer than {first.path} ({store.info.tokenizer_hash[:12]}, not {first.info.tokenizer_hash[:12]})"
         fix = "prepare both with the same data.prepare.tokenizer.path"

@@ -245,7 +245,7 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
     for number, file in enumerate(files):
         share = left // (len(files) - number)  # bytes that small files do not use go to later files
         for document in read_documents(file, config.text_field):
-            if is_held_out(document.text, config.eval_fraction):
+            if is_held_out(document.text.encode(), config.eval_fraction):
                 continue
             piece = document.text.encode()[:share]
             yield piece.decode(errors="ignore")

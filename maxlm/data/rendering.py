@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.data.chat_template import ChatTemplate, Message, Rendered, Renderer, TemplateError
+from maxlm.data.chat_template import ChatTemplate, Message, Rendered, Renderer, TemplateError, one_line
 from maxlm.data.workers import end_with_parent, workers_without_signals
 
 SECONDS = 10.0  # for one conversation
@@ -91,4 +91,6 @@ def _serve(template: ChatTemplate, connection: Connection) -> None:
                 answer = str(error)
             except MemoryError:
                 answer = f"needs more than {MEMORY >> 20} MiB of memory"
+            except Exception as error:  # a process that ends is reported as one short of memory
+                answer = f"fails: {one_line(error)}"
             connection.send(answer)

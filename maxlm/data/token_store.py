@@ -113,7 +113,7 @@ class _FlatArray:
     """One array of a split. Opening compares it with store.json without reading it."""
 
     def __init__(self, store: TokenStore, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ts.Context) -> None:
-        self._store, self._dtype, self._length, self._layout = store, dtype, length, layout
+        self._store, self._name, self._dtype, self._length, self._layout = store, name, dtype, length, layout
         self._folder = f"{store.path}/{store.split}/{name}"
         self._array = array = storage.open_array(self._folder, context=context)
         if array.dtype.numpy_dtype != dtype or array.shape != (length,):
@@ -160,7 +160,8 @@ class _FlatArray:
                 for shard in range(start // self._layout.shard, self._layout.shards(stop)):
                     self._verify(shard)
             views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
-            doing = f"read its {self._store.split} tokens ({REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged)"
+            fix = f"{REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged" if self._name == "tokens" else REMAKE
+            doing = f"read its {self._store.split} {self._name} ({fix})"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
                 return read(views)
         except DamagedStoreError as error:
@@ -175,7 +176,7 @@ class _FlatArray:
         samples = storage.shard_samples(self._folder, shard, self._layout.size_of(shard, self._length, self._dtype.itemsize))
         if np.count_nonzero(samples != self._samples[shard]) > storage.SAMPLES // 2:
             problem = f"{self._folder}/c/{shard} is damaged or another shard's"
-            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} tokens: {problem}; {REMAKE}.")
+            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} {self._name}: {problem}; {REMAKE}.")
         self._verified.add(shard)
 
     def _read_samples(self) -> np.ndarray | None:

@@ -109,7 +109,7 @@ def decode(shape: Shape, weights: Weights, rows: Rows, state: State, until: Int[
         known_B1 = jnp.minimum(last_B1, weights.model.config.vocab_size - 1)  # an end that is no token of the model is not looked up
         return _draw(shape, rows, *_advance(weights, rows, known_B1, state.slot - 1, state))
 
-    return jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state)
+    return _whole(jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state))
 
 
 @partial(jax.jit, static_argnums=(1,))
@@ -121,7 +121,7 @@ def grow(state: State, length: int) -> State:
         return None if leaf is None else jnp.pad(leaf, [(0, more if i == dim else 0) for i in range(leaf.ndim)])
 
     caches = tuple(cache._replace(k_BGTK=pad(cache.k_BGTK, 2), v_BGTV=pad(cache.v_BGTV, 2)) for cache in state.caches)
-    return state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches)
+    return _whole(state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches))
 
 
 def _advance(
@@ -153,4 +153,9 @@ def _draw(shape: Shape, rows: Rows, state: State, last_BV: Float[Array, "B V"]) 
     seen_BV = None if state.seen_BV is None else state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True)
     tokens_BT = jax.lax.dynamic_update_slice_in_dim(state.tokens_BT, token_B[:, None], state.slot, axis=1)
     done_B = state.done_B | (token_B == rows.end)
-    return State(state.slot + 1, constrain(tokens_BT, None, None), constrain(done_B, None), seen_BV, state.caches)
+    return _whole(State(state.slot + 1, tokens_BT, done_B, seen_BV, state.caches))
+
+
+def _whole(state: State) -> State:
+    """The state with what the host reads on every device: of an array that is split over processes, each could read its part alone."""
+    return state._replace(tokens_BT=constrain(state.tokens_BT, None, None), done_B=constrain(state.done_B, None))

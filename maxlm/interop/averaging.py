@@ -34,7 +34,8 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     """Average the `last` checkpoints of `run`, or those of `steps`, into the new folder `out`, under the newest one's step.
 
     All parameters are averaged with equal weights, in float64; biases of experts' routers, which go with them, as well. The host holds one
-    copy of the mean, and one array of a checkpoint. Raises UserError if checkpoints are missing or damaged; then nothing is left.
+    copy of the mean, and of one array its sum and that of a checkpoint. Raises UserError if checkpoints are missing or damaged; then
+    nothing is left.
     """
     saved = open_run(run)
     saved.check_kind(kind)
@@ -49,6 +50,7 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
         _write_model(made / MODEL, config, f"the mean of {run.resolve().name}'s checkpoints {', '.join(map(str, chosen))}")
         if (run / TOKENIZER).is_dir():
             shutil.copytree(run / TOKENIZER, made / TOKENIZER)
+        open_run(made)  # what nothing could open is not left behind
     return Averaged(chosen, count_parameters(config.model))
 
 
@@ -83,14 +85,15 @@ def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) 
             total += np.asarray(leaf({"params": restored.params, "model_state": restored.model_state}[entry], name))
             done += 4 * shape.size
             progress(done, size)
-        put(state[entry], name, jax.device_put((total / len(steps)).astype(np.float32), here))
+        total /= len(steps)
+        put(state[entry], name, jax.device_put(total.astype(np.float32), here))
     return state
 
 
 def _config(config: Config) -> Config:
     """The run's config, without what made its own checkpoints."""
     train = config.train.model_copy(update={"start_from": None})
-    return config.model_copy(update={"train": train, "ema": None, "checkpoint": CheckpointConfig()})
+    return config.model_copy(update={"train": train, "objective": None, "ema": None, "checkpoint": CheckpointConfig()})
 
 
 def _write_model(path: Path, config: Config, source: str) -> None:

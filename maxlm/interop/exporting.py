@@ -17,7 +17,7 @@ from maxlm.config.schema import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
-from maxlm.interop.importing import TOKENIZER_FILES
+from maxlm.interop.importing import MODEL, TOKENIZER_FILES
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
@@ -95,7 +95,7 @@ def _write(
         progress(written, total)
         if len(waiting) == files[number]:
             file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            write_tensors(folder / file, waiting)
+            write_tensors(waiting, folder / file)
             index |= dict.fromkeys(waiting, file)
             waiting, number = {}, number + 1
     if len(files) > 1:
@@ -106,7 +106,7 @@ def _write(
         known = {name: their_config[name] for name in ("bos_token_id", "eos_token_id") if their_config.get(name) is not None}
         (folder / GENERATION).write_text(json.dumps(known), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"architectures": [family.architecture], **their_config}, indent=2), encoding="utf-8")
-    (folder / "README.md").write_text(_card(run, config, family, count, at), encoding="utf-8")
+    (folder / "README.md").write_text(_card(saved, family, count, at), encoding="utf-8")
     return Exported(family.architecture, count, len(files))
 
 
@@ -139,23 +139,38 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
-def _card(run: Path, config: Config, family: Family, count: int, step: int) -> str:
-    """The model card: facts of the run."""
+def _card(saved: SavedRun, family: Family, count: int, step: int) -> str:
+    """The model card: facts of the run, or of a model that was imported or averaged where it is from."""
+    rows = {"architecture": family.architecture, "parameters": f"{count:,}"}
+    model = saved.directory / MODEL
+    if model.is_file():
+        said = model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+    else:
+        said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {saved.directory.name}\n{said}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def _training(config: Config, step: int) -> dict[str, str]:
+    """Facts of a run for its card."""
     rows = {
-        "architecture": family.architecture,
-        "parameters": f"{count:,}",
         "checkpoint": f"step {step:,}",
         "sequence length": f"{config.data.seq_len:,} tokens",
         "batch": f"{config.train.global_batch:,} sequences an update",
         "optimizer": f"{config.optimizer.name}, peak learning rate {config.optimizer.peak_lr:g}, {config.optimizer.schedule}",
         "seed": str(config.train.seed),
     }
+    if config.train.start_from is not None:
+        rows["started from"] = Path(config.train.start_from.path).name
+    if config.objective is not None:
+        rows["objective"] = config.objective.kind
+    if config.model.lora is not None:
+        rows["adapters"] = f"LoRA of rank {config.model.lora.rank}, merged into these weights"
     if config.model.moe is not None and config.model.moe.router.capacity is not None:
         rows["routing"] = (
             f"trained with a capacity of {config.model.moe.router.capacity:g} even shares an expert; this model drops no token"
         )
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {run.name}\nTrained with maxlm.\n\n| | |\n|---|---|\n{table}\n"
+    return rows
 
 
 def _bytes(size: str) -> int:

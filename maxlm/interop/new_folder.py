@@ -1,10 +1,14 @@
 """A folder that is there complete or not at all."""
 
+import fcntl
+import glob
+import logging
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -14,18 +18,22 @@ from maxlm.config.errors import UserError
 from maxlm.interop.hosts import Agree, alone, on_all
 
 SHARED_SECONDS = 10.0  # that a network file system may take to show a new folder
+REMOVAL_SECONDS = 5.0  # until threads that still write into it, as those of a checkpoint do, have ended
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
 def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
     """Yield a folder beside `out`, which becomes `out` if the block succeeds and is removed if it does not.
 
-    Process 0 makes and renames it. Raises UserError in all processes if `out` is there and not empty, before or after, if it cannot be
-    written, or if one of them does not see what process 0 has made.
+    Process 0 makes and renames it, and removes what an earlier command for `out` has left that was killed. Raises UserError in all
+    processes if `out` is there and not empty, before or after, if it cannot be written, or if one of them does not see what process 0 has
+    made.
     """
     out = Path.cwd() / out if out.name else out.resolve()
     first = jax.process_index() == 0
-    mine = on_all(agree, lambda: _make(out) if first else None, lambda made: {"--out": str(out)})
+    held = ExitStack()
+    mine = on_all(agree, lambda: _make(out, held) if first else None, lambda made: {"--out": str(out)})
     made = out.parent / "".join(map(chr, from_process_0([ord(letter) for letter in mine.name] if mine else [])))
     try:
         on_all(agree, lambda: _wait_for(made, out))
@@ -38,19 +46,47 @@ def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
         raise
     finally:
         if mine is not None:
-            shutil.rmtree(mine, ignore_errors=True)
+            _wait_until(lambda: _removed(mine), REMOVAL_SECONDS)
+        held.close()
 
 
-def _make(out: Path) -> Path:
+def _make(out: Path, held: ExitStack) -> Path:
+    """A new folder beside `out`, locked until `held` closes or this process ends, so that another one knows whether it is in use."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        with _locked(out.parent, wait=True):  # nobody takes a folder that is not locked yet for one that was left
+            for left in out.parent.glob(f".{glob.escape(out.name)}-{'[a-z0-9_]' * 8}"):
+                with _locked(left) as free:
+                    if free:
+                        _log.warning("%s is removed: a command that was killed has left it", left)
+                        shutil.rmtree(left, ignore_errors=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+            held.enter_context(_locked(made))
         made.chmod(0o755)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made: {error.strerror}.") from error
     return made
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Lock a folder; False if another process has, or the file system has no locks for folders."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        free = False
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            free = True
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def _removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def _wait_for(made: Path, out: Path) -> None:
@@ -58,9 +94,9 @@ def _wait_for(made: Path, out: Path) -> None:
         raise UserError(f"--out {out}: this host does not see what process 0 writes there; name a folder that all hosts share.")
 
 
-def _wait_until(there: Callable[[], bool]) -> bool:
-    """Whether it is, within `SHARED_SECONDS`."""
-    until = time.monotonic() + SHARED_SECONDS
+def _wait_until(there: Callable[[], bool], seconds: float = SHARED_SECONDS) -> bool:
+    """Whether it is, within so many seconds."""
+    until = time.monotonic() + seconds
     while not (known := there()) and time.monotonic() < until:
         time.sleep(0.05)
     return known

@@ -17,7 +17,7 @@ from maxlm.config.schema import LoraConfig, WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
 from maxlm.interop.hf_export_config import family_of
-from maxlm.interop.layouts import Linear, Matrix
+from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import write_tensors
 from maxlm.models.adapters import leaf
@@ -47,7 +47,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        write_tensors(made / "adapter_model.safetensors", tensors)
+        write_tensors(tensors, made / "adapter_model.safetensors")
         (made / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
@@ -82,7 +82,7 @@ def _adapter(
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": any(not isinstance(target.rule.layout, Linear) for _, target, _ in pairs),
+        "fan_in_fan_out": any(not isinstance(_matrix(target), Linear) for _, target, _ in pairs),
         "target_modules": modules,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
@@ -90,11 +90,19 @@ def _adapter(
     }
 
 
+def _matrix(target: weights.Target) -> Matrix:
+    layout = target.rule.layout
+    inner = layout.layout if isinstance(layout, Reordered) else layout
+    assert isinstance(inner, Matrix), "adapted tensors are matrices"
+    return inner
+
+
 def _pair(adapter: dict[str, Any], target: weights.Target, index: tuple[int | slice, ...]) -> Pair:
     """A and B of one layer. Outputs are in the order of their tensor, inputs as ours."""
     a, b = np.asarray(adapter["a"])[index], np.asarray(adapter["b"])[index]
-    layout = target.rule.layout
-    assert isinstance(layout, Matrix), "adapted tensors are matrices"
+    layout = _matrix(target)
+    if isinstance(target.rule.layout, Reordered):
+        b = b[..., np.argsort(target.rule.layout.order)]
     written = replace(layout, inputs=1).write(b)
     return a.reshape(-1, a.shape[-1]).T, written if isinstance(layout, Linear) else written.T
 

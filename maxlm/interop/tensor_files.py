@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +26,6 @@ _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
-
-
-def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
 
 
 class TensorFiles(Mapping[str, tuple[int, ...]]):
@@ -134,6 +128,21 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             with _told(file):
                 self._open[file] = safe_open(file, framework="numpy")
         return self._open[file]
+
+
+def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600. Raises OSError,
+    such as that of a full disk, which the library hides in an error of its own.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+    file.chmod(mode)
 
 
 def some(names: list[str]) -> str:

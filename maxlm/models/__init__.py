@@ -1,6 +1,6 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.counts import count_active_parameters, count_parameters, counts, step_flops, token_flops
+from maxlm.models.counts import count_active_parameters, count_parameters, count_trained, counts, step_flops, token_flops
 from maxlm.models.decoder import Caches, Decoder, DecoderOutput, balance_experts
 from maxlm.models.layers import BlockContext, Cache
 from maxlm.models.parameters import (
@@ -32,6 +32,7 @@ __all__ = [
     "cast_matrices",
     "count_active_parameters",
     "count_parameters",
+    "count_trained",
     "counts",
     "init_model_state",
     "init_parameters",

@@ -19,8 +19,7 @@ def token_flops(config: ModelConfig, seq_len: int, *, masked: bool = True) -> fl
     if config.lora is None:
         return flops(masked=masked)
     of_weights = 2 * flops(masked=False) - abstract_decoder(config.merged).flops_per_token(2 * seq_len, masked=False)  # pairs grow with it
-    adapters = sum(math.prod(variable.shape) for _, variable in declarations(config) if "rank" in variable.axes)
-    return flops(masked=masked) - of_weights / 3 + 6 * adapters
+    return flops(masked=masked) - of_weights / 3 + 6 * count_trained(config)
 
 
 def step_flops(config: Config) -> float:
@@ -29,9 +28,10 @@ def step_flops(config: Config) -> float:
 
 
 def counts(config: Config) -> dict[str, int]:
-    """Parameters, those active for one token, tokens of an update (padding included), FLOPs of a training token."""
+    """Parameters, those of adapters, those active for one token, tokens of an update (padding included), FLOPs of a training token."""
     return {
         "parameters": count_parameters(config.model),
+        **({"trained_parameters": count_trained(config.model)} if config.model.lora else {}),
         "active_parameters": count_active_parameters(config.model),
         "tokens_per_update": config.tokens_per_step,
         "flops_per_token": round(token_flops(config.model, config.data.seq_len)),
@@ -53,6 +53,13 @@ def count_parameters(config: ModelConfig) -> int:
     if config.mtp_depth > mtp_depth:
         total += (config.mtp_depth - mtp_depth) * (_count(_with_depth(config, dense, mtp_depth + 1)) - least)
     return total
+
+
+def count_trained(config: ModelConfig) -> int:
+    """Parameters that training changes: with adapters theirs alone. A router's balancing biases are counted."""
+    if config.lora is None:
+        return count_parameters(config)
+    return sum(math.prod(variable.shape) for _, variable in declarations(config) if "rank" in variable.axes)
 
 
 def count_active_parameters(config: ModelConfig) -> int:

@@ -115,6 +115,11 @@ class Objective(ABC):
             total, sums = self.head(model, output, batch, summed)
         return total + output.aux_loss, sums
 
+    @property
+    def untrained_loss(self) -> float:
+        """Loss of a model that has learned nothing: ln(vocabulary), in nats a token."""
+        return float(np.log(self.config.model.vocab_size))
+
     def inputs(self, batch: Any, *, training: bool = True) -> Any:
         """The batch that the model reads. Where the mesh splits the sequence, it is in the order that attention wants: positions travel
         along with tokens, and a sum over tokens needs no order.

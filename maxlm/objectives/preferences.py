@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import DpoConfig
-from maxlm.data.batch import batch_of_segments
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.linear import unembedding_loss, unembedding_scores
-from maxlm.objectives.objective import ArraySpec, NextToken, Sums
+from maxlm.objectives.objective import ArraySpec, Sums
+from maxlm.objectives.packed_rows import FILLING, PackedRows
 from maxlm.telemetry.metric import Metric
 
 # B batch, S sequence, P pairs of a row at most, G segments of a row at most: 2 P, and 0 for padding
@@ -33,10 +33,10 @@ class PairBatch(NamedTuple):
     random_BS: Any = None
 
 
-class Preferences(NextToken):
-    """-log sigmoid(beta ((log p_c - log r_c) - (log p_r - log r_r))), a mean over the pairs of the global batch: p of the model, r of the
-    frozen reference, c the chosen and r the rejected response. With `label_smoothing` e, 1 - e times this and e times that of the pair the
-    other way round (conservative DPO).
+class Preferences(PackedRows):
+    """-log sigmoid(beta ((log p_c - log r_c) - (log p_r - log r_r))), a mean over the pairs of the global batch (with `diloco`, of each
+    worker's rows): p of the model, r of the frozen reference, c the chosen and r the rejected response. With `label_smoothing` e, 1 - e
+    times this and e times that of the pair the other way round (conservative DPO).
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -45,6 +45,7 @@ class Preferences(NextToken):
         Metric("accuracy", "Pairs with the larger reward for the chosen response", "share of pairs", console="accuracy {percent}"),
         Metric("chosen_reward", "Reward of the chosen response", "nats a pair"),
         Metric("rejected_reward", "Reward of the rejected response", "nats a pair"),
+        *FILLING,
     )
 
     def batch_spec(self) -> Any:
@@ -52,8 +53,13 @@ class Preferences(NextToken):
         return PairBatch._make([*arrays, ArraySpec(arrays[0].shape, jnp.float32, arrays[0].axes), None])
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
-        *arrays, _ = batch_of_segments(window_BT, length_B)
+        *arrays, _ = super().make_batch(window_BT, length_B, sample_B, end_of_document)
         return PairBatch._make([*arrays, np.zeros(arrays[0].shape, np.float32), None])
+
+    @property
+    def untrained_loss(self) -> float:
+        """Loss of the reference itself: ln 2, in nats a pair, whatever `label_smoothing` is."""
+        return float(np.log(2))
 
     def denominator(self, batch: Any) -> Float[Array, ""]:
         """Pairs."""
@@ -87,12 +93,12 @@ class Preferences(NextToken):
 
 
 class LogProbabilities(Preferences):
-    """The only figure is the log-probability of the response of every segment, [B, G]: to be computed of the reference."""
+    """The figures, to be computed of the reference: the log-probability of every segment's response, [B, G]; pairs in every row, [B]."""
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
         nll_BS = unembedding_scores(model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options).nll_BS
-        return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch)})
+        return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch), "pairs": _pairs(batch)})
 
 
 def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B G"]:
@@ -103,13 +109,17 @@ def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B
 
 
 def with_reference(batch: PairBatch, pairs: list[np.ndarray], reference: Float[np.ndarray, "N 2"]) -> PairBatch:
-    """The host batch with the reference's log-probabilities. `pairs`: numbers of the pairs in each row; `reference`: (chosen, rejected)."""
+    """The host batch with the reference's log-probabilities. `pairs`: numbers of the pairs in each row; `reference`: (chosen, rejected).
+    A row with a pair whose reference is not known (NaN) becomes padding.
+    """
     values_BS = np.zeros(batch.tokens_BS.shape, np.float32)
+    known_B1 = np.array([not np.isnan(reference[numbers]).any() for numbers in pairs])[:, None]
     for row, numbers in enumerate(pairs):
         first = np.flatnonzero((batch.positions_BS[row] == 0) & (batch.segment_ids_BS[row] > 0))
-        if len(first):  # a row that touches a damaged chunk is all padding
+        if len(first) and known_B1[row]:  # a row that touches a damaged chunk is all padding
             values_BS[row, first] = reference[numbers].ravel()
-    return batch._replace(reference_BS=values_BS)
+    *arrays, _, random = batch
+    return PairBatch._make([*(array if known_B1.all() else array * known_B1.astype(array.dtype) for array in arrays), values_BS, random])
 
 
 def _pairs(batch: PairBatch) -> Array:

@@ -2,28 +2,24 @@
 
 from typing import ClassVar
 
-import numpy as np
-
-from maxlm.data.batch import Batch, batch_of_segments
 from maxlm.objectives.further_tokens import FurtherTokens
-from maxlm.objectives.objective import NextToken
+from maxlm.objectives.packed_rows import FILLING, PackedRows
 from maxlm.telemetry.metric import Metric
 
 
-class Supervised(NextToken):
-    """`NextToken` on packed conversations: the loss is a mean over the tokens of responses in the global batch."""
+class Supervised(PackedRows):
+    """`NextToken` on packed conversations: the loss is a mean over the tokens of responses in the global batch; with `diloco`, in the rows
+    of each worker.
+    """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loss", "Loss", "nats a token of a response"),
         Metric("z", "Squared logsumexp of the logits", "mean a token of a response"),
+        *FILLING,
     )
 
-    def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
-        return batch_of_segments(window_BT, length_B)
 
-
-class SupervisedFurther(FurtherTokens):
+class SupervisedFurther(PackedRows, FurtherTokens):
     """The same with multi-token prediction; a token further ahead counts if it and all before it, back to the input, do."""
 
-    def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
-        return batch_of_segments(window_BT, length_B)
+    metrics = (*Supervised.metrics, FurtherTokens.metrics[-1])

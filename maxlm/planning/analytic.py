@@ -252,7 +252,8 @@ class Analytic:
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
         """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
         shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
-        state = 4 * sum((1 + leaf.moments) * numbers for leaf, numbers in shares)
+        copies = 1 if self.config.ema is None else 2
+        state = 4 * sum((copies + leaf.moments) * numbers for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:

@@ -1,160 +1,131 @@
-"""The frozen reference of DPO: its log-probabilities of all pairs, computed once before training and kept in the run directory."""
+"""The frozen reference of DPO: its log-probabilities of all pairs, computed before the first update, and read whenever the run goes on."""
 
-import hashlib
-import io
-import json
-import zipfile
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import manifest
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ConfigError
 from maxlm.data.input_pipeline import Pipeline
-from maxlm.data.manifest import fingerprint
 from maxlm.objectives import LogProbabilities, with_reference
+from maxlm.runtime import reference_file
 from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.host_allgather import allgather
-from maxlm.telemetry.atomic import replacing
+from maxlm.runtime.reference_file import Pairs, Reference
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.training.program import Program
-from maxlm.training.saved_run import CONFIG, open_run
 from maxlm.training.session import Start
 
-FILE = "reference.npz"
-FIELD = "train.start_from"
 IN_FLIGHT = 2  # batches dispatched before the first of them is read
-_FIX = "bring it back, or begin anew under another run.name"
-Tables = dict[str, np.ndarray]  # split -> [pairs, 2] float32: log-probabilities of the chosen and of the rejected response
+SAY_SECONDS = 30.0  # between two lines that say how far it is
+Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 def attach_reference(
-    config: Config, program: Program, start: Start, pipelines: dict[str, Pipeline], directory: RunDirectory, phases: Phases
+    config: Config, program: Program, start: Start, pipelines: dict[str, Pipeline], folder: ocp.path.Path, phases: Phases
 ) -> None:
-    """Make every batch of the pipelines, by name, carry the reference's log-probabilities: those in the run directory, or those of `start`.
+    """Make every batch of the pipelines, by name, carry the reference's log-probabilities.
 
-    Raises UserError: they are missing or damaged though training has begun, or belong to another source or other data.
+    While no checkpoint was restored they are those of `start`, and always computed: whatever lies in `folder`, the checkpoints' own, may be
+    of other weights. Afterwards they are those in `folder`. Process 0 alone reads and writes it, and all learn of its failure.
+
+    Raises UserError: the file cannot be written, or is missing or damaged though training has begun, or is of another source or other data.
     """
-    begun, tables, problem = start.restored is not None, None, None
-    identity = {"source": _source(config), "data": {name: pipeline.fingerprint for name, pipeline in pipelines.items()}}
-    try:
-        tables = _read(directory.path / FILE, identity, pipelines, begun=begun) if directory.primary else None
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
-    if not int(allgather(np.array([tables is not None], np.int32))[0, 0]):
-        with phases("computing the reference's log-probabilities of all pairs"):
-            tables = {name: _computed(program, start, pipeline) for name, pipeline in pipelines.items()}
-        if directory.primary:
-            _write(directory.path / FILE, identity, tables, config.run.dir)
-    elif jax.process_count() > 1:
-        empty = {name: np.zeros((pipeline.n_documents, 2), np.float32) for name, pipeline in pipelines.items()}
-        tables = {name: allgather((tables or empty)[name])[0] for name in pipelines}
-    assert tables is not None, "read or computed above"
+    needed = {name: (_batches(config, name, pipeline), pipeline.fingerprint) for name, pipeline in pipelines.items()}
+    if start.restored is None:
+        sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases) for name, pipeline in pipelines.items()}
+        _in_process_0(partial(_keep, config, folder, sets))
+    else:
+        kept = _in_process_0(partial(_kept, config, folder, needed))
+        sets = {name: _shared(pipeline, kept and kept.sets[name]) for name, pipeline in pipelines.items()}
     for name, pipeline in pipelines.items():
-        pipeline.annotate = partial(with_reference, reference=tables[name])
+        if damaged := sets[name].damaged:
+            reason = f"{damaged:,} of {pipeline.n_documents:,} {name} pairs could not be read when this run began (data.skip_bad_chunks)"
+            _log.warning("%s: they have no reference, and stay omitted", reason)
+            phases.say(f"{reason}: they stay omitted")
+        pipeline.annotate = partial(with_reference, reference=sets[name].table)
 
 
-def _computed(program: Program, start: Start, pipeline: Pipeline) -> np.ndarray:
-    """(chosen, rejected) log-probabilities of every pair under the parameters of `start`, [pairs, 2] float32, in every process."""
+def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
+    """Batches of the pipeline in order whose pairs are read: all to train on, and of held-out ones as many as an evaluation reads."""
+    every = pipeline.in_order().n_batches
+    return every if name == "train" else min(config.train.eval_batches, every)
+
+
+def _computed(program: Program, start: Start, name: str, pipeline: Pipeline, batches: int, phases: Phases) -> Pairs:
+    """What the parameters of `start` say of the first `batches`, the same in every process."""
     evaluate = replace(program, objective=LogProbabilities(program.config)).evaluate
     rows, table = pipeline.in_order(), np.full((pipeline.n_documents, 2), np.nan, np.float32)
     waiting: list[tuple[int, Any]] = []
+    damaged, said = 0, time.monotonic()
+    doing = f"computing the reference's log-probabilities of {name} pairs"
+    source = rows.batches(0, program.batch_sharding, batches)
+    try:
+        with phases(doing), jax.set_mesh(program.mesh):
+            for step in range(batches):
+                waiting.append((step, evaluate(start.state.params, start.state.model_state, source.get()).added))
+                if len(waiting) > IN_FLIGHT:
+                    damaged += _fill(table, rows, *waiting.pop(0))
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    phases.say(f"{doing}: {step + 1:,} of {batches:,} batches")
+            damaged += sum(_fill(table, rows, *one) for one in waiting)
+    finally:
+        source.close()
+    for problem in pipeline.take_problems():  # of `rows`, which shares the list: not of a batch that was trained on
+        _log.warning("%s", problem["reason"])
+    return Pairs(table, batches, pipeline.fingerprint, damaged)
 
-    def read(step: int, found: Any) -> None:
-        for numbers, values_G in zip(rows.documents(step), np.asarray(found), strict=True):
-            table[numbers] = values_G[1 : 2 * len(numbers) + 1].reshape(-1, 2)
 
-    with jax.set_mesh(program.mesh):
-        for step in range(rows.n_batches):
-            batch = rows.device_batch(step, program.batch_sharding)
-            waiting.append((step, evaluate(start.state.params, start.state.model_state, batch).added["log_probabilities"]))
-            if len(waiting) > IN_FLIGHT:
-                read(*waiting.pop(0))
-    for one in waiting:
-        read(*one)
-    if not np.isfinite(table).all():
-        raise UserError(f"{FIELD}: the reference's log-probabilities are not finite; its parameters, or precision.compute, are no good.")
-    return table
+def _fill(table: np.ndarray, rows: Pipeline, step: int, found: Any) -> int:
+    """Write the figures of a batch to the table. Returns how many of its pairs were damaged."""
+    damaged = 0
+    for numbers, pairs, values_G in zip(rows.documents(step), *jax.device_get((found["pairs"], found["log_probabilities"])), strict=True):
+        if pairs == 0:  # the row touches a damaged chunk, or fills up the last batch
+            damaged += len(numbers)
+            continue
+        table[numbers] = values_G[1 : 2 * len(numbers) + 1].reshape(-1, 2)
+        if not np.isfinite(table[numbers]).all():
+            wrong = "the reference's log-probabilities are not finite; its parameters, or precision.compute, are no good"
+            raise UserError(f"train.start_from: {wrong}.")
+    return damaged
 
 
-def _source(config: Config) -> dict[str, Any]:
-    """The reference: path, step and digest of its parameters; without the last two if it is not there any more."""
+def _keep(config: Config, folder: ocp.path.Path, sets: dict[str, Pairs]) -> None:
     source = config.train.start_from
     assert source is not None, "config/rules.py requires it"
-    named: dict[str, Any] = {"path": str(Path(source.path).resolve()), "step": source.step}
-    if not (Path(source.path) / CONFIG).is_file():
-        return named
-    checkpoints = open_run(Path(source.path)).checkpoints
-    step = source.step if source.step is not None else checkpoints.latest()
-    if step is None:
-        return named
-    leaves = manifest.read(checkpoints.directory / str(step)).leaves
-    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith("params")}
-    assert digests, "a checkpoint holds parameters"
-    return {**named, "step": step, "parameters": fingerprint(digests)}
+    reference_file.write(folder, Reference(reference_file.source_now(source, source.step), sets), config)
 
 
-def _read(path: Path, identity: dict[str, Any], pipelines: dict[str, Pipeline], *, begun: bool) -> Tables | None:
-    """The tables in the file, or None where there is no training yet that they must fit."""
-    content = path.read_bytes() if path.is_file() else None
-    if content is None and not begun:
-        return None
-    if content is None:
-        raise UserError(f"{path} is missing: it holds the reference's log-probabilities, which changed weights cannot give; {_FIX}.")
+def _kept(config: Config, folder: ocp.path.Path, needed: dict[str, tuple[int, str]]) -> Reference:
+    kept = reference_file.read(folder)
+    reference_file.check(kept, config, needed)
+    return kept
+
+
+def _shared(pipeline: Pipeline, pairs: Pairs | None) -> Pairs:
+    """The pairs of process 0 in all processes."""
+    if jax.process_count() == 1:
+        assert pairs is not None, "this is process 0"
+        return pairs
+    own = pairs or Pairs(np.zeros((pipeline.n_documents, 2), np.float32), 0, pipeline.fingerprint, 0)
+    numbers = allgather(np.array([own.batches, own.damaged], np.int32))[0]
+    return Pairs(allgather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))
+
+
+def _in_process_0(do: Callable[[], Result]) -> Result | None:
+    """`do()`, in process 0 alone; None in the others. Its UserError is raised in all of them."""
+    result, problem = None, None
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            tables = {name: arrays[name] for name in arrays.files if name != "about"}
-            about = json.loads(arrays["about"].tobytes())
-        if about["digest"] != _digest(tables):
-            raise ValueError("its digest differs")
-    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        if not begun:
-            return None
-        raise UserError(f"{path} is damaged ({error}): it holds the reference's log-probabilities; {_FIX}.") from error
-    problem = _mismatch(about, identity, tables, pipelines)
-    if problem is None:
-        return tables
-    if not begun:
-        return None
-    raise problem
-
-
-def _mismatch(about: dict[str, Any], identity: dict[str, Any], tables: Tables, pipelines: dict[str, Pipeline]) -> UserError | None:
-    """Why the tables do not belong to this run, if so."""
-    source, ours = about["source"], identity["source"]
-    if source["path"] != ours["path"] and "parameters" not in ours:
-        return ConfigError(f"{FIELD}.path", ours["path"], f"is not the reference of this run, {source['path']}", "name that one")
-    if "parameters" in ours and source.get("parameters") != ours["parameters"]:
-        rule = f"holds other parameters than the reference of this run, step {source['step']} of {source['path']}"
-        return ConfigError(f"{FIELD}.path", ours["path"], rule, "name that one, or begin anew under another run.name")
-    known = about["data"]
-    if other := next((name for name, digest in identity["data"].items() if known.get(name, digest) != digest), None):
-        rule = f"are other {other} pairs than those of {FILE} in this run"
-        return ConfigError(
-            "data.store", identity["data"][other][:12], rule, "train on the same store, or begin anew under another run.name"
-        )
-    missing = next((name for name, pipeline in pipelines.items() if name not in tables or len(tables[name]) != pipeline.n_documents), None)
-    if missing is not None:
-        rule = f"{FILE} of this run has no {missing} pairs"
-        return UserError(f"train.eval_batches: {rule}, so their loss is not known; set it to 0, as when the run began.")
-    return None
-
-
-def _write(path: Path, identity: dict[str, Any], tables: Tables, folder: str) -> None:
-    about = json.dumps({**identity, "digest": _digest(tables)}).encode()
-    try:
-        with replacing(path) as file:
-            np.savez(file, about=np.frombuffer(about, np.uint8), **tables)  # type: ignore[arg-type]
-    except OSError as error:
-        raise unwritable(error, "run.dir", folder) from error
-
-
-def _digest(tables: Tables) -> str:
-    return fingerprint({name: [list(table.shape), hashlib.sha256(table.tobytes()).hexdigest()] for name, table in tables.items()})
+        result = do() if jax.process_index() == 0 else None
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
+    return result

@@ -23,7 +23,7 @@ from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
-from maxlm.models import count_parameters
+from maxlm.models import count_parameters, count_trained
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
@@ -141,7 +141,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
-        attach_reference(config, program, start, opened.pipelines, directory, phases)
+        attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
@@ -231,7 +231,7 @@ def open_data(config: Config) -> OpenedData:
     )
     data, named = create(config.data), {}
     for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
-        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval")
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval", field=f"data.eval.{name}")
         if named[name].tokenizer_hash != data.tokenizer_hash:
             fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
             raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
@@ -243,6 +243,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
+    values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}
 
@@ -288,6 +289,7 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
     first = jax.devices()[0]
     return {
         "parameters": count_parameters(config.model),
+        "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": first.device_kind,
         "processes": jax.process_count(),

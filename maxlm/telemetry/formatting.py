@@ -109,6 +109,9 @@ def _run_facts(data: Mapping[str, Any]) -> str:
     text += f" on {devices} x {kind}" if devices and kind else ""
     figures = (("parameters", data.get("parameters")), ("tokens", data.get("total_tokens")))
     known = [f"{count(value)} {unit}" for unit, value in figures if is_number(value)]
+    parameters, trained = data.get("parameters"), data.get("trained_parameters")
+    if is_number(parameters) and is_number(trained) and trained != parameters:
+        known.insert(1, f"{count(trained)} of them trained")
     text += f": {', '.join(known)}" if known else ""
     return text + (f", in {data['folder']}" if data.get("folder") else "")
 

@@ -35,6 +35,7 @@ class RunDirectory:
     primary: bool
 
     config = _Entry("config.yml")
+    model = _Entry("model.yml")  # only of a model that was imported or averaged, and not trained here
     metrics = _Entry("metrics.jsonl")
     routing = _Entry("routing.jsonl")
     events = _Entry("events.jsonl")

@@ -23,7 +23,6 @@ from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
 
 FLOAT32, INT32 = 4, 4  # bytes
-ARRAYS = 5  # of a batch, each of int32 or float32
 THREADS = 2**15  # of one process: Linux refuses more with its default settings
 
 _log = logging.getLogger(__name__)

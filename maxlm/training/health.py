@@ -21,16 +21,19 @@ LEAST_NORM_SPREAD = 0.3  # of the natural logarithm; with JUMP_SPREADS a jump is
 
 class Health:
     """Call `update` after every update. A run is unhealthy, and stops, after `SKIPS_IN_A_ROW` updates that were not finite, or `BAD_STEPS`
-    without a gradient or at a bad loss: far above where the run began (it diverged), or back at ln(vocabulary) (it lost what it learned).
+    without a gradient or at a bad loss: far above where the run began (it diverged), or back at that of an untrained model (it lost what it
+    learned). A run that starts from a trained model begins at the median of its first `SMOOTHED` losses.
 
     `levels` is saved with each checkpoint, so that the lowest loss is known after a restart.
     """
 
-    def __init__(self, vocab_size: int, levels: Mapping[str, float] | None = None) -> None:
-        """`levels`: those of the checkpoint that training continues, if it is on the same data."""
+    def __init__(self, untrained: float, levels: Mapping[str, float] | None = None, *, trained: bool = False) -> None:
+        """`untrained`: loss of a model that has learned nothing; `levels`: those of the checkpoint that training continues, if it is on the
+        same data; `trained`: the run starts from a trained model.
+        """
         known = levels or {}
-        self._untrained = math.log(vocab_size)
-        self._first: float | None = known.get("first")  # loss of the first update of the run, in nats a token
+        self._untrained, self._trained = untrained, trained
+        self._first: float | None = known.get("first")  # loss with which the run began
         self._best: float = known.get("best", math.inf)  # lowest smoothed loss
         self._recent: deque[float] = deque(maxlen=SMOOTHED)
         self._loss_alarm = JumpAlarm("loss_jump", "loss", LEAST_LOSS_SPREAD)
@@ -74,25 +77,30 @@ class Health:
                 self.fail(f"{SKIPS_IN_A_ROW} updates in a row were not finite; {self._wrong}")
             return []
         self._skips_in_a_row = 0
-        self._first = loss if self._first is None else self._first
+        if self._first is None and not self._trained:
+            self._first = loss
         self._wrong = self._judge(step, loss, grad_norm)
         self._bad_in_a_row = self._bad_in_a_row + 1 if self._wrong else 0
         if self._bad_in_a_row >= BAD_STEPS:
             self.fail(f"{BAD_STEPS} bad updates in a row; {self._wrong}; lower optimizer.peak_lr, or look at the data of these steps")
         self._recent.append(loss)
         if len(self._recent) == SMOOTHED:
-            self._best = min(self._best, statistics.median(self._recent))
+            level = statistics.median(self._recent)
+            self._best = min(self._best, level)
+            self._first = level if self._first is None else self._first
         return self._loss_alarm.update(step, loss) + self._norm_alarm.update(step, max(grad_norm, 1e-30))
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> str:
         """Fault of this update, or ""."""
-        assert self._first is not None, "set by the caller"
         if grad_norm == 0:
             return f"the gradient of step {step} is zero, at a loss of {loss:.4g}: nothing is learned"
-        began = max(self._untrained, self._first)
+        first = self._untrained if self._first is None else self._first
+        began = first if self._trained else max(self._untrained, first)
         if loss > began + DIVERGED:
-            return f"the loss of step {step}, {loss:.4g}, is more than {DIVERGED:g} nat above that of an untrained model, {began:.4g}"
+            what = "with which the run began" if self._trained else "of an untrained model"
+            return f"the loss of step {step}, {loss:.4g}, is more than {DIVERGED:g} nat above that {what}, {began:.4g}"
         learned = self._untrained - self._best
         if learned >= LEARNED and loss > self._best + LOST * learned:
-            return f"the loss of step {step}, {loss:.4g}, is back at ln(vocabulary) = {self._untrained:.4g} after it was {self._best:.4g}"
+            untrained = f"that of an untrained model, {self._untrained:.4g}"
+            return f"the loss of step {step}, {loss:.4g}, is back at {untrained}, after it was {self._best:.4g}"
         return ""

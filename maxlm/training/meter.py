@@ -46,7 +46,7 @@ class Meter:
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
         self._start = start
         self._declared = program.metrics
-        self.health = Health(config.model.vocab_size, levels)
+        self.health = Health(program.objective.untrained_loss, levels, trained=config.train.start_from is not None)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
         """Update number `step` was dispatched; the one before is read now, while it runs.

@@ -28,7 +28,7 @@ from maxlm.models import (
 )
 from maxlm.models.adapters import frozen
 from maxlm.training.program import Program
-from maxlm.training.saved_run import CONFIG, open_run
+from maxlm.training.saved_run import CONFIG, SavedRun, open_run
 from maxlm.training.step import TrainState
 
 FIELD = "train.start_from.path"
@@ -45,10 +45,7 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
     model that differs otherwise, or a token that has another id in `tokenizer`, the data's, or if there is no such checkpoint.
     """
-    folder = Path(source.path)
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
-    saved, model = open_run(folder), program.config.model.merged
+    saved, model = _opened(source), program.config.model.merged
     saved.check_kind(source.weights)
     other = saved.config.model
     if differing := differences(other, model):
@@ -129,10 +126,8 @@ def fingerprint(source: StartFromConfig) -> str:
 
     Raises UserError if there is no such checkpoint here.
     """
-    folder = Path(source.path)
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
-    checkpoints = open_run(folder).checkpoints
+    saved = _opened(source)
+    checkpoints = saved.checkpoints
     steps = [step for step in checkpoints.steps() if source.step in (None, step)]
     if not steps:
         asked = "" if source.step is None else f" {source.step}"
@@ -141,4 +136,10 @@ def fingerprint(source: StartFromConfig) -> str:
         written = manifest.read(checkpoints.directory / str(steps[-1])).to_text()
     except DamagedError as error:
         written = str(error)  # which one is read instead is agreed on later
-    return hashlib.sha256(((folder / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]
+    return hashlib.sha256(((saved.directory / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]
+
+
+def _opened(source: StartFromConfig) -> SavedRun:
+    if not (Path(source.path) / CONFIG).is_file():
+        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
+    return open_run(Path(source.path))

@@ -9,15 +9,16 @@ import pytest
 from data_cases import every_byte
 from tokenizers import Tokenizer as Bpe
 
-from maxlm.config.errors import UserError
-from maxlm.config.schema import DataConfig
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.schema import DataConfig, PromptResponseConfig
 from maxlm.data import marks, rendering
 from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
+from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.inspect import describe
 from maxlm.data.prepare import prepare
 from maxlm.data.rendering import RenderingProcess
 from maxlm.data.token_store import TokenStore
-from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer, train_tokenizer
+from maxlm.data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer, train_tokenizer
 
 END, TURN = "<|end|>", "<|turn|>"
 CHATML = (
@@ -48,11 +49,11 @@ def folder(tmp_path_factory):
     return made
 
 
-def made(folder, tmp_path, lines, conversations, name="store", **settings):
+def made(folder, tmp_path, lines, conversations, name="store", eval_fraction=0.0, **settings):
     """The train split of a store of these lines."""
     (tmp_path / "lines.jsonl").write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     tokenizer = {"path": str(folder / "tokenizer.json"), "end_of_document": END}
-    part = {"sources": [str(tmp_path / "lines.jsonl")], "eval_fraction": 0.0, "workers": 1, "tokenizer": tokenizer}
+    part = {"sources": [str(tmp_path / "lines.jsonl")], "eval_fraction": eval_fraction, "workers": 1, "tokenizer": tokenizer}
     section = {"store": str(tmp_path / name), "seq_len": 200, "prepare": {**part, "conversations": conversations}}
     prepare(DataConfig(**{**section, **settings}), progress=False)
     return TokenStore(str(tmp_path / name))
@@ -218,6 +219,7 @@ HOSTILE = {
     "{{ messages[7].content }}": "fails",
     "{% if %}": "does not compile",
     "{{ strftime_now('%Y') }}": "data.prepare.conversations.date",
+    "{% for m in messages %}" * 25 + "{% endfor %}" * 25: "does not compile: too many statically nested blocks",
 }
 
 
@@ -241,6 +243,37 @@ def test_a_template_whose_turns_cannot_be_found_is_refused():
 
 def test_the_day_is_that_of_the_settings():
     assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(CHAT[:1]).text == "31 Jan 2026"
+
+
+def test_the_vocabulary_is_built_once(folder, monkeypatch):
+    """And not for every special token, of which a published tokenizer has hundreds."""
+    built, ids = [], Tokenizer.ids.fget
+    monkeypatch.setattr(Tokenizer, "ids", property(lambda self: built.append(1) or ids(self)))
+    ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200).start()
+    assert len(built) == 1
+
+
+def test_copies_and_pairs_of_one_prompt_are_in_one_split(folder, tmp_path):
+    """A line may have other fields, or the same in another order; of 60 copies all are held out, or none."""
+    said = [{"role": "user", "content": "say"}]
+    pairs = [{"id": n, "prompt": said, "chosen": YES[1:], "rejected": [{"role": "assistant", "content": f"{n}"}]} for n in range(60)]
+    chats = [{"id": n, "messages": [dict(reversed(m.items())) if n % 2 else m for m in YES]} for n in range(60)]
+    plain = [{"id": n, "prompt": "say", "response": "yes"} for n in range(60)]
+    for kind, lines in (("preferences", pairs), ("chat", chats), ("prompt_response", plain)):
+        store = made(folder, tmp_path, lines, {"kind": kind}, kind, eval_fraction=0.5)
+        assert min(split.documents for split in store.info.splits.values()) <= 1, "each split has one at least"
+
+
+@pytest.mark.parametrize("day", ["2026-02-31", "20260131", "2026-1-31", "2026-01-31\n"])
+def test_what_is_no_day_is_refused(folder, tmp_path, day):
+    with pytest.raises(ConfigError, match=r"conversations\.date = .* is no day"):
+        made(folder, tmp_path, [{"messages": YES}], {"kind": "chat", "date": day})
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_unforeseen_failure_of_the_process_is_not_called_one_of_memory():
+    with pytest.raises(UserError, match=r"the chat template fails: day"):
+        RenderingProcess(ChatTemplate("", {}, "2026-02-31"))(YES)
 
 
 def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):

@@ -4,14 +4,17 @@ import time
 
 import numpy as np
 import pytest
-from data_cases import config_of
+from data_cases import config_of, random_documents, write_store
 from marked_store import conversations, write_marked
+from tiny import tiny_config
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ConfigError, UserError
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.packing import pack
+from maxlm.data.storage import DamagedStoreError
+from maxlm.runtime.run import open_data
 
 
 def test_rows_hold_whole_documents_and_are_full():
@@ -97,6 +100,30 @@ def test_segments_positions_and_weights_are_those_of_the_documents():
 def test_another_objective_is_refused(store, content, said):
     with pytest.raises(UserError, match=said):
         Pipeline(config_of(store[0]), global_batch=4, seed=0, vocab_size=100, content=content)
+
+
+def test_errors_name_the_setting_of_the_store(store, tmp_path):
+    """A further held-out set that holds text, or holds nothing out."""
+    text, sections = write_store(tmp_path / "t", random_documents(9)), {"objective": {"kind": "sft"}, "train": {"eval_batches": 1}}
+    for own, said in (
+        (text, r"data.eval.wiki = .*holds text"),
+        (write_marked(tmp_path / "e", conversations(9)), "or remove data.eval.wiki"),
+    ):
+        with pytest.raises(UserError, match=said):
+            open_data(tiny_config(**sections, model={"vocab_size": 100}, data={"store": store[0], "eval": {"wiki": own}}))
+    with pytest.raises(ConfigError, match=r"data.mixture = .*t\b.*holds text"):
+        pipeline(None, mixture=[{"store": path, "weight": 1.0} for path in (store[0], text)])
+
+
+def test_damaged_offsets_are_not_said_to_be_left_out(store, tmp_path):
+    """data.skip_bad_chunks is for tokens; without offsets no conversation is found."""
+    shard = tmp_path / "s/train/documents/c/0"
+    content = bytearray(shard.read_bytes())
+    content[10:14] = b"\xff" * 4
+    shard.write_bytes(content)
+    with pytest.raises(DamagedStoreError, match="train documents") as error:
+        pipeline(store[0], skip_bad_chunks={"at_most": 2})
+    assert "skip_bad_chunks" not in str(error.value)
 
 
 def test_a_row_that_is_too_short_is_refused(store):

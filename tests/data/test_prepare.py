@@ -247,7 +247,7 @@ def test_training_text_is_bounded_shared_between_files_and_never_held_out(tmp_pa
     sizes = {name: sum(len(text.encode()) for text in texts if text[0] == name) for name in "abc"}
     assert 8000 < sum(sizes.values()) <= 9000 and sizes["a"] < 3000 < sizes["b"] and sizes["c"] > 3000
     whole = [text for text in texts if not any(text != other and other.startswith(text) for other in texts)]
-    assert not any(encoding.is_held_out(text, 0.25) for text in whole[:-3])
+    assert not any(encoding.is_held_out(text.encode(), 0.25) for text in whole[:-3])
 
 
 def test_a_dead_worker_is_one_line(source, tmp_path, monkeypatch):
@@ -261,5 +261,5 @@ def _die(texts: list[str], fraction: float) -> None:
 
 
 def test_held_out_by_hash_is_near_the_fraction():
-    held = np.mean([encoding.is_held_out(f"document {number}", 0.1) for number in range(5000)])
+    held = np.mean([encoding.is_held_out(f"document {number}".encode(), 0.1) for number in range(5000)])
     assert 0.08 < held < 0.12

@@ -9,6 +9,7 @@ import pytest
 
 from maxlm.config import UserError
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.inference import decoding
 from maxlm.inference.generate import Sampler, bucket, generate
 from maxlm.models import bind, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.parallel import build_mesh
@@ -97,7 +98,17 @@ def test_order_and_repeats():
     ],
     ids=str,
 )
-def test_the_mesh_changes_no_id(name, mesh):
+def test_the_mesh_changes_no_id(name, mesh, monkeypatch):
+    """And what the host reads is whole on every device: another process could not read it otherwise."""
+    whole_on_devices = []
+    for program in ("prefill", "decode", "grow"):
+
+        def recorded(*arguments, run=getattr(decoding, program)):
+            state = run(*arguments)
+            whole_on_devices.extend(array.is_fully_replicated for array in (state.tokens_BT, state.done_B, state.slot))
+            return state
+
+        monkeypatch.setattr(decoding, program, recorded)
     wanted = run(name, sampler=DRAWN)
     config, params, state = case(name)
     whole = Config(model=config, data={"store": "unused", "seq_len": 32}, train={"steps": 1, "global_batch": 8}, mesh={"fsdp": 1, **mesh})
@@ -108,16 +119,14 @@ def test_the_mesh_changes_no_id(name, mesh):
             for tree, specs in ((params, parameter_specs), (state, model_state_specs))
         ]
         assert generate(config, *split, PROMPTS, DRAWN, END) == wanted
+    assert whole_on_devices and all(whole_on_devices)
 
 
 def test_caches_grow_and_all_lengths_agree():
-    def first(n):
-        return generate(*case("gpt2"), [PROMPTS[1]], Sampler(max_new_tokens=n, temperature=0), VOCAB + 1)[0]
-
-    long = first(90)
-    assert len(long) == 90, "beyond the 64 slots of the smallest caches"
+    long = run("gpt2", [PROMPTS[1]], Sampler(max_new_tokens=90, temperature=0))
+    assert len(long[0]) == 90
     for n in (1, 12, 50):
-        assert first(n) == long[:n]
+        assert run("gpt2", [PROMPTS[1]], Sampler(max_new_tokens=n, temperature=0))[0] == long[0][:n]
 
 
 def test_a_stop_ends_a_continuation_after_its_token():

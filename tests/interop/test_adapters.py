@@ -22,6 +22,7 @@ MOE = {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_shared": 1, "n_dense": 1, "rou
 MODELS = {  # model, adapted matrices, modules that have an adapter, of which some with another rank
     "llama": ({}, None, 14, 0),
     "gpt2, queries and values in one tensor": (GPT2 | {"learned_positions": {"max_seq_len": 64}}, ["query", "value", "down"], 4, 2),
+    "stablelm, a share of each head turned": ({"rope": {"share": 0.5}, "norm": "layernorm", "n_kv_heads": 8}, None, 14, 0),
     "deepseek, rotary pairs": (LATENT | {"moe": MOE}, ["query", "out", "query_down", "kv_down", "kv"], 10, 0),
 }
 
@@ -74,6 +75,8 @@ def test_it_is_the_difference_of_the_exports(runs, tmp_path):
             assert (len(a), b.shape[1]) == (rank, rank)
             found = found + alpha / rank * ((b @ a).T if config["fan_in_fan_out"] else b @ a)
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "| started from | x |" in card and "LoRA of rank 3, merged" in card
     for folder in ("merged", "adapter"):
         modes = {path.name: path.stat().st_mode for path in (tmp_path / folder).iterdir()}
         assert len(set(modes.values())) == 1, f"whoever may read one file may read all: {modes}"

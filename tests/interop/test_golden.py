@@ -178,6 +178,8 @@ def test_half_precision_is_read_exactly_and_written_back(name, dtype, tmp_path):
     if dtype == np.float16:
         return  # no export of ours has it
     export_model(tmp_path / "half-in", tmp_path / "out", "bfloat16", "5GB", None, nothing)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Imported from half " in card and "optimizer" not in card, "settings of training are nobody's choice"
     written = load_file(tmp_path / "out" / "model.safetensors")
     for key, value in weights.items():
         np.testing.assert_array_equal(written[key].view(np.uint8), value.view(np.uint8), err_msg=key)

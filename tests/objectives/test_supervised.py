@@ -1,17 +1,20 @@
 """Supervised fine-tuning: nothing is learned from a prompt, attention stays inside a conversation, and every layout agrees."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, gradients_of, tiny_config, tiny_program
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import Config
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments
+from maxlm.data.manifest import CONVERSATIONS, StoreInfo
 from maxlm.models import init_model_state, init_parameters
-from maxlm.objectives import build_objective
+from maxlm.objectives import CONTENT, build_objective
 
 SFT = {"objective": {"kind": "sft"}, "train": {"z_loss": 1e-3, "loss_chunks": 2}}
 
@@ -94,11 +97,16 @@ def test_every_layout_computes_the_same(gradients, layout):
     loss, wanted = gradients(batch())
     assert float(sums.added["loss"] / sums.denominator) == pytest.approx(loss, rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), grads, wanted)
+    figures = sums.values(program.objective.metrics)
+    shares = {"filled": (batch().segment_ids_BS > 0).mean(), "counted": (batch().weights_BS > 0).mean()}
+    assert 0.2 < shares["counted"] < shares["filled"] < 1
+    assert {name: float(figures[name]) for name in shares} == pytest.approx(shares, rel=1e-6)
 
 
 def test_tokens_further_ahead_are_those_of_responses():
     config = tiny_config(**SFT, model={"n_layers": 3, "mtp": {"depth": 2}})
     objective = build_objective(config)
+    assert [metric.name for metric in objective.metrics] == ["loss", "z", "filled", "counted", "loss_ahead"]
     made = objective.make_batch(*windows(), np.arange(GLOBAL_BATCH), 0)
     np.testing.assert_array_equal(made.weights_BS, batch().weights_BS)
     first, _ = objective.inputs(jax.tree.map(jnp.asarray, made)).ahead
@@ -120,6 +128,34 @@ def test_tokens_further_ahead_are_those_of_responses():
 def test_what_cannot_work_is_refused_by_name(sections, said):
     with pytest.raises(UserError, match=said):
         tiny_config(**{**SFT, **sections})
+
+
+def _moe(**router):
+    return {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"balance_loss": 0.0, **router}}}
+
+
+@pytest.mark.parametrize(
+    ("router", "kinds"),
+    [({"choice": "expert", "bias_rate": 0.0}, ("sft", "dpo")), ({"capacity": 1.5}, ("dpo",)), ({"jitter": 0.01}, ("dpo",))],
+)
+def test_routers_that_see_the_whole_row_or_differ_from_the_reference_are_refused(router, kinds):
+    started = {"train": {"start_from": {"path": "x"}, "z_loss": 0}}
+    for kind in ("next_token", "sft", "dpo"):
+        sections = {"model": _moe(**router), "objective": {"kind": kind}, **(started if kind == "dpo" else {})}
+        with pytest.raises(ConfigError, match=f"model.moe.router.{next(iter(router))} = ") if kind in kinds else nullcontext():
+            tiny_config(**sections)
+
+
+@pytest.mark.parametrize("objective", [None, *CONTENT])
+def test_a_store_for_another_objective_is_refused_before_it_is_prepared(objective):
+    for made in (None, "prompt_response", "chat", "preferences"):
+        prepare = {"sources": ["x"], "tokenizer": {"path": "t"}, **({"conversations": {"kind": made}} if made else {})}
+        sections = {"objective": {"kind": objective}} if objective else {}
+        sections |= {"train": {"start_from": {"path": "x"}, "z_loss": 0}, "data": {"prepare": prepare}}
+        content = StoreInfo.model_construct(settings={CONVERSATIONS: made} if made else {}).content
+        fits = content == CONTENT[objective or "next_token"]
+        with nullcontext() if fits else pytest.raises(ConfigError, match=f"objective.kind = .* store that .*{made or 'without'}"):
+            tiny_config(**sections)
 
 
 def test_each_kind_has_its_own_settings():

@@ -1,9 +1,10 @@
-"""The reference of DPO: computed once, of the weights that training starts from, kept, and never mistaken for another's."""
+"""The reference of DPO: computed of the weights that training starts from, kept beside the checkpoints, never mistaken for another's."""
 
 import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,12 +16,12 @@ from tiny import tiny_config, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
+from maxlm.data import storage
 from maxlm.parallel import build_mesh
-from maxlm.runtime import reference
+from maxlm.runtime import reference, reference_file
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.run import open_data
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.program import build_program
 from maxlm.training.session import Start
 from maxlm.training.start_from import begin_from
@@ -41,9 +42,10 @@ def world(tmp_path_factory):
     return folder
 
 
-def config_of(world, source="source", store="source", **sections):
-    train = {"z_loss": 0.0, "loss_chunks": 2, "start_from": {"path": str(world / source)}}
-    data = {"store": str(world / f"store-{store}"), "seq_len": 32}
+def config_of(world, source="source", store="source", train=None, data=None, named=None, **sections):
+    """`train`, `data`: settings of those sections that are changed; `named`: further ones of `train.start_from`."""
+    train = {"z_loss": 0.0, "loss_chunks": 2, "start_from": {"path": str(world / source), **(named or {})}, **(train or {})}
+    data = {"store": str(world / f"store-{store}"), "seq_len": 32, **(data or {})}
     return tiny_config(objective={"kind": "dpo"}, train=train, data=data, **sections)
 
 
@@ -55,13 +57,18 @@ def program(world):
     return made, begin_from(made, config.train.start_from, None)
 
 
-def attach(folder, config, program, state, *, resumed=False):
-    """The training pipeline with the reference."""
+def attach(folder, config, program, state, *, resumed=False, printed=None):
+    """All pipelines with the reference, by name. `folder`: of the checkpoints."""
     opened = open_data(config)
     start = Start(state, 5 if resumed else 0, {} if resumed else None)
-    phases = Phases(Console(file=StringIO()))
-    attach_reference(config, program, start, opened.pipelines, RunDirectory(Path(folder), True), phases)
-    return opened.train, opened.held_out
+    phases = Phases(Console(file=printed or StringIO(), width=200))
+    attach_reference(config, replace(program, config=config), start, opened.pipelines, beside(folder, config), phases)
+    return opened.pipelines
+
+
+def beside(folder, config):
+    """`folder` as the checkpoints name it."""
+    return Checkpoints(folder, config.checkpoint, {}).directory
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +88,8 @@ def run(kept, tmp_path):
 
 def test_it_is_the_models_own_likelihood_and_is_read_again(program, kept, run, monkeypatch):
     made, state = program
-    data, held_out = kept[1]
-    for pipeline in (data, held_out):
+    data = kept[1]["train"]
+    for pipeline in kept[1].values():
         with jax.set_mesh(made.mesh):
             batch = pipeline.device_batch(0, made.batch_sharding)
             sums = jax.device_get(made.evaluate(state.params, state.model_state, batch))
@@ -90,16 +97,21 @@ def test_it_is_the_models_own_likelihood_and_is_read_again(program, kept, run, m
         assert sums.denominator > 5 and abs(sums.added["margin"]) < 1e-4
         assert np.asarray(batch.reference_BS).min() < -5
     monkeypatch.setattr(reference, "_computed", None)  # the weights may have changed since
-    again, _ = attach(run, made.config, made, state, resumed=True)
+    again = attach(run, made.config, made, state, resumed=True)["train"]
     np.testing.assert_array_equal(again.host_batch(3).reference_BS, data.host_batch(3).reference_BS)
     assert (run / "reference.npz").read_bytes() == (kept[0] / "reference.npz").read_bytes()
 
 
+def nothing_known(pipeline):
+    """What is computed of a pipeline, with zeros."""
+    return reference_file.Pairs(np.zeros((pipeline.n_documents, 2), np.float32), pipeline.in_order().n_batches, pipeline.fingerprint, 0)
+
+
 def test_it_is_the_same_on_a_mesh(world, kept, tmp_path):
-    here, _ = kept[1]
+    here = kept[1]["train"]
     config = config_of(world, mesh={"fsdp": 2, "tensor": 2})
     other = build_program(config, build_mesh(config, jax.devices()[:4]))
-    there, _ = attach(tmp_path, config, other, begin_from(other, config.train.start_from, None))
+    there = attach(tmp_path, config, other, begin_from(other, config.train.start_from, None))["train"]
     for step in (0, 2):
         mine, theirs = here.host_batch(step), there.host_batch(step)
         np.testing.assert_array_equal(mine.tokens_BS, theirs.tokens_BS)
@@ -110,7 +122,7 @@ def test_it_is_the_same_on_a_mesh(world, kept, tmp_path):
     ("change", "said"),
     [
         ({"source": "other"}, "holds other parameters than the reference of this run"),
-        ({"store": "other"}, "are other train pairs than those of reference.npz"),
+        ({"store": "other"}, "data.store = .*store-other: holds other train pairs than those of reference.npz"),
         ("missing", "reference.npz is missing: .* changed weights cannot give"),
         ("damaged", "reference.npz is damaged"),
         ("flipped", "reference.npz is damaged"),
@@ -131,9 +143,9 @@ def test_a_run_goes_on_with_its_own_reference_only(world, program, run, change, 
     with pytest.raises(UserError, match=said):
         attach(run, config, made, state, resumed=True)
     computed = []
-    monkeypatch.setattr(reference, "_computed", lambda *given: computed.append(given) or np.zeros((given[2].n_documents, 2), np.float32))
+    monkeypatch.setattr(reference, "_computed", lambda *given: computed.append(given[2]) or nothing_known(given[3]))
     attach(run, config, made, state)
-    assert len(computed) == 2, "before the first update it is computed anew"
+    assert computed == ["train", "eval"], "before the first update it is computed anew"
 
 
 def test_a_source_that_is_gone_is_no_obstacle(world, program, run):
@@ -153,3 +165,183 @@ def test_a_reference_that_is_not_finite_is_refused(program, tmp_path):
     with pytest.raises(UserError, match="not finite"):
         attach(tmp_path, made.config, made, broken)
     assert not (tmp_path / "reference.npz").exists()
+
+
+def test_before_the_first_checkpoint_nothing_that_lies_there_is_used(program, kept, run):
+    """Its weights, their kind, the model's settings or the precision may have been others: nothing in the file could tell."""
+    made, state = program
+    moved = replace(state, params=jax.tree.map(lambda p: p * np.float32(0.5), state.params))
+    ours, theirs = (pipelines["train"].host_batch(0).reference_BS for pipelines in (attach(run, made.config, made, moved), kept[1]))
+    assert np.abs(ours - theirs).max() > 0.1
+    again = attach(run, made.config, made, state, resumed=True)["train"]
+    np.testing.assert_array_equal(again.host_batch(0).reference_BS, ours, err_msg="it is kept in place of what lay there")
+
+
+@pytest.fixture
+def source(world, program):
+    """Makes the source another one while a test runs; yields its folder."""
+    shutil.copytree(world / "source", world / "copy")
+    yield world / "source"
+    shutil.rmtree(world / "source")
+    (world / "copy").rename(world / "source")
+
+
+@pytest.mark.parametrize("named", [{}, {"step": 0}])
+@pytest.mark.parametrize("change", ["trained on", "pruned", "no checkpoint", "no manifest", "other config", "away"])
+def test_the_source_is_not_needed_any_more(world, program, run, source, change, named):
+    made, state = program
+    config, checkpoints = config_of(world, named=named), source / "checkpoints"
+    if change in ("trained on", "pruned"):
+        writer = Checkpoints(checkpoints, config.checkpoint, {})
+        writer.save(7, tiny_program(1, train={"seed": 5}).init(), {})
+        writer.close()
+    if change in ("pruned", "no checkpoint"):
+        shutil.rmtree(checkpoints / "0")
+    if change == "no manifest":
+        shutil.rmtree(checkpoints / "0" / "manifest")
+    if change == "other config":
+        (source / "config.yml").write_text("model: {")
+    if change == "away":
+        shutil.rmtree(source)
+        source.mkdir()
+    assert attach(run, config, made, state, resumed=True)["train"].annotate is not None
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"step": 3}, "train.start_from.step = 3: is not the reference of this run, step 0 of .*source"),
+        ({"weights": "ema"}, r"train.start_from.weights = ema: is not the reference .* \(raw weights\); name that one, which need not be"),
+    ],
+)
+def test_another_step_or_kind_of_weights_is_another_reference(world, program, run, named, said):
+    with pytest.raises(UserError, match=said):
+        attach(run, config_of(world, named=named), *program, resumed=True)
+
+
+def test_the_same_weights_at_another_place_are_the_same_reference(world, program, run, source):
+    attach(run, config_of(world, source="copy"), *program, resumed=True)
+
+
+def test_process_0_alone_looks_at_file_and_source(program, run, monkeypatch):
+    """What another process sees of them is no matter: it may have neither."""
+    made, state = program
+    agreed = []
+    monkeypatch.setattr(reference.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(reference, "require_equal", lambda facts, problem: agreed.append(problem))
+    monkeypatch.setattr(reference, "reference_file", SimpleNamespace())
+    monkeypatch.setattr(reference, "_shared", lambda pipeline, pairs: nothing_known(pipeline))
+    attach(run, made.config, made, state, resumed=True)
+    assert agreed == [None]
+
+
+def test_a_bucket_takes_it_too(program, run, monkeypatch):
+    made, state = program
+    before = (run / "reference.npz").read_bytes()
+    (run / "reference.npz").unlink()
+    monkeypatch.setattr(reference_file, "is_remote", lambda path: True)
+    attach(run, made.config, made, state)
+    assert (run / "reference.npz").read_bytes() == before and len(list(run.iterdir())) == 1
+    attach(run, made.config, made, state, resumed=True)
+
+
+def test_checkpoints_are_saved_and_found_beside_it(program, run):
+    config, state = program[0].config, program[1]
+    writer = Checkpoints(run, config.checkpoint, {})
+    assert (writer.latest(), writer.strays()) == (None, [])
+    writer.save(3, {"params": state.params}, {})
+    writer.close()
+    opened = Checkpoints(run, config.checkpoint, {})
+    assert (opened.latest(), opened.strays(), (run / "reference.npz").is_file()) == (3, [], True)
+
+
+def test_a_failed_write_is_told_to_all_and_leaves_nothing(program, tmp_path, monkeypatch):
+    made, state = program
+    agreed = []
+    monkeypatch.setattr(reference, "_computed", lambda *given: nothing_known(given[3]))
+    monkeypatch.setattr(reference, "require_equal", lambda facts, problem: agreed.append(str(problem)))
+    (tmp_path / "file").touch()
+    attach(tmp_path / "file" / "checkpoints", made.config, made, state)
+    assert "run.dir = runs: " in agreed[0]
+    left = tmp_path / ".reference.npz.0123"  # of a process that was killed
+    left.touch()
+    attach(tmp_path, made.config, made, state)
+    assert agreed[1:] == ["None"] and sorted(path.name for path in tmp_path.iterdir()) == ["file", "reference.npz"]
+
+
+def test_a_file_that_cannot_be_read_is_told_to_all(program, tmp_path, monkeypatch):
+    made, state = program
+    (tmp_path / "reference.npz").mkdir()
+    with pytest.raises(UserError, match=r"reference.npz is damaged \(IsADirectoryError"):
+        attach(tmp_path, made.config, made, state, resumed=True)
+
+
+def test_rows_that_were_damaged_stay_omitted(world, program, tmp_path, monkeypatch):
+    """A zero in place of the reference's log-probabilities would be a preference of its own; once the chunk is good, too."""
+    made, state = program
+    monkeypatch.setattr(storage, "TOKENS", storage.ArrayLayout(chunk=16, shard=64))
+    path = Path(write_marked(tmp_path / "store", pairs(40, 3), kind="preferences"))
+    skipping = {"store": str(path), "skip_bad_chunks": {"at_most": 2}}
+    config, printed = config_of(world, train={"eval_batches": 0, "global_batch": 4}, data=skipping), StringIO()
+    shard = path / "train/tokens/c/1"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:10] + bytes([content[10] ^ 4]) + content[11:])
+    compiled = build_program(config, made.mesh)
+    damaged = attach(tmp_path / "checkpoints", config, compiled, state, printed=printed)["train"]
+    assert "of 40 train pairs could not be read when this run began" in printed.getvalue()
+    assert damaged.take_problems() == [], "no batch was made for training yet"
+    before = [damaged.host_batch(step) for step in range(damaged.n_batches)]
+    shard.write_bytes(content)
+    good = attach(tmp_path / "checkpoints", config, compiled, state, resumed=True, printed=printed)["train"]
+    assert printed.getvalue().count("they stay omitted") == 2
+    for step, batch in enumerate(before):
+        jax.tree.map(np.testing.assert_array_equal, good.host_batch(step), batch)
+    rows = [(ids, values) for batch in before for ids, values in zip(batch.segment_ids_BS, batch.reference_BS, strict=True)]
+    omitted = [not ids.any() for ids, _ in rows]
+    assert 0 < sum(omitted) < len(rows) / 2
+    assert [not (values < -1).any() for _, values in rows] == omitted
+
+
+def test_held_out_pairs_are_those_that_an_evaluation_reads(world, program, tmp_path, monkeypatch):
+    made, state = program
+    few = {"global_batch": 2, "eval_batches": 2}
+    config, printed = config_of(world, train=few), StringIO()
+    monkeypatch.setattr(reference, "SAY_SECONDS", 0.0)
+    compiled = build_program(config, made.mesh)
+    held_out = attach(tmp_path, config, compiled, state, printed=printed)["eval"]
+    known = np.isfinite(held_out.annotate.keywords["reference"]).all(1)
+    assert known.nonzero()[0].tolist() == sorted(np.concatenate([n for step in (0, 1) for n in held_out.documents(step)]).tolist())
+    assert 0 < known.sum() < 20
+    lines = printed.getvalue()
+    assert "of eval pairs: 2 of 2 batches" in lines and "of train pairs: 1 of" in lines and "omitted" not in lines
+    with pytest.raises(UserError, match=r"train.eval_batches = 3: is more than the 2 batches of eval pairs .*; use 2\."):
+        attach(tmp_path, config_of(world, train={**few, "eval_batches": 3}), compiled, state, resumed=True)
+    attach(tmp_path, config_of(world, train={**few, "eval_batches": 1}), compiled, state, resumed=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            {},
+            {"data": {"eval": {"wiki": "other"}}},
+            r"data.eval.wiki = .*store-other: was not there when this run began.*; remove data.eval.wiki",
+        ),
+        (
+            {"data": {"eval": {"wiki": "source"}}},
+            {"data": {"eval": {"wiki": "other"}}},
+            "data.eval.wiki = .*store-other: holds other eval/wiki",
+        ),
+        ({"train": {"eval_batches": 0}}, {}, "train.eval_batches = .*: was 0 when this run began.*; use 0"),
+    ],
+)
+def test_a_held_out_set_that_differs_is_named(world, program, tmp_path, monkeypatch, before, now, said):
+    def config(train=None, data=None):
+        stores = {name: str(world / f"store-{store}") for name, store in (data or {}).get("eval", {}).items()}
+        return config_of(world, train=train, data={"eval": stores} if stores else None)
+
+    monkeypatch.setattr(reference, "_computed", lambda *given: nothing_known(given[3]))
+    attach(tmp_path, config(**before), *program)
+    attach(tmp_path, config(**before), *program, resumed=True)
+    with pytest.raises(UserError, match=said):
+        attach(tmp_path, config(**now), *program, resumed=True)

@@ -68,6 +68,14 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
             "Started at step 0 of 9: 8.03 B parameters, 15 T tokens, in runs/a",
         ),
         (
+            Event("start", 0, 0.0, {"parameters": 8_030_261_248, "trained_parameters": 20_000_000, "total_tokens": 1e9}),
+            "Started at step 0: 8.03 B parameters, 20 M of them trained, 1 B tokens",
+        ),
+        (
+            Event("start", 0, 0.0, {"parameters": 9_000, "trained_parameters": 9_000}),
+            "Started at step 0: 9,000 parameters",
+        ),
+        (
             Event("restore", 5, 0.0, {"changed": {"optimizer.peak_lr": [0.001, 0.003], "data.store": ["a", "b"]}}),
             "Restored the checkpoint of step 5; changed: optimizer.peak_lr from 0.001 to 0.003, data.store from a to b",
         ),

@@ -89,6 +89,26 @@ def test_a_stranger_reads_what_happened(tmp_path, make):
     assert len(page.ids) == len(set(page.ids))
 
 
+def test_with_adapters_it_says_how_many_parameters_are_trained(tmp_path, make):
+    page = Page(report_of(tmp_path, make("lora", start={**START, "trained_parameters": 77_824})))
+    assert "a model of 5.77 M parameters, 77,824 of them trained" in page.text
+    assert "Trained" not in Page(report_of(tmp_path, make("all", start={**START, "trained_parameters": 5_770_496}))).words
+
+
+def test_a_model_that_was_imported_is_not_taken_for_a_run(tmp_path, make):
+    """Its config.yml holds defaults of settings of training, which nobody chose."""
+    model = RunDirectory(tmp_path / "llama", primary=True)
+    model.evaluations.mkdir(parents=True)
+    model.config.write_text(CONFIG.format(lr=33.25))
+    model.model.write_text("# Imported from llama by `maxlm import`.\n# 5,770,496 parameters.\nmodel: {n_layers: 6}\n")
+    result = {"step": 0, "task": "mine", "kind": "exact_match", "n": 9, "metrics": {"exact_match": {"value": 0.125, "stderr": 0.1}}}
+    (model.evaluations / "0-mine.json").write_text(json.dumps(result))
+    page = Page(report_of(tmp_path, model.path, make("tuned")))
+    assert "Imported from llama by `maxlm import`. 5,770,496 parameters." in page.text
+    assert "0.125" in page.text
+    assert not re.search(r"killed|is missing|llama trained|33\.25", page.text)
+
+
 def test_nothing_is_fetched(tmp_path, make):
     html = report_of(tmp_path, make("a"), make("b"))
     page = Page(html)

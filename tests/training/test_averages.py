@@ -10,7 +10,7 @@ from tiny import tiny_batch, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
 from maxlm.config.loader import dump
-from maxlm.config.schema import EmaConfig
+from maxlm.config.schema import DpoConfig, EmaConfig, NextTokenConfig, SftConfig, StartFromConfig
 from maxlm.interop.averaging import average
 from maxlm.runtime.run import identity
 from maxlm.training.ema import average_of
@@ -61,6 +61,23 @@ def test_a_checkpoint_says_whether_it_holds_an_average(trained):
     assert identity(config, "") == identity(other, "") != identity(none, "")
 
 
+def test_a_checkpoint_says_its_objective(trained):
+    """One that is named and is what there is without the section is the same; settings of an objective may change."""
+    config = trained[0].config
+    plain, named, sft, dpo, sharper = (
+        identity(config.model_copy(update={"objective": objective}), "")
+        for objective in (
+            None,
+            NextTokenConfig(kind="next_token"),
+            SftConfig(kind="sft"),
+            DpoConfig(kind="dpo"),
+            DpoConfig(kind="dpo", beta=1),
+        )
+    )
+    assert plain == named != sft != dpo == sharper
+    assert sft["objective.kind"] == "sft"
+
+
 def test_a_run_resumes_with_its_average_to_the_bit(trained, tmp_path):
     program, states, state = trained
     checkpoints = Checkpoints(tmp_path, program.config.checkpoint, {})
@@ -106,6 +123,16 @@ def test_the_mean_of_checkpoints_is_a_model_like_any(run, tmp_path, last, steps,
     for mine, wanted in ((found.params, params), (found.model_state, mean(lambda state: state["model_state"]))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), jax.device_get(mine), wanted)
     assert jax.tree.leaves(found.model_state)
+
+
+def test_the_mean_of_a_run_with_a_reference_needs_none(run, tmp_path):
+    """A folder of a model has no objective: that of DPO would ask for `train.start_from`."""
+    shutil.copytree(run[1], tmp_path / "run")
+    config = open_run(run[1]).trained
+    train = config.train.model_copy(update={"start_from": StartFromConfig(path="source"), "z_loss": 0.0})
+    (tmp_path / "run" / "config.yml").write_text(dump(config.model_copy(update={"objective": DpoConfig(kind="dpo"), "train": train})))
+    average(tmp_path / "run", tmp_path / "mean", 2, [], "raw", lambda done, total: None)
+    assert open_run(tmp_path / "mean").trained.objective is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ UNTRAINED = math.log(VOCAB)  # 5.77
 
 def watch(losses, norms=None, health=None):
     """(the health after these losses, the steps and causes of its alarms)."""
-    health = health or Health(VOCAB)
+    health = health or Health(UNTRAINED)
     alarms = []
     for step, loss in enumerate(losses, start=1):
         alarms += health.update(step, loss, 1.0 if norms is None else norms[step - 1])
@@ -38,8 +38,18 @@ def test_a_run_that_learns_is_healthy_and_without_alarms(steps, noise):
 def test_a_model_that_begins_far_above_an_untrained_one_is_healthy():
     health, _ = watch([24.0 - 0.01 * n for n in range(200)])
     assert health.at_end() == ""
-    again, _ = watch([23.0] * 200, health=Health(VOCAB, health.levels))
+    again, _ = watch([23.0] * 200, health=Health(UNTRAINED, health.levels))
     assert again.at_end() == "", "nor after a restart"
+
+
+def test_a_run_that_starts_from_a_trained_model_stops_far_below_an_untrained_one():
+    began = [1.2, 0.1, *[1.2] * 10]  # one easy batch is not where it began
+    health, _ = watch(began, health=Health(UNTRAINED, trained=True))
+    assert health.at_end() == ""
+    again, _ = watch([2.5] * BAD_STEPS, health=Health(UNTRAINED, health.levels, trained=True))
+    assert "more than 1 nat above that with which the run began, 1.2" in again.unhealthy
+    fine, _ = watch([2.5] * BAD_STEPS, health=Health(UNTRAINED, health.levels))
+    assert fine.unhealthy == "", "below ln(vocabulary)"
 
 
 def test_a_single_hard_batch_is_no_end_and_no_alarm():
@@ -69,13 +79,13 @@ def test_one_skipped_update_is_forgiven_by_the_next():
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        ([UNTRAINED] * 250, "is back at ln(vocabulary) = 5.768"),
+        ([UNTRAINED] * 250, "is back at that of an untrained model, 5.768,"),
         ([7.5] * 100, "is more than 1 nat above that of an untrained model"),
     ],
     ids=["a flipped bit", "garbage"],
 )
 def test_a_model_that_has_lost_what_it_learned_stops(after, said):
-    health = Health(VOCAB)
+    health = Health(UNTRAINED)
     watch(learning(300), health=health)
     _, alarms = watch(after[: BAD_STEPS - 1], health=health)
     assert said in health.problem, "from the first step on nothing is saved"
@@ -88,9 +98,9 @@ def test_a_model_that_has_lost_what_it_learned_stops(after, said):
 def test_a_restart_knows_how_low_the_loss_was():
     """The checkpoint may have been damaged just before it was saved; then the first loss of the next attempt is already bad."""
     before, _ = watch(learning(300))
-    again = Health(VOCAB, before.levels)
+    again = Health(UNTRAINED, before.levels)
     watch([UNTRAINED] * BAD_STEPS, health=again)
-    assert "back at ln(vocabulary)" in again.unhealthy
+    assert "back at that of an untrained model" in again.unhealthy
     anew, _ = watch([UNTRAINED] * BAD_STEPS)
     assert anew.unhealthy == "", "without it this is how every run begins"
 

@@ -53,6 +53,7 @@ class Run:
     modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
     results: Outcomes = field(default_factory=dict)  # of tasks
+    origin: str = ""  # of a model that was not trained here: a sentence
     label: str = ""  # name that no other run of the page has
     color: int = 0  # index in the palette of style.py
 
@@ -74,6 +75,11 @@ class Run:
                 if isinstance(item, dict):
                     declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
         return declared
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss, as its objective declares it."""
+        return self.metrics.get("loss", {}).get("unit") or "nats a token"
 
     @property
     def eval_loss(self) -> Series:
@@ -121,6 +127,8 @@ def load_run(path: Path) -> Run:
         raise UserError(f"{path} is not a run directory: it {reason}; give the folder that `maxlm train` wrote, such as runs/quickstart")
     notes: list[str] = []
     try:
+        if run.model.is_file() and existing == [run.config]:
+            return _load_model(run, path)
         text, config = _read_config(run.config, notes)
         series = _read_metrics(run.metrics, notes)
         events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
@@ -130,6 +138,17 @@ def load_run(path: Path) -> Run:
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results)
+
+
+def _load_model(run: RunDirectory, path: Path) -> Run:
+    """A model of `maxlm import` or `average`: its results of tasks. Settings of training in its config.yml are nobody's choice."""
+    notes: list[str] = []
+    text, _ = _read_config(run.model, notes)
+    _, config = _read_config(run.config, notes)
+    results = read_results(run.evaluations, notes)
+    origin = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    config = {key: section for key, section in config.items() if key == "model"}
+    return Run(path.resolve().name, path, {}, [], config, text, notes, run.model.stat().st_mtime, None, results, origin or "A model.")
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:

@@ -90,14 +90,15 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
 
 # name, formatted value, explanation
 _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
-    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers the model learns"),
+    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers of the model"),
+    ("Trained", lambda f: _or_none(count, f.trained), "of them, in adapters"),
     (
         "Steps",
         lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
         "updates of the model",
     ),
     ("Tokens", lambda f: _or_none(count, f.tokens), "pieces of text seen"),
-    ("Training loss", lambda f: _or_none(figure, f.loss), "nats a token, lower is better"),
+    ("Training loss", lambda f: _or_none(figure, f.loss), "lower is better"),
     ("Held-out loss", lambda f: _or_none(figure, f.held_out), "on text never trained on"),
     ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
     ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
@@ -149,7 +150,7 @@ def _charts(runs: Sequence[Run]) -> str:
         suffix = f" {run.label}" if many else ""
         losses.append(Line(f"training{suffix}", run.get("loss"), run.color))
         losses.append(Line(f"held-out{suffix}", run.eval_loss, run.color if many else 1, dots=True))
-    unit = "nats a token, lower is better"
+    unit = f"{' or '.join(dict.fromkeys(run.loss_unit for run in runs))}, lower is better"
     frame = _frame(runs)
     linear = chart("Loss", unit, losses, size=FULL, frame=frame)
     log = chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL, frame=frame)

@@ -27,7 +27,7 @@ background:var(--panel);color:var(--soft)}
 .cards div{background:var(--panel);border-radius:8px;padding:11px 12px}
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-size:1.08rem;letter-spacing:-.01em;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
 .cards small{display:block;line-height:1.3;font-size:.78rem}
-.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:26px 30px}
+.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:26px 30px}
 figure{margin:0}figcaption{font-weight:600;font-size:.95rem;margin-bottom:4px}
 svg.chart{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
 svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}

@@ -33,6 +33,7 @@ class Figures:
     total_steps: int | None
     tokens: float | None
     parameters: float | None
+    trained: float | None  # parameters that training changes, if not all
     first_loss: float | None
     loss: float | None
     held_out: float | None
@@ -56,6 +57,7 @@ def figures_of(run: Run) -> Figures:
         total_steps=total if isinstance(total, int) else None,
         tokens=_last(run.get("tokens")),
         parameters=_number(start.get("parameters")),
+        trained=_number(start.get("trained_parameters")) if start.get("trained_parameters") != start.get("parameters") else None,
         first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
         loss=_settled(loss),
         held_out=_last(run.eval_loss),
@@ -72,6 +74,8 @@ def figures_of(run: Run) -> Figures:
 
 def status_of(run: Run) -> Status:
     """State by the last event of the run."""
+    if run.origin:
+        return Status("model", "idle", "")
     last_start = max((i for i, e in enumerate(run.events) if e.kind == "start"), default=-1)
     stops = [event for event in run.events[last_start + 1 :] if event.kind == "stop"]
     if not stops:
@@ -88,14 +92,14 @@ def status_of(run: Run) -> Status:
 
 def headline(run: Run, f: Figures) -> list[str]:
     """Sentences of the headline, most important first."""
-    sentences = [_progress(run, f)]
+    sentences = [run.origin or _progress(run, f)]
     if f.loss is not None and f.first_loss is not None:
         verb = "fell" if f.loss < f.first_loss else "went"
         change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
-        held_out = f"; on held-out text it is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)})" if f.held_out is not None else ""
-        sentences.append(f"Training loss {change} {figure(f.loss)} nats a token{held_out}.")
+        held_out = f"; on held-out text it is {_held_out(run, f.held_out)}" if f.held_out is not None else ""
+        sentences.append(f"Training loss {change} {figure(f.loss)} {run.loss_unit}{held_out}.")
     elif f.held_out is not None:
-        sentences.append(f"Held-out loss is {figure(f.held_out)} (perplexity {_perplexity(f.held_out)}).")
+        sentences.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
     if f.tokens_per_s is not None:
         mfu = f", {percent(f.mfu)} of the hardware's peak (MFU)" if f.mfu is not None else ""
         sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
@@ -129,6 +133,7 @@ def _progress(run: Run, f: Figures) -> str:
         names = (("n_layers", "{:,} layers"), ("d_model", "width {:,}"), ("n_heads", "{:,} heads"), ("vocab_size", "vocabulary {:,}"))
         shape = ", ".join(text.format(model[key]) for key, text in names if isinstance(model.get(key), int))
     size = f"a model of {count(f.parameters)} parameters" if f.parameters is not None else "a model"
+    size += f", {count(f.trained)} of them trained" if f.trained is not None else ""
     progress = (
         f"{f.steps:,} of {f.total_steps:,} steps"
         if f.total_steps and f.total_steps != f.steps
@@ -175,8 +180,10 @@ def _settled(series: Series) -> float | None:
     return float(series.values_N[-max(1, min(20, n // 20)) :].mean()) if n else None
 
 
-def _perplexity(loss: float) -> str:
-    return figure(math.exp(loss), 3) if loss < 50 else "above e^50"
+def _held_out(run: Run, loss: float) -> str:
+    """The loss, and of tokens their perplexity."""
+    perplexity = figure(math.exp(loss), 3) if loss < 50 else "above e^50"
+    return f"{figure(loss)} (perplexity {perplexity})" if run.loss_unit.startswith("nats a token") else figure(loss)
 
 
 def _last(series: Series) -> float | None:

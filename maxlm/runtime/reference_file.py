@@ -1,0 +1,177 @@
+"""The file that keeps DPO's frozen reference: beside the checkpoints, so that they are never found without it.
+
+Process 0 alone calls what is here, and nothing here waits for another process.
+"""
+
+import hashlib
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from maxlm.checkpoint import manifest
+from maxlm.config.errors import ConfigError, UnavailableError, UserError
+from maxlm.config.paths import is_remote
+from maxlm.config.schema import Config, StartFromConfig
+from maxlm.config.transient import first_line, is_transient, retried
+from maxlm.data.manifest import fingerprint
+from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.run_dir import unwritable
+from maxlm.training.saved_run import AVERAGE, open_run
+
+FILE = "reference.npz"
+_ABOUT = "about"
+_ANEW = "begin anew under another run.name"
+_log = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """The weights that are the reference. `digest`: of them all; None if they could not be read."""
+
+    path: str
+    step: int | None
+    weights: str
+    digest: str | None
+
+
+class Pairs(NamedTuple):
+    """What is known of one set of pairs. `table`: log-probabilities of the chosen and of the rejected response, [pairs, 2] float32, NaN
+    where they were not computed; `batches`: how many, from the first on, they were computed for; `fingerprint`: of the stores; `damaged`:
+    pairs of those batches that could not be read.
+    """
+
+    table: np.ndarray
+    batches: int
+    fingerprint: str
+    damaged: int
+
+
+class Reference(NamedTuple):
+    """All that the file holds. `sets`: by the name of their pipeline, such as `train`."""
+
+    source: Source
+    sets: dict[str, Pairs]
+
+
+def source_now(named: StartFromConfig, step: int | None) -> Source:
+    """The source as it is now; its newest checkpoint if `step` is None. Without a digest where it is not there (any more), or damaged."""
+    path = str(Path(named.path).resolve())
+    try:
+        checkpoints = open_run(Path(named.path)).checkpoints
+        step = max(checkpoints.steps(), default=None) if step is None else step
+        leaves = {} if step is None else manifest.read(checkpoints.directory / str(step)).leaves
+    except Exception as error:  # any: damage and remote storage raise many kinds, and the source is not needed
+        _log.info("the reference's source %s cannot be read: %s", path, first_line(error))
+        leaves = {}
+    params = ".".join(AVERAGE) if named.weights == "ema" else "params"
+    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith((f"{params}.", "model_state."))}
+    return Source(path, step, named.weights, fingerprint(digests) if digests else None)
+
+
+def write(folder: ocp.path.Path, reference: Reference, config: Config) -> None:
+    """Replace the file in `folder`, the checkpoints' own. Raises UserError."""
+    path, content = folder / FILE, _content(reference)
+    if is_remote(str(folder)):
+        try:
+            retried(lambda: path.write_bytes(content), f"writing {path}")
+        except Exception as error:  # any: remote storage raises many kinds of errors
+            kind = UnavailableError if is_transient(error) else UserError
+            raise kind(f"{path} cannot be written: {first_line(error)}.") from error
+        return
+    try:
+        _replace(Path(folder), content)
+    except OSError as error:
+        field, place = ("run.dir", config.run.dir) if config.checkpoint.dir is None else ("checkpoint.dir", config.checkpoint.dir)
+        raise unwritable(error, field, place) from error
+
+
+def _content(reference: Reference) -> bytes:
+    tables = {name: pairs.table for name, pairs in reference.sets.items()}
+    sets = {name: {"batches": p.batches, "fingerprint": p.fingerprint, "damaged": p.damaged} for name, p in reference.sets.items()}
+    about: dict[str, Any] = {"source": reference.source._asdict(), "sets": sets}
+    about["digest"] = _digest(about, tables)
+    buffer = io.BytesIO()
+    np.savez(buffer, **{_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}, **tables)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def _replace(folder: Path, content: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f".{FILE}.*"):  # by a process that was killed while it wrote
+        left.unlink(missing_ok=True)
+    with replacing(folder / FILE) as file:
+        file.write(content)
+
+
+def read(folder: ocp.path.Path) -> Reference:
+    """The file in `folder`. Raises UserError: it is missing, damaged, or cannot be read now."""
+    path = folder / FILE
+    about: dict[str, Any] = {}
+    try:
+        content = retried(path.read_bytes, f"reading {path}")
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            tables = {name: arrays[name] for name in arrays.files if name != _ABOUT}
+            about = json.loads(arrays[_ABOUT].tobytes())
+        if about.pop("digest") != _digest(about, tables):
+            raise ValueError("its digest differs")
+        sets = {name: Pairs(tables[name], **pairs) for name, pairs in about["sets"].items()}
+        return Reference(Source(**about["source"]), sets)
+    except Exception as error:  # any: damage and remote storage raise many kinds of errors
+        if is_transient(error):
+            raise UnavailableError(f"{path} cannot be read: {first_line(error)}; try again when the cause is gone.") from error
+        wrong = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({first_line(error)})"
+        held = "it holds the reference's log-probabilities, which changed weights cannot give"
+        raise UserError(f"{path} is {wrong}: {held}; bring it back, or {_ANEW}.") from error
+
+
+def check(kept: Reference, config: Config, needed: dict[str, tuple[int, str]]) -> None:
+    """Raise ConfigError, naming the setting, unless `kept` is of the source and the stores of `config`. `needed`: name of each set of pairs
+    -> (batches that are read, fingerprint of the stores).
+    """
+    assert config.train.start_from is not None, "config/rules.py requires it"
+    _check_source(kept.source, config.train.start_from)
+    for name, (batches, stores) in needed.items():
+        field, value = _stores(config, name)
+        pairs = kept.sets.get(name)
+        if pairs is None and name == "eval":
+            rule = f"was 0 when this run began, so {FILE} has no held-out pairs"
+            raise ConfigError("train.eval_batches", config.train.eval_batches, rule, "use 0")
+        if pairs is None:
+            raise ConfigError(field, value, f"was not there when this run began, so {FILE} has none of its pairs", f"remove {field}")
+        if pairs.fingerprint != stores:
+            raise ConfigError(field, value, f"holds other {name} pairs than those of {FILE} in this run", f"bring them back, or {_ANEW}")
+        if pairs.batches < batches:
+            rule = f"is more than the {pairs.batches} batches of {name} pairs in {FILE}, which was made when this run began"
+            raise ConfigError("train.eval_batches", config.train.eval_batches, rule, f"use {pairs.batches}")
+
+
+def _stores(config: Config, name: str) -> tuple[str, Any]:
+    """The setting that names the stores of a set of pairs, and its value."""
+    own = name.removeprefix("eval/")
+    if own != name:
+        return f"data.eval.{own}", config.data.eval.stores[own] if config.data.eval is not None else None
+    return ("data.store", config.data.store) if config.data.store else ("data.mixture", [entry.store for entry in config.data.mixture])
+
+
+def _check_source(kept: Source, named: StartFromConfig) -> None:
+    """The source is not needed any more, but a config that names another one is not that of this run."""
+    now = source_now(named, kept.step if named.step is None else named.step)
+    differing = [field for field in ("path", "weights") if getattr(now, field) != getattr(kept, field)]
+    differing += ["step"] if named.step not in (None, kept.step) else []
+    known = now.digest is not None and kept.digest is not None
+    if now.digest == kept.digest if known else not differing:
+        return
+    field = differing[0] if differing else "path"
+    was = f"step {kept.step} of {kept.path} ({kept.weights} weights)"
+    rule = f"holds other parameters than the reference of this run, {was}" if known else f"is not the reference of this run, {was}"
+    fix = "name that one, which need not be there any more" if differing else "move it away, as it is not needed any more"
+    raise ConfigError(f"train.start_from.{field}", getattr(named, field), rule, f"{fix}, or {_ANEW}")
+
+
+def _digest(about: dict[str, Any], tables: dict[str, np.ndarray]) -> str:
+    described = {name: [list(table.shape), hashlib.sha256(table.tobytes()).hexdigest()] for name, table in tables.items()}
+    return fingerprint({_ABOUT: about, "tables": described})
