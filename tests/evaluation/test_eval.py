@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 from eval_cases import ITEMS, TASKS, with_bos
@@ -16,6 +17,7 @@ from maxlm.evaluation import eval_command
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
+from maxlm.interop import importing
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +83,23 @@ def test_a_token_that_a_published_tokenizer_adds_comes_first(workspace, tmp_path
     assert (model.opening, model.prefix) == ((end,), end)
     assert model.request("document 3:", " b") == Request((end, *model.encode("document 3:")), model.encode(" b"))
     assert model.request("", "b") == Request((end,), model.encode("b"))
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.fsdp=4", "mesh.tensor=2"]], ids=str)
+def test_a_published_model_is_read_into_its_share_of_each_device(workspace, monkeypatch, overrides):
+    class LoadedError(Exception): ...
+
+    real = importing.weights.load
+
+    def load(*arguments):
+        leaves = jax.tree.leaves(real(*arguments))
+        most = max(sum(leaf.addressable_data(device).nbytes for leaf in leaves) for device in range(8))
+        assert most < sum(leaf.nbytes for leaf in leaves) / 4
+        raise LoadedError
+
+    monkeypatch.setattr(importing.weights, "load", load)
+    with pytest.raises(LoadedError):
+        open_model(workspace / "hf", overrides)
 
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):
