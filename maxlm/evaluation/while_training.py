@@ -1,4 +1,4 @@
-"""The tasks of a run's `evaluation` section, on the training mesh and with the weights where they lie."""
+"""The tasks of a run's `evaluation` section, on the training mesh; only generation copies the weights, for the time of its task."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

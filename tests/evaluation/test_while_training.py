@@ -118,6 +118,7 @@ def test_a_task_that_generates_copies_the_weights_once_and_frees_the_copy(greedy
     found = tasks.run(state, 4, lambda: False)
     assert found["tasks"] == {}
     assert "out of memory while running the task many" in found["notes"][0]
+    assert live_bytes() - before < weights / 4, "the copy is gone then, too"
 
 
 def test_memory_for_a_copy_of_the_weights_is_counted_at_the_start(workspace, monkeypatch):
