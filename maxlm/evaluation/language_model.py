@@ -15,13 +15,14 @@ from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.evaluation.generating import continuations
+from maxlm.evaluation.generating import Greedy, check_memory
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
 from maxlm.evaluation.result_log import ResultLog, key_of
 from maxlm.evaluation.scoring import Scorer
 from maxlm.models import Parameters
+from maxlm.training.fits import Part
 
-PROMPTS = 16  # generated together
+PROMPTS = 16  # generated together, at least: the devices that split a batch divide the number
 
 
 class Likelihood(NamedTuple):
@@ -37,7 +38,7 @@ def silent(done: int, total: int) -> None:
 
 @dataclass
 class LanguageModel:
-    """The weights are used where they lie: there is no second copy of them."""
+    """Likelihoods use the weights where they lie; generation makes a copy of them, which is gone when it ends."""
 
     scorer: Scorer
     params: Parameters
@@ -116,25 +117,35 @@ class LanguageModel:
 
         A prompt that leaves no room in the context loses its beginning, which `truncated` counts.
         """
-        room, stops = self._room(tokens), Stops(self.tokenizer, stop)
-        requests = [Request(self.encode_prompt(prompt), ()) for prompt in prompts]
-        cuts = [max(len(request.context) - room, 0) for request in requests]
-        requests = [Request(request.context[cut:], ()) for request, cut in zip(requests, cuts, strict=True)]
+        stops = Stops(self.tokenizer, stop)
+        requests, cuts = self._prompts(prompts, tokens)
         unique, places = distinct(requests)
         with self._log({"tokens": tokens, "stop": list(stop)}, unique) as log:
             missing = [index for index in range(len(unique)) if index not in log.known]
-            for start in range(0, len(missing), PROMPTS):
-                group = missing[start : start + PROMPTS]
+            greedy = Greedy(self.scorer.config, self.scorer.mesh, self.params, self.model_state) if missing else None
+            for start in range(0, len(missing), self._together):
+                assert greedy is not None, "some are missing"
+                group = missing[start : start + self._together]
                 ids = [unique[index].context for index in group]
-                end = self.tokenizer.end_of_document_id
-                config, mesh = self.scorer.config, self.scorer.mesh
-                made = continuations(config, mesh, self.params, self.model_state, ids, tokens, end, stops.finished)
+                made = greedy.continuations(ids, tokens, self.tokenizer.end_of_document_id, stops.finished)
                 for index, new in zip(group, made, strict=True):
                     log.append(index, {"text": stops.text(new)})
                 self.progress(len(log.known), len(unique))
             texts = [str(log.known[place]["text"]) for place in places]
         self._count(cuts)
         return texts
+
+    def _prompts(self, prompts: Sequence[str], tokens: int) -> tuple[list[Request], list[int]]:
+        """(requests of these prompts, with room for so many new tokens, and how many tokens each has lost). Raises UserError."""
+        room = self._room(tokens)
+        whole = [self.encode_prompt(prompt) for prompt in prompts]
+        cuts = [max(len(ids) - room, 0) for ids in whole]
+        return [Request(ids[cut:], ()) for ids, cut in zip(whole, cuts, strict=True)], cuts
+
+    @property
+    def _together(self) -> int:
+        """Prompts that are generated together."""
+        return -(-PROMPTS // self.scorer.shards) * self.scorer.shards
 
     def _room(self, tokens: int) -> int:
         """Tokens of a prompt that leave room for so many new ones. Raises UserError."""
@@ -162,14 +173,24 @@ class LanguageModel:
             log.close()
 
 
+@dataclass
 class Rehearsal(LanguageModel):
     """Computes nothing: what a task asks is made and checked, and every answer is a constant."""
+
+    held: Part | None = None  # that devices hold beside what generation takes; None: memory is not checked
+    asked: list[str] = field(default_factory=list)  # a digest of each call
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         for request in requests:
             self._windows(request, stride, 0)
+        self.asked.append(key_of({"stride": stride}, requests))
         return [Likelihood(-1.0, False)] * len(requests)
 
     def generate(self, prompts: Sequence[str], tokens: int, stop: Sequence[str]) -> list[str]:
-        self._room(tokens)
+        requests, _ = self._prompts(prompts, tokens)
+        self.asked.append(key_of({"tokens": tokens, "stop": list(stop)}, requests))
+        unique, _ = distinct(requests)
+        if self.held is not None and unique:
+            longest = max(len(request.context) for request in unique)
+            check_memory(self.scorer.config, self.scorer.mesh, self.held, min(self._together, len(unique)), longest, tokens)
         return [""] * len(prompts)

@@ -56,9 +56,10 @@ def open_model(
     if step is not None:
         raise UserError(f"--step {step}: {place} is a Hugging Face folder, which has no steps.")
     _settings(overrides)
+    spread = [text for text in overrides if text.strip().startswith("mesh.")] or ["mesh.fsdp=-1"]  # over the devices that will compute
     with tempfile.TemporaryDirectory() as folder:
         with progress_bar("importing") as progress:
-            imported = import_model(place, Path(folder) / "model", [], progress)
+            imported = import_model(place, Path(folder) / "model", spread, progress)
         notes, said = list(imported.notes), json.loads((place / "config.json").read_bytes())
         most = _positions(said)
         if context is None and most is not None:

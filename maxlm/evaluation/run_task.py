@@ -16,6 +16,7 @@ from maxlm.evaluation.requests import Request
 from maxlm.evaluation.results import Figure, Result
 from maxlm.evaluation.statistics import SEED, standard_error
 from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
+from maxlm.training.fits import Part
 
 TOGETHER = 2**20  # tokens of documents that are scored together
 
@@ -44,13 +45,18 @@ def settings_of(task: Task, model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def rehearse(task: Task, model: LanguageModel) -> None:
-    """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
+def rehearse(task: Task, model: LanguageModel, held: Part | None = None) -> Rehearsal:
+    """Make and check all that a task asks of `model`, and compute nothing. `held`: as of `Rehearsal`.
+
+    Raises UserError naming what is wrong.
+    """
+    rehearsal = Rehearsal(model.scorer, {}, {}, model.tokenizer, held=held)
     try:
-        run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer))
+        run_task(task, rehearsal)
     except UserError as error:
         named = f"task {task.name}"
         raise error if str(error).startswith(named) else UserError(f"{named}: {error}") from None
+    return rehearsal
 
 
 class _Document(NamedTuple):

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 from eval_cases import ITEMS, TASKS, with_bos
@@ -18,6 +19,7 @@ from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
 from maxlm.inference.generate import Sampler
 from maxlm.inference.text import generate_from_run
+from maxlm.interop import importing
 from maxlm.interop.importing import import_model
 
 
@@ -93,6 +95,23 @@ def test_generated_text_follows_the_token_that_a_published_tokenizer_adds(worksp
     found = generate_from_run(tmp_path / "model", prompts, sampler)
     assert open_model(tmp_path / "model", ["mesh.data=8", "mesh.fsdp=1"], context=32).model.generate(prompts, 6, []) == found
     assert generate_from_run(workspace / "run", prompts, sampler) != found
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.fsdp=4", "mesh.tensor=2"]], ids=str)
+def test_a_published_model_is_read_into_its_share_of_each_device(workspace, monkeypatch, overrides):
+    class LoadedError(Exception): ...
+
+    real = importing.weights.load
+
+    def load(*arguments):
+        leaves = jax.tree.leaves(real(*arguments))
+        most = max(sum(leaf.addressable_data(device).nbytes for leaf in leaves) for device in range(8))
+        assert most < sum(leaf.nbytes for leaf in leaves) / 4
+        raise LoadedError
+
+    monkeypatch.setattr(importing.weights, "load", load)
+    with pytest.raises(LoadedError):
+        open_model(workspace / "hf", overrides)
 
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):
