@@ -1,6 +1,5 @@
 """The command line: one short function per command. Heavy imports are inside, so help and config errors are instant."""
 
-import errno
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 import maxlm
-from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
+from maxlm.config.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
 from maxlm.config.transient import is_transient
 from maxlm.runtime import progress_file
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 NAMED = 3  # runs in the default name of a report, at most
 CTRL_C = 130  # exit code of typer after it
-WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -462,10 +460,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in WRONG_PATH and not is_transient(error):
             raise
-        kind = UserError if error.errno in WRONG_PATH else UnavailableError
-        message = f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror}."
         _close_output()
-        _end(str(kind(message)), kind.exit_code)
+        _end(str(as_user_error(error)), as_user_error(error).exit_code)
     sys.exit(code)
 
 

@@ -1,5 +1,6 @@
 """Errors that the command line prints as one line, and the exit codes of a process."""
 
+import errno
 import math
 from collections.abc import Mapping
 from enum import IntEnum
@@ -10,6 +11,7 @@ Problem = tuple[str, Any, str, str]  # a broken rule: field, value, rule, fix
 SHOWN = 80  # characters of a value that fit in a line
 LONGEST = 1000  # characters of a message
 BITS = 256  # of a whole number that is written out
+WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class ExitCode(IntEnum):
@@ -39,6 +41,14 @@ class UnavailableError(UserError):
     """Something outside this program failed in a way that may pass: starting again may help, another input would not."""
 
     exit_code = ExitCode.UNAVAILABLE
+
+
+def as_user_error(error: UserError | OSError) -> UserError:
+    """`error` itself, or one line for what the operating system refused: a path that is wrong, or a fault of storage that may pass."""
+    if isinstance(error, UserError):
+        return error
+    kind = UserError if error.errno in WRONG_PATH else UnavailableError
+    return kind(f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror or error}.")
 
 
 class ConfigError(UserError):

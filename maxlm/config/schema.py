@@ -538,7 +538,7 @@ class SamplesConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Tasks that are run on the training mesh, with the weights where they lie."""
+    """Tasks that are run on the training mesh: likelihoods with the weights where they lie, generation with a copy of them."""
 
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)]  # task files, or names under configs/tasks/
     every: Positive | None = None  # steps; None: only at the end

@@ -10,16 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import maxlm
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
+from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.evaluation.generating import continuations
+from maxlm.evaluation.generating import Greedy, check_memory
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
 from maxlm.evaluation.result_log import ResultLog, key_of
 from maxlm.evaluation.scoring import Scorer
 from maxlm.models import Parameters
+from maxlm.training.fits import Part
 
-PROMPTS = 16  # generated together
+PROMPTS = 16  # generated together, at least: the devices that split a batch divide the number
 
 
 class Likelihood(NamedTuple):
@@ -35,14 +38,13 @@ def silent(done: int, total: int) -> None:
 
 @dataclass
 class LanguageModel:
-    """The weights are used where they lie: there is no second copy of them."""
+    """Likelihoods use the weights where they lie; generation makes a copy of them, which is gone when it ends."""
 
     scorer: Scorer
     params: Parameters
     model_state: Parameters
     tokenizer: Tokenizer
-    prefix: int  # token before a text that nothing precedes
-    opening: tuple[int, ...] = ()  # tokens that the tokenizer puts before every prompt
+    special: bool = False  # special tokens written in a text are those tokens, and not text
     folder: Path | None = None  # of the results of finished requests; None: not resumable
     progress: Callable[[int, int], None] = silent
     truncated: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0})  # cut off contexts so far
@@ -53,9 +55,19 @@ class LanguageModel:
         sums = digest({"params": self.params, "model_state": self.model_state})
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:32]
 
+    @property
+    def prefix(self) -> int:
+        """Id of the token before a text that nothing precedes."""
+        return self.tokenizer.prefix
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, without any token added."""
-        return tuple(self.tokenizer.encode(text).tolist())
+        ids = self.tokenizer.encode_rendered(text)[0] if self.special else self.tokenizer.encode(text)
+        return tuple(ids.tolist())
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt, after those that open every text of the model."""
+        return tuple(self.tokenizer.opened(self.encode(text)))
 
     def request(self, context: str, continuation: str) -> Request:
         """Tokens of a continuation after a context, split as lm-evaluation-harness does (`TemplateLM._encode_pair`): spaces at the end of
@@ -69,7 +81,7 @@ class LanguageModel:
             return Request((self.prefix,), self.encode(continuation))
         before, whole = self.encode(context), self.encode(context + continuation)
         after = whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation)
-        return Request(self.opening + before, after)
+        return Request(tuple(self.tokenizer.opened(before)), after)
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its
@@ -105,29 +117,35 @@ class LanguageModel:
 
         A prompt that leaves no room in the context loses its beginning, which `truncated` counts.
         """
-        room = self._room(tokens)
-
-        def finished(ids: list[int]) -> bool:
-            return any(end in self.tokenizer.decode(ids) for end in stop)
-
-        requests = [Request(self.opening + self.encode(prompt) or (self.prefix,), ()) for prompt in prompts]
-        cuts = [max(len(request.context) - room, 0) for request in requests]
-        requests = [Request(request.context[cut:], ()) for request, cut in zip(requests, cuts, strict=True)]
+        stops = Stops(self.tokenizer, stop)
+        requests, cuts = self._prompts(prompts, tokens)
         unique, places = distinct(requests)
         with self._log({"tokens": tokens, "stop": list(stop)}, unique) as log:
             missing = [index for index in range(len(unique)) if index not in log.known]
-            for start in range(0, len(missing), PROMPTS):
-                group = missing[start : start + PROMPTS]
+            greedy = Greedy(self.scorer.config, self.scorer.mesh, self.params, self.model_state) if missing else None
+            for start in range(0, len(missing), self._together):
+                assert greedy is not None, "some are missing"
+                group = missing[start : start + self._together]
                 ids = [unique[index].context for index in group]
-                end = self.tokenizer.end_of_document_id
-                config, mesh = self.scorer.config, self.scorer.mesh
-                made = continuations(config, mesh, self.params, self.model_state, ids, tokens, end, finished)
+                made = greedy.continuations(ids, tokens, self.tokenizer.end_of_document_id, stops.finished)
                 for index, new in zip(group, made, strict=True):
-                    log.append(index, {"text": _until(self.tokenizer.decode(new), stop)})
+                    log.append(index, {"text": stops.text(new)})
                 self.progress(len(log.known), len(unique))
             texts = [str(log.known[place]["text"]) for place in places]
         self._count(cuts)
         return texts
+
+    def _prompts(self, prompts: Sequence[str], tokens: int) -> tuple[list[Request], list[int]]:
+        """(requests of these prompts, with room for so many new tokens, and how many tokens each has lost). Raises UserError."""
+        room = self._room(tokens)
+        whole = [self.encode_prompt(prompt) for prompt in prompts]
+        cuts = [max(len(ids) - room, 0) for ids in whole]
+        return [Request(ids[cut:], ()) for ids, cut in zip(whole, cuts, strict=True)], cuts
+
+    @property
+    def _together(self) -> int:
+        """Prompts that are generated together."""
+        return -(-PROMPTS // self.scorer.shards) * self.scorer.shards
 
     def _room(self, tokens: int) -> int:
         """Tokens of a prompt that leave room for so many new ones. Raises UserError."""
@@ -145,7 +163,8 @@ class LanguageModel:
         if self.folder is not None:
             config = self.scorer.config
             asked = {"weights": self.weights_digest, "context": self.scorer.context, "model": config.model.model_dump(mode="json")}
-            asked |= {"precision": config.precision.model_dump(mode="json"), **settings}
+            asked |= {"precision": config.precision.model_dump(mode="json"), "maxlm": maxlm.__version__, **settings}
+            asked |= {"tokenizer": self.tokenizer.hash, "ends": [self.tokenizer.end_of_document_id, *self.tokenizer.frame.ends]}
             path = self.folder / f"{key_of(asked, requests)}.jsonl"
         log = ResultLog(path)
         try:
@@ -154,19 +173,24 @@ class LanguageModel:
             log.close()
 
 
+@dataclass
 class Rehearsal(LanguageModel):
     """Computes nothing: what a task asks is made and checked, and every answer is a constant."""
+
+    held: Part | None = None  # that devices hold beside what generation takes; None: memory is not checked
+    asked: list[str] = field(default_factory=list)  # a digest of each call
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         for request in requests:
             self._windows(request, stride, 0)
+        self.asked.append(key_of({"stride": stride}, requests))
         return [Likelihood(-1.0, False)] * len(requests)
 
     def generate(self, prompts: Sequence[str], tokens: int, stop: Sequence[str]) -> list[str]:
-        self._room(tokens)
+        requests, _ = self._prompts(prompts, tokens)
+        self.asked.append(key_of({"tokens": tokens, "stop": list(stop)}, requests))
+        unique, _ = distinct(requests)
+        if self.held is not None and unique:
+            longest = max(len(request.context) for request in unique)
+            check_memory(self.scorer.config, self.scorer.mesh, self.held, min(self._together, len(unique)), longest, tokens)
         return [""] * len(prompts)
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-    """`text` before the first of the stop strings."""
-    return text[: min((at for at in (text.find(end) for end in stop) if at >= 0), default=len(text))]

@@ -1,40 +1,57 @@
-"""The tasks of a run's `evaluation` section, on the training mesh and with the weights where they lie."""
+"""The tasks of a run's `evaluation` section, on the training mesh; only generation copies the weights, for the time of its task."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.data.text_frame import started_frame
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.evaluation.language_model import LanguageModel
-from maxlm.evaluation.results import write_result
+from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.scoring import Scorer
 from maxlm.evaluation.task import Task, find_tasks
+from maxlm.interop.hosts import on_all
+from maxlm.runtime.consistency import require_equal
+from maxlm.training.fits import Part, explain_out_of_memory, least
+from maxlm.training.saved_run import TOKENIZER
 from maxlm.training.step import TrainState
+
+FEWER = "a task that generates copies the weights: leave it to `maxlm eval`, or split the weights over more devices with mesh.fsdp"
 
 
 class TrainingTasks:
     """Runs tasks on the state of a training step. `folder`: where the primary process writes results; None on the others."""
 
     def __init__(self, config: Config, mesh: Mesh, folder: Path | None, tasks: Sequence[Task]) -> None:
-        """Raises UserError naming what is wrong in a task, before anything is compiled."""
+        """Raises UserError naming what is wrong in a task, or that it does not fit in memory, before anything is compiled."""
         assert config.evaluation is not None, "asked without the section"
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
-        self._tokenizer = open_tokenizer(config.data.store or config.data.mixture[0].store)
-        self._scorer = Scorer(config, mesh)
-        for task in tasks:
-            rehearse(task, self._model({}, {}))
+        source, own = config.train.start_from, Path(config.run.dir) / config.run.name / TOKENIZER
+        frame = started_frame(None if source is None else Path(source.path) / TOKENIZER, own)
+        self._tokenizer = open_tokenizer(config.data.store or config.data.mixture[0].store, frame)
+        self._scorer, self._name = Scorer(config, mesh), config.run.name
+        state = least(config, dict(mesh.shape))[0]
+        self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}
 
     def _model(self, params: Any, model_state: Any) -> LanguageModel:
-        return LanguageModel(self._scorer, params, model_state, self._tokenizer, self._tokenizer.end_of_document_id)
+        return LanguageModel(self._scorer, params, model_state, self._tokenizer)
+
+    def _asked(self, task: Task, held: Part | None = None) -> str:
+        """Digest of all that a task asks of a model. Raises UserError, also if devices that hold the state `held` have no room for it."""
+        asked = rehearse(task, self._model({}, {}), held).asked
+        return hashlib.sha256(" ".join(asked).encode()).hexdigest()[:12]
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Data of the event: `tasks` (task -> metric -> value) and `notes`; figures are also written to the run, with standard errors.
-        None once `gives_up()`.
+        None once `gives_up()`, which is asked between batches, in all processes equally often.
         """
         model = self._model(state.params, state.model_state)
         found: dict[str, dict[str, float]] = {}
@@ -49,16 +66,32 @@ class TrainingTasks:
             for task in self._tasks:
                 poll(0, 0)
                 try:
-                    result = run_task(task, model)
-                    found[task.name] = {name: figure.value for name, figure in result.figures.items()}
-                    notes += [result.notice] if result.notice else []
+                    result = self._result(task, model)
+                except UserError as error:  # figures that are not finite, too little memory, files that are away: training goes on
+                    notes.append(f"{task.name}: {error}")
+                    error.__traceback__ = None  # its frames hold the copy of the weights, and one of them holds the error itself
+                    continue
+                found[task.name] = {name: figure.value for name, figure in result.figures.items()}
+                notes += [result.notice] if result.notice else []
+                try:
                     if self._folder is not None:
-                        write_result(self._folder, step, result)
-                except (UserError, OSError) as error:  # figures that are not finite, a full disk: training goes on
+                        write_result(self._folder, self._name, step, result)
+                except (UserError, OSError) as error:  # a full disk
                     notes.append(f"{task.name}: {error}")
         except _GivenUpError:
             return None
         return {"tasks": found, **({"notes": notes} if notes else {})}
+
+    def _result(self, task: Task, model: LanguageModel) -> Result:
+        """Raises UserError in all processes alike, before they compute if their data differ or one cannot read them."""
+        if jax.process_count() > 1:
+            on_all(require_equal, partial(self._asked, task), lambda asked: {f"task {task.name}": asked})
+
+        def run() -> Result:
+            with explain_out_of_memory(f"running the task {task.name}", FEWER):
+                return run_task(task, model)
+
+        return on_all(require_equal, run)
 
 
 class _GivenUpError(Exception):

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from maxlm.config.schema import ModelConfig
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.inference.sampling import Numbers, Shape, sample
 from maxlm.kernels.platform import device, multiplied
 from maxlm.models import Caches, Decoder, bind, parameter_axes
 from maxlm.models.adapters import merge
 from maxlm.models.decoder import Block
-from maxlm.models.linear import weights_first
+from maxlm.models.linear import matmul_precision, weights_first
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.parallel import constrain
 
@@ -86,8 +86,16 @@ def _turn(blocks: tuple[Block, ...], heads: int, *, back: bool = False) -> tuple
     return jax.tree.map(turn, blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def prefill(shape: Shape, length: int, weights: Weights, rows: Rows, tokens_BS: Int[Array, "B S"], done_B: Bool[Array, " B"]) -> State:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def prefill(
+    shape: Shape,
+    precision: PrecisionConfig,
+    length: int,
+    weights: Weights,
+    rows: Rows,
+    tokens_BS: Int[Array, "B S"],
+    done_B: Bool[Array, " B"],
+) -> State:
     """Read the prompts, with caches for `length` slots, and draw the first token. `done_B`: rows that are there to fill the batch."""
     batch, slots = tokens_BS.shape
     seen_BV = None
@@ -97,24 +105,24 @@ def prefill(shape: Shape, length: int, weights: Weights, rows: Rows, tokens_BS: 
         seen_BV = seen_BV.at[jnp.arange(batch)[:, None], token_BS].set(True, mode="drop")
     caches = weights.model.empty_caches(batch, length)
     state = State(jnp.int32(slots), jnp.pad(tokens_BS, ((0, 0), (0, length - slots))), done_B, seen_BV, caches)
-    return _draw(shape, rows, *_advance(weights, rows, tokens_BS, jnp.int32(0), state))
+    return _draw(shape, rows, *_advance(precision, weights, rows, tokens_BS, jnp.int32(0), state))
 
 
-@partial(jax.jit, static_argnums=(0,), donate_argnums=(3,))
-def decode(shape: Shape, weights: Weights, rows: Rows, state: State, until: Int[Array, ""]) -> State:
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
+def decode(shape: Shape, precision: PrecisionConfig, weights: Weights, rows: Rows, state: State, until: Int[Array, ""]) -> State:
     """Generate until `until` slots are known, or all rows are done."""
 
     def one(state: State) -> State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BT, state.slot - 1, 1, axis=1)
         known_B1 = jnp.minimum(last_B1, weights.model.config.vocab_size - 1)  # an end that is no token of the model is not looked up
-        return _draw(shape, rows, *_advance(weights, rows, known_B1, state.slot - 1, state))
+        return _draw(shape, rows, *_advance(precision, weights, rows, known_B1, state.slot - 1, state))
 
     return _whole(jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state))
 
 
 @partial(jax.jit, static_argnums=(1,))
 def grow(state: State, length: int) -> State:
-    """The same state with room for `length` slots."""
+    """The same state with room for `length` slots; old and new caches are there together."""
     more = length - state.tokens_BT.shape[1]
 
     def pad(leaf: Any, dim: int) -> Any:
@@ -125,14 +133,14 @@ def grow(state: State, length: int) -> State:
 
 
 def _advance(
-    weights: Weights, rows: Rows, tokens_BS: Int[Array, "B S"], slot: Int[Array, ""], state: State
+    precision: PrecisionConfig, weights: Weights, rows: Rows, tokens_BS: Int[Array, "B S"], slot: Int[Array, ""], state: State
 ) -> tuple[State, Float[Array, "B V"]]:
     """Logits after the last of the tokens, the first of which is in `slot`, and the state with their keys and values."""
     model = weights.model
     slots_S, slots_T = slot + jnp.arange(tokens_BS.shape[1]), jnp.arange(state.tokens_BT.shape[1])
     positions_BS = slots_S - rows.first_B[:, None]
     order = weights_first() if device()[0] == "cpu" and tokens_BS.shape[1] == 1 else nullcontext()
-    with order:
+    with matmul_precision(precision), order:
         output = model(
             constrain(tokens_BS, "batch", "seq"),
             jnp.maximum(positions_BS, 0),
@@ -141,7 +149,8 @@ def _advance(
             caches=state.caches,
             blocks=_turn(weights.blocks, model.config.n_heads, back=True),
         )
-    scores_VB = jnp.einsum("VD,BD->VB", *multiplied(model.unembedding_VD, output.x_BSD[:, -1]), preferred_element_type=jnp.float32)
+        operands = multiplied(model.unembedding_VD, output.x_BSD[:, -1])
+        scores_VB = jnp.einsum("VD,BD->VB", *operands, preferred_element_type=jnp.float32)
     cap = model.config.logits_softcap
     return state._replace(caches=output.caches), scores_VB.T if cap is None else cap * jnp.tanh(scores_VB.T / cap)
 

@@ -13,7 +13,7 @@ import jax
 
 import maxlm
 from maxlm.config import Config, UserError, rules
-from maxlm.config.errors import UnavailableError
+from maxlm.config.errors import UnavailableError, as_user_error
 from maxlm.config.paths import is_remote
 from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.host_allgather import allgather_lines
@@ -69,8 +69,8 @@ def require_same(name: str, find: Callable[[], str]) -> None:
     found, problem = "", None
     try:
         found = find()
-    except UserError as error:
-        problem = error
+    except (UserError, OSError) as error:
+        problem = as_user_error(error)
     require_equal({name: found}, problem)
 
 

@@ -17,7 +17,7 @@ import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
-from maxlm.config.errors import ConfigError, ExitCode
+from maxlm.config.errors import ConfigError, ExitCode, as_user_error
 from maxlm.config.loader import dump, flatten
 from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
@@ -150,7 +150,9 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
-            outcome = train(Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks), start)
+            outcome = train(
+                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
+            )
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
@@ -249,13 +251,13 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
 
 
 def _open_tasks_on_all_hosts(open_tasks: OpenTasks, config: Config, program: Program, directory: RunDirectory) -> Tasks:
-    """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them."""
+    """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
     opened, problem = None, None
     try:
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
+    except (UserError, OSError) as error:
+        problem = as_user_error(error)
+    require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)
     assert opened is not None, "a failure was raised above"
     return opened
 
@@ -269,8 +271,8 @@ def _open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
             _prepare(config)
         with phases("reading the data"):
             opened = open_data(config)
-    except UserError as error:
-        problem = error
+    except (UserError, OSError) as error:
+        problem = as_user_error(error)
     require_equal({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()} if opened else {}, problem)
     assert opened is not None, "a failure was raised above"
     return opened

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.runtime import deadline
+from maxlm.runtime.host_allgather import allgather
 
 _preemption_services: list[Callable[[int], None]] = []  # jax's own C handler of SIGTERM, in a cluster
 
@@ -36,6 +38,11 @@ class StopSignal:
     def abandon_batch(self) -> bool:
         """True if the loop need not wait for its next batch. In a cluster the others would wait for this process instead."""
         return self._alone and self.received is not None
+
+    def received_anywhere(self) -> bool:
+        """True in all processes once one has received a signal. They wait for each other, so all must ask equally often."""
+        mine = self.received is not None
+        return mine if self._alone else bool(allgather(np.array([mine], np.int32)).any())
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from maxlm.config.axes import BATCH_AXES
 from maxlm.config.schema import Config, ModelConfig, Section
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
+from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.models import count_parameters
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
@@ -35,6 +36,16 @@ class Part:
     name: str
     bytes: int
     remedy: str
+
+
+class Slots(NamedTuple):
+    """Positions of a sequence that generation has room for: of the prompts, and of the caches in the end and before they last grew, 0 if
+    they never do.
+    """
+
+    prompt: int
+    before: int
+    last: int
 
 
 def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], processes: int = 1) -> None:
@@ -58,18 +69,31 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
 
 
 def check_generation(
-    model: ModelConfig, length: int, rows: int = 1, sizes: Mapping[str, int] | None = None, dtype: str = "float32"
+    model: ModelConfig,
+    slots: Slots,
+    rows: int = 1,
+    sizes: Mapping[str, int] | None = None,
+    dtype: str = "float32",
+    held: Part | None = None,
 ) -> None:
-    """Raise UserError if a device cannot hold its share of generation with `rows` sequences of `length` positions: parameters, their copy
-    in `dtype`, and caches. `sizes`: of the mesh; none is one device.
+    """Raise UserError if a device cannot hold its share of generation with `rows` sequences: what it holds already, a copy of the
+    parameters in `dtype`, caches, and when they grow those before; or with a block of attention's scores, while prompts are read.
+
+    `sizes`: of the mesh; none is one device. `held`: the parameters, if it is None.
     """
-    device, number = jax.devices()[0], jnp.dtype(dtype).itemsize
+    device, number, split = jax.devices()[0], jnp.dtype(dtype).itemsize, sizes or {}
     limit = memory_of_a_device(device, 1)
-    if limit is not None:
-        numbers = count_parameters(model) // math.prod((sizes or {}).get(axis, 1) for axis in ("fsdp", "expert", "stage", "tensor"))
-        remedy = "use a device with more memory, or split them over more devices with mesh.fsdp"
-        weights = Part("parameters and their copy by layers", (FLOAT32 + number) * numbers, remedy)
-        _compare("generating", (weights, *cached(model, length, rows, sizes, number)), limit, device)
+    if limit is None:
+        return
+    numbers = count_parameters(model) // math.prod(split.get(axis, 1) for axis in ("fsdp", "expert", "stage", "tensor"))
+    remedy = "use a device with more memory, or split them over more devices with mesh.fsdp"
+    weights = held or Part("parameters", FLOAT32 * numbers, remedy), Part("a copy of the parameters by layers", number * numbers, remedy)
+    before = cached(model, slots.before, rows, split, number) if slots.before else ()
+    _compare("generating", (*weights, *cached(model, slots.last, rows, split, number), *before), limit, device)
+    queries = min(slots.prompt, QUERY_BLOCK) // split.get("context", 1)
+    share = -(-rows // math.prod(split.get(axis, 1) for axis in BATCH_AXES)) * -(-model.n_heads // split.get("tensor", 1))
+    scores = Part("scores of attention", FLOAT32 * share * queries * slots.prompt, "shorten the prompts, or give fewer at a time")
+    _compare("reading the prompts", (*weights, *cached(model, slots.prompt, rows, split, number), scores), limit, device)
 
 
 def check_compiled(step: Any, device: jax.Device, processes: int = 1) -> None:

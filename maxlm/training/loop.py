@@ -101,6 +101,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
                 eval_loss = _evaluate(session, meter, saving, step + 1, state)
             if session.tasks is not None and session.tasks.every and (step + 1) % session.tasks.every == 0 and step + 1 < total:
+                saving.save_if_due(step + 1, state)  # first: tasks may take long, and no failure of theirs may cost it
                 _run_tasks(session, meter, saving, step + 1, state)
     finally:
         batches.close()
@@ -145,7 +146,7 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, weights, held_out, _giving_up(session, saving))
+            loss = evaluate(session.program, weights, held_out, _giving_up(session.gives_up, saving))
             _report_problems(session, held_out, step)
             if loss is None:
                 _not_evaluated(session, step)
@@ -163,7 +164,7 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        results = session.tasks.run(state, step, _giving_up(session, saving))
+        results = session.tasks.run(state, step, _giving_up(session.all_give_up, saving))
     if results is None:
         _not_evaluated(session, step)
         return
@@ -171,10 +172,10 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.pause()
 
 
-def _giving_up(session: Session, saving: Saving) -> Callable[[], bool]:
+def _giving_up(ask: Callable[[], bool], saving: Saving) -> Callable[[], bool]:
     def gives_up() -> bool:
         saving.poll()  # a save may end meanwhile
-        return session.gives_up()
+        return ask()
 
     return gives_up
 

@@ -18,15 +18,16 @@ class Tasks(Protocol):
     """Tasks that are run while training pauses."""
 
     every: int | None  # steps; None: only at the end
+    asked: Mapping[str, str]  # name of a task -> digest of all that it asks of a model
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
-        """Data of the event `tasks`. None once `gives_up()`."""
+        """Data of the event `tasks`. None once `gives_up()`, which all processes ask equally often."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long. `named`: held-out sets that
-    have curves of their own.
+    """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long, and `all_give_up`, which is
+    True in all processes or in none, between the batches of tasks. `named`: held-out sets that have curves of their own.
     """
 
     program: Program
@@ -39,6 +40,7 @@ class Session:
     gives_up: Callable[[], bool] = lambda: False
     named: Mapping[str, Pipeline] = field(default_factory=dict)
     tasks: Tasks | None = None
+    all_give_up: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)

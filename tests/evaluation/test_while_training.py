@@ -2,21 +2,28 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
-from eval_cases import TASKS
+from eval_cases import TASKS, with_bos
 from small_run import events, finish, start
 
 from maxlm.config import UserError, load
+from maxlm.config.schema import EvaluationConfig
+from maxlm.evaluation import generating
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.run_task import run_task
 from maxlm.evaluation.task import find_tasks
 from maxlm.evaluation.while_training import open_tasks
+from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
+from maxlm.runtime import run
 from maxlm.runtime.run import open_data
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.render import render
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training import fits
 from maxlm.training.program import build_program
 
 NAMES = ["choice.yml", "text.yml"]
@@ -61,6 +68,16 @@ def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the
     assert not list(tmp_path.glob("9-*")), "figures of no number are not written"
 
 
+def test_prompts_begin_as_those_of_the_model_that_the_run_starts_from(workspace, tmp_path):
+    """A run on our stores has no token before its texts, whatever its tokenizer says; one that starts from a published model has."""
+    import_model(with_bos(tmp_path / "hf", workspace / "hf"), tmp_path / "model", [], lambda done, total: None)
+    settings = ["mesh.fsdp=1", "mesh.data=8", "evaluation.tasks=[text.yml]"]
+    for more, opening in (([], 0), ([f"train.start_from={{path: {tmp_path / 'model'}}}"], 1)):
+        config = load("small.yml", [*settings, *more]).config
+        tokenizer = open_tasks(config, build_mesh(config), None)._model({}, {}).tokenizer
+        assert tokenizer.frame.opening == (tokenizer.end_of_document_id,) * opening
+
+
 def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
@@ -72,6 +89,78 @@ def test_a_wrong_task_is_refused_before_anything_is_compiled(workspace):
         open_tasks(config, build_mesh(config), None)
 
 
+@pytest.fixture
+def greedy(workspace, monkeypatch):
+    """(tasks that generate, a state, calls of `prepare`, sizes of the groups), with every continuation empty."""
+    items = [{"q": f"{n}:", "a": "b"} for n in range(20)]
+    (workspace / "many.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (workspace / "many.yml").write_text(json.dumps({**TASKS["words"], "data": "many.jsonl"}))
+    config = load("small.yml", ["mesh.fsdp=4", "mesh.tensor=2", "precision.matmul=highest", "evaluation.tasks=[many.yml]"]).config
+    program = build_program(config, build_mesh(config))
+    prepared, groups, real = [], [], generating.prepare
+
+    def prepare(*arguments):
+        prepared.append(arguments[-1])
+        return real(*arguments)
+
+    def continue_ids(prepared, prompts, *_):
+        groups.append(len(prompts))
+        return [[]] * len(prompts)
+
+    monkeypatch.setattr(generating, "prepare", prepare)
+    monkeypatch.setattr(generating, "continue_ids", continue_ids)
+    return open_tasks(config, program.mesh, None), program.init(), prepared, groups
+
+
+def test_a_task_that_generates_copies_the_weights_once_and_frees_the_copy(greedy, monkeypatch):
+    tasks, state, prepared, groups = greedy
+    weights, before, most = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)), live_bytes(), []
+    found = tasks.run(state, 3, lambda: bool(most.append(live_bytes())))
+    assert found == {"tasks": {"many": {"exact_match": 0.0}}}
+    assert groups == [16, 4]
+    assert [precision.matmul for precision in prepared] == ["highest"]
+    assert max(most) - before > weights / 2
+    assert live_bytes() - before < weights / 4
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5000 bytes.")
+
+    monkeypatch.setattr(generating, "continue_ids", full)
+    found = tasks.run(state, 4, lambda: False)
+    assert found["tasks"] == {}
+    assert "out of memory while running the task many" in found["notes"][0]
+    assert live_bytes() - before < weights / 4, "the copy is gone then, too"
+
+
+def test_memory_for_a_copy_of_the_weights_is_counted_at_the_start(workspace, monkeypatch):
+    config = load("small.yml", ["mesh.fsdp=8", "evaluation.tasks=[words.yml]"]).config
+    state = fits.least(config, {**config.mesh.sizes(), "fsdp": 8})[0].bytes
+    monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes: state + 100)
+    with pytest.raises(UserError, match="generating needs"):
+        open_tasks(config, build_mesh(config), None)
+    open_tasks(config.model_copy(update={"evaluation": EvaluationConfig(tasks=("choice.yml",))}), build_mesh(config), None)
+
+
+def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
+    config = load("small.yml", ["mesh.fsdp=8", "evaluation.tasks=[own.yml]"]).config
+    (workspace / "own.yml").write_text(json.dumps({**TASKS["text"], "data": "own.jsonl"}))
+    told = []
+    monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append((facts, problem)))
+    directory, program = RunDirectory(workspace / "none", primary=False), SimpleNamespace(mesh=build_mesh(config))
+    for text in ("a", "b", "a"):
+        (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
+        run._open_tasks_on_all_hosts(open_tasks, config, program, directory)
+    assert told[0] == told[2] != told[1]
+    assert told[0][0].keys() == {"task own"}
+
+    def away(*_):
+        raise PermissionError(13, "Permission denied", "own.jsonl")
+
+    with pytest.raises(AssertionError):
+        run._open_tasks_on_all_hosts(away, config, program, directory)
+    assert isinstance(told[3][1], UserError)
+
+
 def test_a_run_has_curves_of_named_sets_and_a_table_of_results(workspace):
     settings = ["data.eval={first: store, second: store}", "train.eval_every=3", "evaluation={tasks: [choice.yml], every: 3}"]
     finish(start(workspace, *settings, "train.steps=6", "run.name=watched"))
@@ -80,12 +169,12 @@ def test_a_run_has_curves_of_named_sets_and_a_table_of_results(workspace):
     assert all(first == second == whole for whole, first, second in losses), "the same documents"
     found = {event["step"]: event["tasks"]["choice"]["accuracy"] for event in events(workspace, "tasks", "watched")}
     assert found.keys() == {3, 6}
-    run = load_run(workspace / "runs" / "watched")
-    assert run.evaluated["eval_loss/first"].values_N.tolist() == [loss[1] for loss in losses]
-    assert run.evaluated["tasks/choice/accuracy"].values_N.tolist() == list(found.values())
-    assert run.results["choice", "accuracy"].step == 6
-    assert run.results["choice", "accuracy"].value == found[6]
-    page = render([run, run])
+    seen = load_run(workspace / "runs" / "watched")
+    assert seen.evaluated["eval_loss/first"].values_N.tolist() == [loss[1] for loss in losses]
+    assert seen.evaluated["tasks/choice/accuracy"].values_N.tolist() == list(found.values())
+    assert seen.results["choice", "accuracy"].step == 6
+    assert seen.results["choice", "accuracy"].value == found[6]
+    page = render([seen, seen])
     assert "Results of tasks" in page
     assert "Held-out loss: second" in page
     assert page.count("step 6, 6 items") == 2 * 3

@@ -261,6 +261,24 @@ def test_prepare_refuses_what_memory_cannot_hold(sizes, workspace, monkeypatch):
 
 def test_generation_is_counted():
     config = tiny_config().model
-    fits.check_generation(config, 1000)
+    fits.check_generation(config, fits.Slots(16, 0, 1000))
     with pytest.raises(UserError, match=r"keys and values of 1,000,000,000,000 positions"):
-        fits.check_generation(config, 10**12)
+        fits.check_generation(config, fits.Slots(16, 0, 10**12))
+
+
+def test_generation_counts_what_is_there_together(monkeypatch):
+    """Caches before and after they grow; a block of scores while prompts are read; the state of training beside a copy of the weights."""
+    config = tiny_config().model
+    copies = 2 * 4 * count_parameters(config)
+    caches = 4 * 2 * config.n_layers * config.n_kv_heads * config.d_model // config.n_heads  # a position
+    cases = [
+        (fits.Slots(16, 64, 96), {}, copies + caches * (64 + 96)),
+        (fits.Slots(2048, 0, 3072), {}, copies + 4 * config.n_heads * 1024 * 2048 + caches * 2048),
+        (fits.Slots(16, 0, 64), {"held": fits.Part("state", 10**8, "")}, 10**8 + copies // 2 + caches * 64),
+    ]
+    for slots, options, wanted in cases:
+        monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes, limit=wanted: limit)
+        fits.check_generation(config, slots, **options)
+        monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes, limit=wanted - 1: limit)
+        with pytest.raises(UserError, match="at least"):
+            fits.check_generation(config, slots, **options)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxlm.config import UserError
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import Config, ModelConfig, PrecisionConfig
 from maxlm.inference import decoding
-from maxlm.inference.generate import Sampler, bucket, generate
+from maxlm.inference.generate import Sampler, bucket, cache_slots, continue_ids, generate, prepare, prompt_slots
 from maxlm.models import bind, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.parallel import build_mesh
 
@@ -149,13 +149,36 @@ def test_bfloat16_runs_in_bfloat16():
 def test_few_programs_for_many_lengths():
     assert [bucket(n, 16) for n in (1, 16, 17, 25, 33, 49, 65)] == [16, 16, 24, 32, 48, 64, 96]
     assert [bucket(n, 1) for n in (1, 2, 3, 4, 5, 7, 9)] == [1, 2, 3, 4, 6, 8, 12]
-    from maxlm.inference import decoding
-
     run("gpt2", [[1] * 3])
     before = decoding.decode._cache_size(), decoding.prefill._cache_size()
     for length in (1, 7, 15):
         run("gpt2", [[1] * length], Sampler(max_new_tokens=length, temperature=0))
     assert (decoding.decode._cache_size(), decoding.prefill._cache_size()) == before
+
+
+def test_long_prompts_fill_whole_blocks_of_queries():
+    """Attention reads others as one block, however long."""
+    assert [prompt_slots(n) for n in (900, 1024, 1025, 1537, 2049)] == [1024, 1024, 2048, 2048, 3072]
+    assert cache_slots(40, 16) == (48, 0, 64)
+    assert cache_slots(40, 60) == (48, 96, 128)
+
+
+def test_matmuls_have_the_precision_that_is_asked_for(monkeypatch):
+    class TracedError(Exception): ...
+
+    real, lowered = decoding.prefill, []
+
+    def prefill(*arguments):
+        lowered.append(real.lower(*arguments).as_text())
+        raise TracedError
+
+    monkeypatch.setattr(decoding, "prefill", prefill)
+    for matmul in ("default", "highest"):
+        prepared = prepare(*case("gpt2"), PrecisionConfig(compute="float32", matmul=matmul))
+        with pytest.raises(TracedError):
+            continue_ids(prepared, PROMPTS, GREEDY, END)
+    assert "HIGHEST" not in lowered[0]
+    assert lowered[1].count("HIGHEST") >= 2 * 6
 
 
 @pytest.mark.parametrize(

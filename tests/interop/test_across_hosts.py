@@ -111,3 +111,11 @@ def test_a_problem_is_told_to_the_others_before_it_is_raised():
     with pytest.raises(UserError, match="no such file"):
         on_all(lambda facts, problem: told.append((facts, str(problem))), fail)
     assert told == [({}, "no such file")]
+
+
+def test_a_failure_of_storage_is_told_too(tmp_path):
+    told = []
+    with pytest.raises(OSError, match="nowhere"):
+        on_all(lambda facts, problem: told.append(problem), (tmp_path / "nowhere").read_bytes)
+    assert [type(problem) for problem in told] == [UserError]
+    assert "nowhere: cannot be read or written: No such file" in str(told[0])

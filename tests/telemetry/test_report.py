@@ -274,3 +274,16 @@ def test_restarts_and_skipped_updates_are_marked_and_charts_span_all_steps(tmp_p
         assert ">100</text>" in figure  # the last step is on the axis
     assert "restart" in Page(html).text
     assert "skipped update" in Page(html).text
+
+
+def test_losses_of_the_moving_average_are_charts_of_losses(tmp_path, make, record):
+    run = make("r")
+    with (run / "events.jsonl").open("a") as file:
+        for step in (50, 100):
+            losses = {"eval_loss": 3.25, "eval_loss_ema": 3.0, "eval_loss/wiki": 3.5, "eval_loss_ema/wiki": 3.4}
+            file.write(Event("eval", step, 1019.0, losses).to_json() + "\n")
+    text = Page(report_of(tmp_path, run)).text
+    assert "Held-out loss of the moving average nats a token" in text
+    assert "Held-out loss of the moving average: wiki nats a token" in text
+    assert "Held-out loss: wiki nats a token" in text
+    assert "of a task" not in text

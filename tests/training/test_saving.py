@@ -378,3 +378,22 @@ class SixBatches:
     def device_batch(self, number, sharding):
         self._read.append(number)
         return number
+
+
+def test_a_save_comes_before_tasks_that_fail(tmp_path):
+    """Else the run would fail at that step again however often it is resumed."""
+
+    class Tasks:
+        every, asked = EVERY, {}
+
+        def run(self, state, step, gives_up):
+            assert gives_up()
+            raise RuntimeError("tasks failed")
+
+    script = Script()
+    checkpoints = Checkpoints(tmp_path / "c", script.config.checkpoint, {})
+    session = Session(script, Data(), None, checkpoints, Events(), Goodput(), tasks=Tasks(), all_give_up=lambda: True)
+    with pytest.raises(RuntimeError, match="tasks failed"):
+        train(session, restore_or_init(script, checkpoints))
+    checkpoints.close()
+    assert saved_in(tmp_path) == [EVERY]

@@ -43,6 +43,7 @@ CHARTS = (
     ("Step time", "", "step_time_s", True),
     ("Data wait", "a step", "data_wait_s", True),
 )
+HELD_OUT = {"eval_loss": "Held-out loss", "eval_loss_ema": "Held-out loss of the moving average"}
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -174,12 +175,14 @@ def _charts(runs: Sequence[Run]) -> str:
 
 
 def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(title, unit, lines) of each named held-out set and of each metric of a task that was run several times."""
-    for name in dict.fromkeys(name for run in runs for name in run.evaluated if "/" in name):
+    """(title, unit, lines) of each held-out set but the plain one, of raw weights and of their moving average, and of each metric of a task
+    that was run several times.
+    """
+    for name in dict.fromkeys(name for run in runs for name in run.evaluated if name != "eval_loss"):
         lines = [Line(run.label, run.evaluated.get(name, EMPTY), run.color, dots=True) for run in runs]
         kind, _, rest = name.partition("/")
-        if kind == "eval_loss":
-            yield f"Held-out loss: {rest}", "nats a token", lines
+        if kind in HELD_OUT:
+            yield f"{HELD_OUT[kind]}: {rest}" if rest else HELD_OUT[kind], "nats a token", lines
         elif any(len(line.series.steps_N) > 1 for line in lines):
             yield rest.replace("/", ": ").replace("_", " "), "of a task", lines
 
