@@ -12,6 +12,7 @@ from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.paths import is_remote
 from maxlm.data import manifest, storage
 from maxlm.data.sources import read_url, reading
+from maxlm.data.text_frame import FRAME, TextFrame, started_frame
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
@@ -21,8 +22,8 @@ PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs som
 class Tokenizer:
     """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
 
-    def __init__(self, content: bytes | str, end_of_document: str, source: str) -> None:
-        """`content`: a tokenizer.json; `source` names it in errors.
+    def __init__(self, content: bytes | str, end_of_document: str, source: str, frame: TextFrame | None = None) -> None:
+        """`content`: a tokenizer.json; `source` names it in errors; `frame`: of the model that it belongs to.
 
         Raises UserError: it is no tokenizer, or `end_of_document` is not one of its special tokens.
         """
@@ -41,6 +42,21 @@ class Tokenizer:
             raise ConfigError(f"{FIELD}.end_of_document", end_of_document, rule, f"use one of {sorted(self.special)[:8]}")
         self.end_of_document = end_of_document
         self.end_of_document_id = int(self._bpe.get_vocab(with_added_tokens=True)[end_of_document])
+        self.frame = frame or TextFrame()
+
+    @property
+    def prefix(self) -> int:
+        """Id of the token before a text that nothing precedes."""
+        return self.end_of_document_id if self.frame.prefix is None else self.frame.prefix
+
+    def opened(self, ids: Sequence[int]) -> list[int]:
+        """Ids of a prompt: `ids` after those that open every text of the model, unless they begin with them; of no ids, one at least."""
+        opening = self.frame.opening
+        return [*(() if tuple(ids[: len(opening)]) == opening else opening), *ids] or [self.prefix]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of the prompt `text`, as `opened`."""
+        return self.opened(self.encode(text).tolist())
 
     @property
     def ids(self) -> dict[str, int]:
@@ -112,19 +128,23 @@ def load_tokenizer(path: str, end_of_document: str) -> Tokenizer:
     return Tokenizer(_read(path), end_of_document, path)
 
 
-def stored_tokenizer(store: str, end_of_document: str) -> Tokenizer | None:
+def stored_tokenizer(store: str, end_of_document: str, frame: TextFrame | None = None) -> Tokenizer | None:
     """The tokenizer of a token store that may be unfinished; None if it has none yet."""
     content = storage.read_bytes(store, manifest.TOKENIZER)
-    return None if content is None else Tokenizer(content, end_of_document, f"{store}/{manifest.TOKENIZER}")
+    return None if content is None else Tokenizer(content, end_of_document, f"{store}/{manifest.TOKENIZER}", frame)
 
 
-def open_tokenizer(folder: str) -> Tokenizer:
-    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote. Raises UserError if it is missing."""
+def open_tokenizer(folder: str, frame: TextFrame | None = None) -> Tokenizer:
+    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote. `frame`: of its texts, as recorded by default.
+
+    Raises UserError if it is missing.
+    """
     info = manifest.load(folder)
     if info is None:
         raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
     manifest.check_files(folder, info, [manifest.TOKENIZER])
-    tokenizer = stored_tokenizer(folder, info.settings["data.prepare.tokenizer.end_of_document"])
+    end = info.settings["data.prepare.tokenizer.end_of_document"]
+    tokenizer = stored_tokenizer(folder, end, frame or TextFrame.of(info.settings))
     if tokenizer is None:
         raise UserError(f"{folder}/{manifest.TOKENIZER} is missing; {manifest.REMAKE}.")
     return tokenizer
@@ -132,12 +152,17 @@ def open_tokenizer(folder: str) -> Tokenizer:
 
 def copy_tokenizer(store: str, folder: Path, source: Path | None = None) -> None:
     """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store. The companions of the
-    tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from.
+    tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from, as does the frame
+    of texts.
     """
-    for name in (manifest.TOKENIZER, manifest.MANIFEST):
-        content = storage.read_bytes(store, name)
-        assert content is not None, "a store that opened has both"
-        storage.write_bytes(str(folder), name, content)
+    content, info = storage.read_bytes(store, manifest.TOKENIZER), manifest.load(store)
+    assert content is not None and info is not None, "a store that opened has both"
+    storage.write_bytes(str(folder), manifest.TOKENIZER, content)
+    frame = started_frame(source, folder)
+    if frame != TextFrame():
+        settings = {**info.settings, FRAME: frame.to_json()}
+        info = info.model_copy(update={"settings": settings, "fingerprint": manifest.fingerprint(settings)})
+    storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(info.model_dump(mode="json")))
     companions = companions_of(store) or ({} if source is None else companions_of(str(source)))
     for name, content in companions.items():
         storage.write_bytes(str(folder), name, content)

@@ -12,8 +12,8 @@ from maxlm.config.errors import UserError
 from maxlm.config.schema import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
-from maxlm.evaluation.results import Result, table, write_result
-from maxlm.evaluation.run_task import rehearse, run_task
+from maxlm.evaluation.results import Result, check_unused, result_file, table, write_result
+from maxlm.evaluation.run_task import rehearse, run_task, settings_of
 from maxlm.evaluation.task import PerplexityTask, Task, find_tasks
 from maxlm.models import count_parameters
 from maxlm.telemetry.strict_json import dumps
@@ -33,7 +33,8 @@ def evaluate(
     """Run tasks on a model, print their results, and write them into the run, or into `out`. Names of results of a moving average end in
     "-ema".
 
-    Raises UserError before anything is computed or written: a task or a setting is wrong, or `place` is no model.
+    Raises UserError before anything is computed or written: a task or a setting is wrong, `place` is no model, or a result of other weights
+    or settings lies where one would be written.
     """
     if context is not None and context < 1:
         raise UserError(f"--context {context}: must be at least 1 token.")
@@ -45,14 +46,16 @@ def evaluate(
     found = open_model(place, overrides, step=step, context=context, kind=kind)
     folder = out or found.folder
     found.model.folder = None if folder is None else folder / "requests"
+    ending = "" if kind == "raw" else f"-{kind}"
     for task in tasks:
         rehearse(task, found.model)
+        if folder is not None:
+            check_unused(result_file(folder, found.step, task.name + ending), settings_of(task, found.model))
     results, written = [], []
     for task in tasks:
-        result = _run(task, found)
-        results.append(result if kind == "raw" else replace(result, task=f"{result.task}-{kind}"))
+        results.append(replace(_run(task, found), task=task.name + ending))
         if folder is not None:
-            written.append(write_result(folder, found.step, results[-1]))
+            written.append(write_result(folder, str(place), found.step, results[-1]))
     if as_json:
         print(dumps(_summary(place, found, results)))
         return

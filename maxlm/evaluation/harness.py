@@ -3,18 +3,21 @@
 `python -m maxlm.evaluation.harness run --model maxlm --model_args path=runs/mine --tasks ...` takes its command line as it is.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, show
+from maxlm.config.schema import WeightsKind
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
 
+OF_HARNESS = ("batch_size", "max_batch_size", "device")
 MAX_TOKENS = 256  # of a continuation, where a task says nothing
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of it, the first one counts
 
@@ -23,11 +26,22 @@ LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 class MaxLM(TemplateLM):
     """A run, an imported model or a Hugging Face folder as a model of the harness. Encoding of pairs is the harness's own."""
 
-    def __init__(self, path: str, step: int | None = None, context: int | None = None, **settings: Any) -> None:
-        """`settings`: such as `mesh.tensor=2`; those that the harness itself adds (batch_size, device) have no effect here."""
+    def __init__(
+        self, path: str, step: int | None = None, context: int | None = None, weights: WeightsKind = "raw", **settings: Any
+    ) -> None:
+        """`weights`: raw, or ema for the moving average. `settings`: such as `mesh.tensor=2`, and those that the harness itself adds
+        (OF_HARNESS), which have no effect here. Special tokens that are written in a text are those tokens.
+
+        Raises UserError, also for any other setting.
+        """
         super().__init__()
+        if weights not in ("raw", "ema"):
+            raise UserError(f"weights={show(weights)} is neither raw nor ema.")
+        if unknown := [name for name in settings if "." not in name and name not in OF_HARNESS]:
+            raise UserError(f"{show(unknown[0])} is no argument of maxlm: it takes path, step, context, weights, mesh.* and precision.*.")
         overrides = [f"{name}={value}" for name, value in settings.items() if "." in name]
-        self.model: LanguageModel = open_model(Path(path), overrides, step=step, context=context).model
+        self.model: LanguageModel = open_model(Path(path), overrides, step=step, context=context, kind=weights).model
+        self.model.special = True
 
     @property
     def eot_token_id(self) -> int:
@@ -47,13 +61,17 @@ class MaxLM(TemplateLM):
         return self.model.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of `string`, after those that the tokenizer puts before every text, unless the harness asks for none or they are written."""
-        written = self.model.opening and string.startswith(self._text_of(self.model.opening[0]))
-        opening = () if written or add_special_tokens is False else self.model.opening
-        return [*opening, *self.model.encode(string)]
+        """Ids of `string`, after those that open every text of the model, unless the harness asks for none or they are written."""
+        nothing = not string and not self.model.tokenizer.frame.opening
+        return list(self.model.encode(string) if add_special_tokens is False or nothing else self.model.encode_prompt(string))
 
-    def _text_of(self, token: int) -> str:
-        return next(text for text, number in self.model.tokenizer.ids.items() if number == token)
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Raises UserError for any."""
+        return _refuse_chat() if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Raises UserError."""
+        _refuse_chat()
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         scores = self.model.score([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
@@ -85,6 +103,10 @@ class MaxLM(TemplateLM):
         return texts
 
 
+def _refuse_chat() -> NoReturn:
+    raise UserError("chat templates are not applied by this model class: leave --apply_chat_template out.")
+
+
 def _options(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """(most new tokens, stop strings) of a request."""
     if options.get("do_sample") or (options.get("temperature") or 0) > 0:
@@ -97,4 +119,8 @@ def _options(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(f"maxlm: {error}", file=sys.stderr)
+        sys.exit(2)

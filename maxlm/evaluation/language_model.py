@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import maxlm
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
+from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.generating import continuations
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
@@ -41,8 +43,7 @@ class LanguageModel:
     params: Parameters
     model_state: Parameters
     tokenizer: Tokenizer
-    prefix: int  # token before a text that nothing precedes
-    opening: tuple[int, ...] = ()  # tokens that the tokenizer puts before every prompt
+    special: bool = False  # special tokens written in a text are those tokens, and not text
     folder: Path | None = None  # of the results of finished requests; None: not resumable
     progress: Callable[[int, int], None] = silent
     truncated: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0})  # cut off contexts so far
@@ -53,9 +54,19 @@ class LanguageModel:
         sums = digest({"params": self.params, "model_state": self.model_state})
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:32]
 
+    @property
+    def prefix(self) -> int:
+        """Id of the token before a text that nothing precedes."""
+        return self.tokenizer.prefix
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, without any token added."""
-        return tuple(self.tokenizer.encode(text).tolist())
+        ids = self.tokenizer.encode_rendered(text)[0] if self.special else self.tokenizer.encode(text)
+        return tuple(ids.tolist())
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Ids of a prompt, after those that open every text of the model."""
+        return tuple(self.tokenizer.opened(self.encode(text)))
 
     def request(self, context: str, continuation: str) -> Request:
         """Tokens of a continuation after a context, split as lm-evaluation-harness does (`TemplateLM._encode_pair`): spaces at the end of
@@ -69,7 +80,7 @@ class LanguageModel:
             return Request((self.prefix,), self.encode(continuation))
         before, whole = self.encode(context), self.encode(context + continuation)
         after = whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation)
-        return Request(self.opening + before, after)
+        return Request(tuple(self.tokenizer.opened(before)), after)
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its
@@ -105,12 +116,8 @@ class LanguageModel:
 
         A prompt that leaves no room in the context loses its beginning, which `truncated` counts.
         """
-        room = self._room(tokens)
-
-        def finished(ids: list[int]) -> bool:
-            return any(end in self.tokenizer.decode(ids) for end in stop)
-
-        requests = [Request(self.opening + self.encode(prompt) or (self.prefix,), ()) for prompt in prompts]
+        room, stops = self._room(tokens), Stops(self.tokenizer, stop)
+        requests = [Request(self.encode_prompt(prompt), ()) for prompt in prompts]
         cuts = [max(len(request.context) - room, 0) for request in requests]
         requests = [Request(request.context[cut:], ()) for request, cut in zip(requests, cuts, strict=True)]
         unique, places = distinct(requests)
@@ -121,9 +128,9 @@ class LanguageModel:
                 ids = [unique[index].context for index in group]
                 end = self.tokenizer.end_of_document_id
                 config, mesh = self.scorer.config, self.scorer.mesh
-                made = continuations(config, mesh, self.params, self.model_state, ids, tokens, end, finished)
+                made = continuations(config, mesh, self.params, self.model_state, ids, tokens, end, stops.finished)
                 for index, new in zip(group, made, strict=True):
-                    log.append(index, {"text": _until(self.tokenizer.decode(new), stop)})
+                    log.append(index, {"text": stops.text(new)})
                 self.progress(len(log.known), len(unique))
             texts = [str(log.known[place]["text"]) for place in places]
         self._count(cuts)
@@ -145,7 +152,8 @@ class LanguageModel:
         if self.folder is not None:
             config = self.scorer.config
             asked = {"weights": self.weights_digest, "context": self.scorer.context, "model": config.model.model_dump(mode="json")}
-            asked |= {"precision": config.precision.model_dump(mode="json"), **settings}
+            asked |= {"precision": config.precision.model_dump(mode="json"), "maxlm": maxlm.__version__, **settings}
+            asked |= {"tokenizer": self.tokenizer.hash, "ends": [self.tokenizer.end_of_document_id, *self.tokenizer.frame.ends]}
             path = self.folder / f"{key_of(asked, requests)}.jsonl"
         log = ResultLog(path)
         try:
@@ -165,8 +173,3 @@ class Rehearsal(LanguageModel):
     def generate(self, prompts: Sequence[str], tokens: int, stop: Sequence[str]) -> list[str]:
         self._room(tokens)
         return [""] * len(prompts)
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-    """`text` before the first of the stop strings."""
-    return text[: min((at for at in (text.find(end) for end in stop) if at >= 0), default=len(text))]

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer as Bpe
 
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import show
 from maxlm.config.loader import COMMAND_LINE, validate
 from maxlm.config.schema import WeightsKind
-from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.phases import progress_bar
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training.saved_run import CONFIG, TOKENIZER, SavedRun, open_run
+from maxlm.training.saved_run import CONFIG, SavedRun, open_run
 
 MOST_CONTEXT = 4096  # tokens of a published model's context, unless more are asked for
 SETTABLE = ("mesh", "precision")
@@ -77,14 +75,12 @@ def _model(
     saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: WeightsKind = "raw"
 ) -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
-    if saved.tokenizer is None:
-        raise UserError(f"{saved.directory.name} has no tokenizer, which tasks need to read text: it needs a tokenizer.json.")
+    tokenizer = saved.text_tokenizer()
     config = _config(saved.config, overrides, context)
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step, kind)
-    opening, prefix = opening_tokens(saved.tokenizer), prefix_token(saved.directory / TOKENIZER, saved.tokenizer)
     scorer = Scorer(config, mesh, context=context)
-    return LanguageModel(scorer, weights.params, weights.model_state, saved.tokenizer, prefix, opening), weights.step
+    return LanguageModel(scorer, weights.params, weights.model_state, tokenizer), weights.step
 
 
 def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
@@ -114,26 +110,6 @@ def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
         value = value.strip()
         found[section][name] = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
     return found
-
-
-def opening_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that a published tokenizer puts before every text, as its post-processor says: none, or the beginning-of-sequence token."""
-    bpe = Bpe.from_str(tokenizer.text)
-    plain, whole = (bpe.encode("a", add_special_tokens=added).ids for added in (False, True))
-    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return tuple(whole[: places[0]]) if places else ()
-
-
-def prefix_token(folder: Path, tokenizer: Tokenizer) -> int:
-    """Id of the token before a text that nothing precedes: `bos_token` of a published tokenizer, else the end-of-document token."""
-    file = folder / "tokenizer_config.json"
-    try:
-        said = json.loads(file.read_bytes()) if file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}.") from None
-    token = said.get("bos_token") if isinstance(said, dict) else None
-    token = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.ids.get(token, tokenizer.end_of_document_id) if isinstance(token, str) else tokenizer.end_of_document_id
 
 
 def _positions(values: dict[str, Any]) -> int | None:

@@ -43,9 +43,9 @@ class Prompts:
 
     @cached_property
     def _pool(self) -> list[Solved]:
-        data = self.config.fewshot.data if self.config.fewshot else None
-        items = self.task.items if data is None else list(read_items(self.task.beside(data)))
-        return [Solved(self.plain(item), self.answer(item)) for item in items]
+        """All items of the file, whatever the limit: fewer of them are asked, with the same shots."""
+        data = (self.config.fewshot and self.config.fewshot.data) or self.config.data
+        return [Solved(self.plain(item), self.answer(item)) for item in read_items(self.task.beside(data))]
 
     def answer(self, item: Item) -> str:
         """The right continuation of an item's prompt."""

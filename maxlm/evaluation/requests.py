@@ -19,7 +19,6 @@ class Score(NamedTuple):
     """Log-likelihood of a request's continuation."""
 
     logprob: float  # nats, summed in float64
-    logprobs: tuple[float, ...]  # of each token, float32
     greedy: bool  # no token of it is less likely than another in its place
 
 

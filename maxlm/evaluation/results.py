@@ -1,5 +1,6 @@
 """Results of tasks: figures, their files and their table."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import write_text
-from maxlm.telemetry.strict_json import dumps
+from maxlm.telemetry.strict_json import dumps, read_objects
 
 
 class Figure(NamedTuple):
@@ -45,11 +47,24 @@ class Result:
         )
 
 
-def write_result(folder: Path, step: int | None, result: Result) -> Path:
-    """Write STEP-TASK.json, or TASK.json without a step, atomically. Raises OSError."""
-    path = folder / f"{result.task if step is None else f'{step}-{result.task}'}.json"
+def result_file(folder: Path, step: int | None, task: str) -> Path:
+    """STEP-TASK.json, or TASK.json without a step."""
+    return folder / f"{task if step is None else f'{step}-{task}'}.json"
+
+
+def check_unused(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if the file of a result holds one that was computed with other settings or weights, or something else."""
+    if not path.exists():
+        return
+    if next(iter(read_objects(path)), {}).get("settings") != json.loads(dumps(settings)):
+        raise UserError(f"{path} holds a result of other weights or settings: delete it, or choose another folder with --out.")
+
+
+def write_result(folder: Path, model: str, step: int | None, result: Result) -> Path:
+    """Write the result of `model`, as its user names it, atomically to its file. Raises OSError."""
+    path = result_file(folder, step, result.task)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, dumps({"step": step, **result.to_json()}) + "\n")
+    write_text(path, dumps({"model": model, "step": step, **result.to_json()}) + "\n")
     return path
 
 

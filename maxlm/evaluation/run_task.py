@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,21 +29,25 @@ def run_task(task: Task, model: LanguageModel) -> Result:
         n, figures = _multiple_choice(task, task.config, model)
     else:
         n, figures = _exact_match(task, task.config, model)
-    settings = {
+    cut = (model.truncated[name] - before[name] for name in ("requests", "tokens"))
+    return Result(task.name, task.config.kind, n, figures, settings_of(task, model), *cut)
+
+
+def settings_of(task: Task, model: LanguageModel) -> dict[str, Any]:
+    """All that the figures of a task depend on."""
+    return {
         "context": model.scorer.context,
         "precision": model.scorer.config.precision.model_dump(mode="json"),
         "weights": model.weights_digest,
         "bootstrap_seed": SEED,
         "task": task.config.model_dump(mode="json"),
     }
-    cut = (model.truncated[name] - before[name] for name in ("requests", "tokens"))
-    return Result(task.name, task.config.kind, n, figures, settings, *cut)
 
 
 def rehearse(task: Task, model: LanguageModel) -> None:
     """Make and check all that a task asks of `model`, and compute nothing. Raises UserError naming what is wrong."""
     try:
-        run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer, model.prefix, model.opening))
+        run_task(task, Rehearsal(model.scorer, {}, {}, model.tokenizer))
     except UserError as error:
         named = f"task {task.name}"
         raise error if str(error).startswith(named) else UserError(f"{named}: {error}") from None
@@ -55,12 +59,12 @@ class _Document(NamedTuple):
 
 
 def _perplexity(task: Task, config: PerplexityTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
-    """Figures over all tokens of all documents; a document is an item of the bootstrap, unless it has no token."""
+    """Figures over all tokens of all documents; a document is an item of the bootstrap, unless it is empty."""
     length = model.scorer.context
     stride = config.stride or max(length // 2, 1)
     rows: list[tuple[float, int, int]] = []
     for group in _groups(_stored(task, config, model) if config.store is not None else _texts(task, config, model)):
-        group = [document for document in group if document.request.continuation]
+        group = [document for document in group if document.request.continuation and document.bytes]
         scores = model.score([document.request for document in group], stride=stride)
         for score, document in zip(scores, group, strict=True):
             rows.append((-score.logprob, len(document.request.continuation), document.bytes))
@@ -117,6 +121,10 @@ def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterato
     store = TokenStore(config.store, config.split)
     if store.info.tokenizer_hash != model.tokenizer.hash:
         raise UserError(f"task {task.name}: the store {config.store} has another tokenizer than the model; name its text instead.")
+    if store.info.content != "text":
+        raise UserError(
+            f"task {task.name}: the store {config.store} holds {store.info.content}, not texts: give their lines with a prompt."
+        )
     number = min(store.size.documents, config.limit or store.size.documents)
     if number == 0:
         raise UserError(f"task {task.name}: the store {config.store} has no {config.split} documents.")
@@ -127,8 +135,8 @@ def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterato
 
 
 def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
-    """Accuracies: by the log-likelihood of each choice; by that divided by the choice's bytes (lm-evaluation-harness's acc_norm); by its
-    difference from the log-likelihood after `unconditional` (GPT-3, arXiv 2005.14165, section 2.4).
+    """Accuracies: by the log-likelihood of each choice; by that divided by the choice's characters (acc_norm of lm-evaluation-harness); by
+    its difference from the log-likelihood after `unconditional` (GPT-3, arXiv 2005.14165, section 2.4).
     """
     prompts = Prompts(task, config)
     choices = [prompts.choices(item) for item in task.items]
@@ -146,7 +154,7 @@ def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageMode
     scores = iter(model.score(asked))
     likelihoods = [np.array([next(scores).logprob for _ in of_item]) for of_item in choices]
     measured = {"accuracy": likelihoods}
-    sizes = [np.array([max(len(choice.encode()), 1) for choice in of_item]) for of_item in choices]
+    sizes = [np.array([max(len(choice), 1) for choice in of_item]) for of_item in choices]
     measured["accuracy_norm"] = [values / size for values, size in zip(likelihoods, sizes, strict=True)]
     if config.unconditional is not None:
         before = iter(model.score(alone))

@@ -109,7 +109,7 @@ class _Parts:
         if not self._missing[window.request]:
             parts = sorted(self._found.pop(window.request), key=lambda part: part[0])
             values = np.concatenate([part for _, part, _ in parts])
-            yield window.request, Score(float(values.sum(dtype=np.float64)), tuple(values.tolist()), all(part[2] for part in parts))
+            yield window.request, Score(float(values.sum(dtype=np.float64)), all(part[2] for part in parts))
 
 
 def _scores(

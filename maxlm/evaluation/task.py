@@ -44,7 +44,7 @@ class TaskConfig(Section):
 
     name: Text = ""  # derived: the file's name
     description: str = ""
-    limit: Positive | None = None  # the first so many items alone
+    limit: Positive | None = None  # the first so many items alone are asked
 
     def templates(self) -> dict[str, str]:
         """Field -> template."""
@@ -123,10 +123,8 @@ class Task:
             raise UserError(f"{path}: {str(error).replace('run.name', 'name', 1)}") from None
         for field, text in self.config.templates().items():
             template.check(text, f"{path}: {field}")
-        if isinstance(self.config, PerplexityTask) and (self.config.data is None) == (self.config.store is None):
-            raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
-        if isinstance(self.config, PerplexityTask) and self.config.prompt is not None and not self.has_items:
-            raise UserError(f"{path}: prompt = {show(self.config.prompt)}: there are items to render it from only with data in JSONL.")
+        if isinstance(self.config, PerplexityTask):
+            _check_used(self.config, path, self.has_items)
 
     @property
     def has_items(self) -> bool:
@@ -150,6 +148,18 @@ class Task:
     def where(self, item: Item) -> str:
         """Name of an item in errors."""
         return f"task {self.name}, {item.where}"
+
+
+def _check_used(config: PerplexityTask, path: Path, has_items: bool) -> None:
+    """Raise UserError unless the task has one source, which all its settings apply to."""
+    if (config.data is None) == (config.store is None):
+        raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
+    stored = config.store is not None
+    uses = {"prompt": has_items, "text_field": has_items, "split": stored, "limit": has_items or stored}
+    for name, used in uses.items():
+        if not used and getattr(config, name) != PerplexityTask.model_fields[name].default:
+            of = {"split": "store", "limit": "data in JSONL, or store"}.get(name, "data in JSONL")
+            raise UserError(f"{path}: {name} = {show(getattr(config, name))}: is used only with {of}; take it out.")
 
 
 def find_tasks(names: str) -> list[Task]:

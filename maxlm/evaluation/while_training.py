@@ -8,12 +8,14 @@ from jax.sharding import Mesh
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.data.text_frame import started_frame
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import write_result
 from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.scoring import Scorer
 from maxlm.evaluation.task import Task, find_tasks
+from maxlm.training.saved_run import TOKENIZER
 from maxlm.training.step import TrainState
 
 
@@ -24,13 +26,15 @@ class TrainingTasks:
         """Raises UserError naming what is wrong in a task, before anything is compiled."""
         assert config.evaluation is not None, "asked without the section"
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
-        self._tokenizer = open_tokenizer(config.data.store or config.data.mixture[0].store)
-        self._scorer = Scorer(config, mesh)
+        source, own = config.train.start_from, Path(config.run.dir) / config.run.name / TOKENIZER
+        frame = started_frame(None if source is None else Path(source.path) / TOKENIZER, own)
+        self._tokenizer = open_tokenizer(config.data.store or config.data.mixture[0].store, frame)
+        self._scorer, self._name = Scorer(config, mesh), config.run.name
         for task in tasks:
             rehearse(task, self._model({}, {}))
 
     def _model(self, params: Any, model_state: Any) -> LanguageModel:
-        return LanguageModel(self._scorer, params, model_state, self._tokenizer, self._tokenizer.end_of_document_id)
+        return LanguageModel(self._scorer, params, model_state, self._tokenizer)
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Data of the event: `tasks` (task -> metric -> value) and `notes`; figures are also written to the run, with standard errors.
@@ -53,7 +57,7 @@ class TrainingTasks:
                     found[task.name] = {name: figure.value for name, figure in result.figures.items()}
                     notes += [result.notice] if result.notice else []
                     if self._folder is not None:
-                        write_result(self._folder, step, result)
+                        write_result(self._folder, self._name, step, result)
                 except (UserError, OSError) as error:  # figures that are not finite, a full disk: training goes on
                     notes.append(f"{task.name}: {error}")
         except _GivenUpError:

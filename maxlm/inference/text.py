@@ -11,12 +11,13 @@ from maxlm.config import Config, UserError, load
 from maxlm.config.errors import show
 from maxlm.config.rules import most_generated
 from maxlm.config.schema import MeshConfig, ModelConfig, WeightsKind
-from maxlm.data.tokenizer import Tokenizer, open_tokenizer
+from maxlm.data.stops import Stops
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
-from maxlm.training.saved_run import CONFIG, open_run
+from maxlm.training.saved_run import CONFIG, SavedRun, open_run
 
 DTYPES = ("float32", "bfloat16")
 MOST_PROMPTS = 2**16  # of a file
@@ -42,8 +43,8 @@ def generate_from_run(
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
     run = open_run(directory)
     config = run.config
-    tokenizer = run_tokenizer(directory)
-    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+    tokenizer = run.text_tokenizer()
+    longest = max(len(tokenizer.encode_prompt(prompt)) for prompt in prompts)
     length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:
         raise UserError(
@@ -81,23 +82,13 @@ def continue_texts(
 ) -> list[str]:
     """The continuations alone, without `prompts`, in one batch; as `generate`.
 
-    Each ends before the first of `sampler.stop` that its text holds, be it that the stop begins or ends inside a token: stops are looked
-    for in the decoded continuation, every few tokens, and never in the prompt.
+    Each ends with an id that the model ends texts with, or before the first of `sampler.stop` that its text holds, be it that the stop
+    begins or ends inside a token: stops are looked for in the decoded continuation, every few tokens, and never in the prompt.
     """
-
-    def finished(ids: list[int]) -> bool:
-        text = tokenizer.decode(ids)
-        return any(stop in text for stop in sampler.stop)
-
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    end, check = tokenizer.end_of_document_id, finished if sampler.stop else None
+    stops, ids = Stops(tokenizer, sampler.stop), [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    end, check = tokenizer.end_of_document_id, stops.finished if stops else None
     found = generate(model, params, model_state, ids, sampler, end, dtype=dtype, finished=check)
-    return [_before(tokenizer.decode(new), sampler.stop) for new in found]
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first of `stops` in it."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    return [stops.text(new, prompt) for new, prompt in zip(found, ids, strict=True)]
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -132,19 +123,15 @@ def _prompt(line: str, where: str, is_json: bool) -> str:
     return prompt
 
 
-def run_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a run, from the copy in its directory."""
-    return open_tokenizer(str(directory / "tokenizer"))
-
-
 def print_samples(
     config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
 ) -> None:
     """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
     if config.samples is None or stopped():
         return
-    tokenizer = run_tokenizer(directory)
-    limits = {text: min(config.samples.tokens, most_generated(config) - len(tokenizer.encode(text))) for text in config.samples.prompts}
+    tokenizer = SavedRun(directory, config).text_tokenizer()
+    most = most_generated(config)
+    limits = {text: min(config.samples.tokens, most - len(tokenizer.encode_prompt(text))) for text in config.samples.prompts}
     texts: dict[str, str] = {}
     with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
         for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context
@@ -156,4 +143,4 @@ def print_samples(
         if prompt in texts:
             console.print(prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
         else:
-            console.print(f"nothing: the prompt fills all {most_generated(config):,} tokens of the context", markup=False, highlight=False)
+            console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)

@@ -135,7 +135,8 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    return {"eos_token_id": known.end_of_document_id}
+    ends = [known.end_of_document_id, *known.frame.ends]
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _card(saved: SavedRun, family: Family, count: int, step: int) -> str:

@@ -17,12 +17,14 @@ from maxlm.config import Config, UserError, load
 from maxlm.config.loader import dump
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
+from maxlm.data.text_frame import FRAME
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import read_config
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
+from maxlm.interop.published_frame import published_frame
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
@@ -146,7 +148,8 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     if tokenizer.vocab_size > model.vocab_size:
         sizes = f"the tokenizer has {tokenizer.vocab_size:,} tokens and the model {model.vocab_size:,}"
         notes.append(f"{sizes}: training on data of this tokenizer needs a larger model.vocab_size")
-    settings = {"data.prepare.tokenizer.end_of_document": tokenizer.end_of_document}
+    frame = published_frame(source, tokenizer, end_of_document)
+    settings = {"data.prepare.tokenizer.end_of_document": tokenizer.end_of_document, FRAME: frame.to_json()}
     info = manifest.StoreInfo(
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,

@@ -54,6 +54,12 @@ class SavedRun:
         folder = self.directory / TOKENIZER
         return open_tokenizer(str(folder)) if folder.is_dir() else None
 
+    def text_tokenizer(self) -> Tokenizer:
+        """Its copy of the tokenizer. Raises UserError if it has none."""
+        if self.tokenizer is None:
+            raise UserError(f"{self.directory.name} has no tokenizer, without which no text can be read: it needs a tokenizer.json.")
+        return self.tokenizer
+
     def weights(self, mesh: Mesh, step: int | None = None, kind: WeightsKind = "raw") -> Weights:
         """The weights of the newest checkpoint, or that of `step`, in float32 and split over `mesh` as in training.
 

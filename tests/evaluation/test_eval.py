@@ -16,6 +16,9 @@ from maxlm.evaluation import eval_command
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
+from maxlm.inference.generate import Sampler
+from maxlm.inference.text import generate_from_run
+from maxlm.interop.importing import import_model
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +81,18 @@ def test_likelihoods_of_a_task_are_those_of_the_scorer(workspace):
 def test_a_token_that_a_published_tokenizer_adds_comes_first(workspace, tmp_path):
     model = open_model(with_bos(tmp_path / "bos", workspace / "hf"), ["mesh.data=8", "mesh.fsdp=1"], context=32).model
     end = model.tokenizer.end_of_document_id
-    assert (model.opening, model.prefix) == ((end,), end)
+    assert (model.tokenizer.frame.opening, model.prefix) == ((end,), end)
     assert model.request("document 3:", " b") == Request((end, *model.encode("document 3:")), model.encode(" b"))
     assert model.request("", "b") == Request((end,), model.encode("b"))
+
+
+def test_generated_text_follows_the_token_that_a_published_tokenizer_adds(workspace, tmp_path):
+    """`maxlm generate` and tasks write the same; the run, whose weights are the same and whose data had no such token, writes another."""
+    import_model(with_bos(tmp_path / "bos", workspace / "hf"), tmp_path / "model", [], lambda done, total: None)
+    prompts, sampler = [item["q"] for item in ITEMS], Sampler(6, temperature=0.0)
+    found = generate_from_run(tmp_path / "model", prompts, sampler)
+    assert open_model(tmp_path / "model", ["mesh.data=8", "mesh.fsdp=1"], context=32).model.generate(prompts, 6, []) == found
+    assert generate_from_run(workspace / "run", prompts, sampler) != found
 
 
 def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch, capsys):
@@ -110,8 +122,18 @@ def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch
     assert asked == [18 - 4, 3], "requests, and those without a question"
     evaluate(workspace / "run", "choice.yml", capsys, out=tmp_path / "torn")
     assert asked[2:] == [0, 0]
+    written = (tmp_path / "torn" / "7-choice.json").read_bytes()
+    assert json.loads(written)["model"] == str(workspace / "run")
+    with pytest.raises(UserError, match=r"7-choice.json holds a result of other weights or settings: delete it"):
+        evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
+    assert (tmp_path / "torn" / "7-choice.json").read_bytes() == written
+    assert asked[4:] == [], "nor is anything computed"
+    (tmp_path / "torn" / "7-choice.json").unlink()
     evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
     assert asked[4:] == [18, 3], "another precision is another evaluation"
+    monkeypatch.setattr("maxlm.__version__", "another")
+    evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
+    assert asked[6:] == [18, 3], "and so is another version"
 
 
 def test_greedy_text_is_compared(workspace, capsys, tmp_path):

@@ -66,6 +66,36 @@ def test_rolling_likelihoods_are_those_of_the_harness(models):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_special_tokens_in_prompts_are_those_of_the_harness(models):
+    """Written ones are ids, and one that opens every text is not there twice."""
+    ours, theirs = models
+    end = theirs.tokenizer.eos_token
+    for text in ("", "document 3:", f"a{end}b", f"{end}a", f"{end}{end}a"):
+        assert ours.tok_encode(text) == theirs.tok_encode(text), text
+        assert ours.tok_encode(text, add_special_tokens=False) == theirs.tok_encode(text, add_special_tokens=False), text
+    requests = [(f"a{end}document", " zz9"), (f"{end}a", " zz9")]
+    mine, wanted = (model.loglikelihood(instances("loglikelihood", requests)) for model in models)
+    assert [score for score, _ in mine] == pytest.approx([score for score, _ in wanted], rel=1e-5)
+
+
+def test_what_the_model_class_cannot_do_is_one_line(models, workspace):
+    from maxlm.config import UserError
+    from maxlm.evaluation.harness import MaxLM
+
+    for arguments, wanted in (
+        ({"contxt": 32}, "contxt is no argument of maxlm"),
+        ({"weights": "best"}, "weights=best is neither raw nor ema"),
+        ({"weights": "ema"}, "no moving average"),
+        ({"train.steps": 3}, "settings of mesh and precision"),
+    ):
+        with pytest.raises(UserError, match=wanted):
+            MaxLM(path=str(workspace / "run"), batch_size=1, **arguments)
+    for refused in (lambda: models[0].chat_template(True), lambda: models[0].apply_chat_template([])):
+        with pytest.raises(UserError, match="leave --apply_chat_template out"):
+            refused()
+    assert models[0].chat_template(False) is None
+
+
 def test_greedy_text_is_that_of_the_harness(models):
     requests = [
         (context, {"until": ["\n", "7"], "max_gen_toks": 6, "do_sample": False}) for context in ("document 3:", drawn_text(4), "a b")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxlm.config import UserError
+from maxlm.evaluation import run_task as run_task_module
 from maxlm.evaluation.eval_command import check
 from maxlm.evaluation.language_model import LanguageModel, Likelihood
 from maxlm.evaluation.prompts import Prompts
@@ -23,7 +24,8 @@ class GivenModel(LanguageModel):
 
     def __init__(self, likelihoods=None, texts=None):
         config = SimpleNamespace(precision=SimpleNamespace(model_dump=lambda mode: {}))
-        super().__init__(SimpleNamespace(config=config, context=8), {}, {}, None, prefix=0)
+        tokenizer = SimpleNamespace(prefix=0, opened=lambda ids: list(ids))
+        super().__init__(SimpleNamespace(config=config, context=8), {}, {}, tokenizer)
         self.likelihoods, self.texts, self.asked, self.strides = likelihoods, texts, [], []
 
     def encode(self, text):
@@ -61,8 +63,13 @@ def test_the_three_accuracies_are_those_by_hand(write):
     given = {("a?", " x"): -2, ("a?", " yyyy"): -3, ("b?", " x"): -2.5, ("b?", " yyyy"): -6, (".", " x"): -1, (".", " yyyy"): -5}
     result = run_task(write({**CHOICE, "unconditional": "."}, items), GivenModel(lambda *pair: given[pair]))
     values = {name: figure.value for name, figure in result.figures.items()}
-    # plain: x, x.  by bytes: -2, -0.75 -> yyyy; -2.5, -1.5 -> yyyy.  unconditional: -1, +2 -> yyyy; -1.5, -1 -> yyyy
+    # plain: x, x.  by characters: -2, -0.75 -> yyyy; -2.5, -1.5 -> yyyy.  unconditional: -1, +2 -> yyyy; -1.5, -1 -> yyyy
     assert values == {"accuracy": 0.5, "accuracy_norm": 0.5, "accuracy_unconditional": 0.5}
+    items[0]["options"] = ["x", "\u00e9\u00e9"]  # 2 characters and 4 bytes
+    given |= {("a?", " \u00e9\u00e9"): -5, (".", " \u00e9\u00e9"): -9}
+    result = run_task(write(CHOICE, items), GivenModel(lambda *pair: given[pair]))
+    assert result.figures["accuracy_norm"].value == 1.0, "by characters: -2, -2.5 -> x, where bytes would say -2, -1.25"
+    items[0]["options"] = ["x", "yyyy"]
     items[0]["right"] = 1
     result = run_task(write({**CHOICE, "unconditional": "."}, items), GivenModel(lambda *pair: given[pair]))
     assert [figure.value for figure in result.figures.values()] == [0.0, 1.0, 1.0]
@@ -111,6 +118,15 @@ def test_perplexity_of_responses_counts_no_token_of_their_prompts(write):
     )
 
 
+def test_a_store_of_conversations_is_no_text(write, monkeypatch):
+    info = SimpleNamespace(tokenizer_hash="mine", content="conversations")
+    monkeypatch.setattr(run_task_module, "TokenStore", lambda path, split: SimpleNamespace(info=info))
+    model = GivenModel()
+    model.tokenizer.hash = "mine"
+    with pytest.raises(UserError, match="the store spoken holds conversations, not texts"):
+        run_task(write({"kind": "perplexity", "data": None, "store": "spoken"}), model)
+
+
 def test_what_is_cut_off_a_prompt_of_rolling_windows_is_counted():
     model = GivenModel()
     cuts = {length: model._windows(Request((1,) * length, (2, 3)), 4, 0) for length in (7, 8, 11)}
@@ -140,6 +156,8 @@ def test_shots_never_hold_the_item_itself_and_are_the_same_each_time(write):
         assert all(shot == f"{shot[0]}: answer{shot[0]}" and shot[0] != own[0] for shot in before)
     assert prompts == [Prompts(task, task.config).of(number) for number in range(8)]
     assert len(set(prompts)) == 8, "each item has shots of its own"
+    few = write({**settings, "limit": 2}, items)
+    assert [Prompts(few, few.config).of(number) for number in range(2)] == prompts[:2], "a limit changes no prompt"
     other = write({**settings, "fewshot": {**shots, "seed": 6}}, items)
     assert [Prompts(other, other.config).of(number) for number in range(8)] != prompts
     apart = write({**settings, "fewshot": {**shots, "shots": 2, "data": "train.jsonl"}}, items, train=[{"q": k, "a": k} for k in "xyz"])
@@ -209,6 +227,10 @@ WRONG = {
     "data and store": ({"kind": "perplexity", "store": "x"}, ITEMS, "exactly one of data and store"),
     "a prompt of one text": ({"kind": "perplexity", "data": "a.txt", "prompt": "{q}"}, ITEMS, "prompt = {q}: .* only with data in JSONL"),
     "a prompt of a store": ({"kind": "perplexity", "data": None, "store": "x", "prompt": "{q}"}, ITEMS, "only with data in JSONL"),
+    "a limit of one text": ({"kind": "perplexity", "data": "a.txt", "limit": 3}, ITEMS, "limit = 3: is used only with data in JSONL, or"),
+    "a field of one text": ({"kind": "perplexity", "data": "a.txt", "text_field": "q"}, ITEMS, "text_field = q: is used only with"),
+    "a field of a store": ({"kind": "perplexity", "data": None, "store": "x", "text_field": "q"}, ITEMS, "text_field = q: is used only"),
+    "a split of no store": ({"kind": "perplexity", "split": "train"}, ITEMS, "split = train: is used only with store"),
     "a prompt that runs": ({"kind": "perplexity", "prompt": "{q!r}"}, ITEMS, "prompt = .*are not allowed"),
     "no data": ({"kind": "perplexity", "data": "elsewhere.txt"}, ITEMS, "elsewhere.txt does not exist"),
     "half a surrogate pair": ({**CHOICE}, [{"q": "\ud800", "options": ["x", "y"], "right": 0}], "field q holds half a surrogate pair"),

@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from eval_cases import TASKS
+from eval_cases import TASKS, with_bos
 from small_run import events, finish, start
 
 from maxlm.config import UserError, load
@@ -13,6 +13,7 @@ from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.run_task import run_task
 from maxlm.evaluation.task import find_tasks
 from maxlm.evaluation.while_training import open_tasks
+from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
 from maxlm.runtime.run import open_data
 from maxlm.telemetry.report.load import load_run
@@ -59,6 +60,16 @@ def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the
     assert [note.partition(":")[0] for note in said["notes"]] == ["choice", "text"]
     assert "not finite" in said["notes"][0]
     assert not list(tmp_path.glob("9-*")), "figures of no number are not written"
+
+
+def test_prompts_begin_as_those_of_the_model_that_the_run_starts_from(workspace, tmp_path):
+    """A run on our stores has no token before its texts, whatever its tokenizer says; one that starts from a published model has."""
+    import_model(with_bos(tmp_path / "hf", workspace / "hf"), tmp_path / "model", [], lambda done, total: None)
+    settings = ["mesh.fsdp=1", "mesh.data=8", "evaluation.tasks=[text.yml]"]
+    for more, opening in (([], 0), ([f"train.start_from={{path: {tmp_path / 'model'}}}"], 1)):
+        config = load("small.yml", [*settings, *more]).config
+        tokenizer = open_tasks(config, build_mesh(config), None)._model({}, {}).tokenizer
+        assert tokenizer.frame.opening == (tokenizer.end_of_document_id,) * opening
 
 
 def live_bytes():

@@ -3,7 +3,6 @@
 import io
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from maxlm.config.schema import Config
@@ -11,10 +10,10 @@ from maxlm.inference import text
 
 
 class ByteTokenizer:
-    """A token a byte."""
+    """A token a byte, and one before each text."""
 
-    def encode(self, words: str) -> np.ndarray:
-        return np.frombuffer(words.encode(), np.uint8)
+    def encode_prompt(self, words: str) -> list[int]:
+        return [0, *words.encode()]
 
 
 def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
@@ -26,9 +25,9 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     )
     asked = []
     params = {"any": jax.device_put(0, jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()))}
-    monkeypatch.setattr(text, "run_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr(text.SavedRun, "text_tokenizer", lambda _: ByteTokenizer())
     monkeypatch.setattr(text, "continue_texts", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or ["!"])
     said = io.StringIO()
     text.print_samples(config, tmp_path, params, {}, Console(file=said, width=200), stopped=lambda: False)
-    assert asked == [12]
+    assert asked == [11], "after the token before the prompt"
     assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

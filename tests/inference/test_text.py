@@ -2,10 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from maxlm.config import UserError
+from maxlm.data.text_frame import TextFrame
 from maxlm.inference import text
 from maxlm.inference.generate import Sampler
 
@@ -14,9 +14,10 @@ class PairTokenizer:
     """A token is two letters: a stop may begin and end inside tokens."""
 
     end_of_document_id = 0
+    frame, special = TextFrame(), frozenset()
 
-    def encode(self, words):
-        return np.array([ord(a) * 1000 + ord(b) for a, b in zip(words[::2], words[1::2], strict=True)])
+    def encode_prompt(self, words):
+        return [ord(a) * 1000 + ord(b) for a, b in zip(words[::2], words[1::2], strict=True)]
 
     def decode(self, ids):
         return "".join(chr(i // 1000) + chr(i % 1000) for i in ids)
@@ -27,7 +28,7 @@ def continued(monkeypatch, written, *stop):
     from maxlm.inference.generate import _cut
 
     def generate(model, params, state, prompts, sampler, end, *, dtype, finished):
-        ids = PairTokenizer().encode(written).tolist()
+        ids = PairTokenizer().encode_prompt(written)
         if finished is None:
             return [ids for _ in prompts]
         at = next((n for n in range(3, len(ids), 3) if finished(ids[:n])), len(ids))
@@ -51,6 +52,19 @@ def continued(monkeypatch, written, *stop):
 )
 def test_a_text_ends_before_the_first_stop(monkeypatch, stop, wanted):
     assert continued(monkeypatch, "onetwothreefour!", *stop) == wanted
+
+
+def test_a_prompt_is_given_to_the_model_as_its_texts_begin(monkeypatch):
+    class Opening(PairTokenizer):
+        def encode_prompt(self, words):
+            return [7, *super().encode_prompt(words)]
+
+    given = []
+    monkeypatch.setattr(
+        text, "generate", lambda model, params, state, prompts, *_, **options: given.extend(prompts) or [[] for _ in prompts]
+    )
+    text.continue_texts(None, {}, {}, Opening(), ["", "ab"], Sampler())
+    assert given == [[7], [7, 97098]]
 
 
 def test_prompts_of_files(tmp_path):
