@@ -105,7 +105,7 @@ def prefill(
         seen_BV = seen_BV.at[jnp.arange(batch)[:, None], token_BS].set(True, mode="drop")
     caches = weights.model.empty_caches(batch, length)
     state = State(jnp.int32(slots), jnp.pad(tokens_BS, ((0, 0), (0, length - slots))), done_B, seen_BV, caches)
-    return _draw(shape, rows, *_advance(precision, weights, rows, tokens_BS, jnp.int32(0), state))
+    return _readable(_draw(shape, rows, *_advance(precision, weights, rows, tokens_BS, jnp.int32(0), state)))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
@@ -117,7 +117,7 @@ def decode(shape: Shape, precision: PrecisionConfig, weights: Weights, rows: Row
         known_B1 = jnp.minimum(last_B1, weights.model.config.vocab_size - 1)  # an end that is no token of the model is not looked up
         return _draw(shape, rows, *_advance(precision, weights, rows, known_B1, state.slot - 1, state))
 
-    return jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state)
+    return _readable(jax.lax.while_loop(lambda state: (state.slot < until) & ~jnp.all(state.done_B), one, state))
 
 
 @partial(jax.jit, static_argnums=(1,))
@@ -129,7 +129,14 @@ def grow(state: State, length: int) -> State:
         return None if leaf is None else jnp.pad(leaf, [(0, more if i == dim else 0) for i in range(leaf.ndim)])
 
     caches = tuple(cache._replace(k_BGTK=pad(cache.k_BGTK, 2), v_BGTV=pad(cache.v_BGTV, 2)) for cache in state.caches)
-    return state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches)
+    return _readable(state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches))
+
+
+def _readable(state: State) -> State:
+    """`state` with all that the host reads whole on every device, so that each process of a cluster has it."""
+    return state._replace(
+        slot=constrain(state.slot), tokens_BT=constrain(state.tokens_BT, None, None), done_B=constrain(state.done_B, None)
+    )
 
 
 def _advance(

@@ -98,8 +98,17 @@ def test_order_and_repeats():
     ],
     ids=str,
 )
-def test_the_mesh_changes_no_id(name, mesh):
+def test_the_mesh_changes_no_id(name, mesh, monkeypatch):
+    """And the host reads nothing of which it lacks a part, when it is one of several."""
     wanted = run(name, sampler=DRAWN)
+    real = decoding.decode
+
+    def decode(*arguments):
+        state = real(*arguments)
+        assert all(leaf.is_fully_replicated for leaf in (state.slot, state.tokens_BT, state.done_B))
+        return state
+
+    monkeypatch.setattr(decoding, "decode", decode)
     config, params, state = case(name)
     whole = Config(model=config, data={"store": "unused", "seq_len": 32}, train={"steps": 1, "global_batch": 8}, mesh={"fsdp": 1, **mesh})
     devices = build_mesh(whole, jax.devices()[: int(np.prod(list(mesh.values())))])
