@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -241,6 +242,7 @@ def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Itera
         if isinstance(error, jax.errors.JaxRuntimeError) and not _is_out_of_memory(text):
             raise
         _log.info("out of memory while %s", doing, exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # or arrays of the calls that failed live as long as the error
         used, asked = _USED.search(text), _ASKED.search(text)
         if used is not None:
             figures = f" (it needs {used[1]}B of {used[3]}, which has {used[2]}B)"
