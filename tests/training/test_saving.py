@@ -16,7 +16,7 @@ from tiny import tiny_config
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config.errors import UserError
 from maxlm.data.prefetch import Prefetcher
-from maxlm.objectives import Sums
+from maxlm.objectives import Sums, build_objective
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
 from maxlm.training.evaluate import evaluate
@@ -47,6 +47,7 @@ class Script:
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
+        self.objective = build_objective(self.config)
         self._loss, self._parameter = loss, parameter
 
     def init(self):
