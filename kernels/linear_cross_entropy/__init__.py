@@ -78,7 +78,7 @@ def linear_cross_entropy(
 
 
 class TokenScores(NamedTuple):
-    """Of every target, float32: its negative log-likelihood in nats, and whether no other token is more likely."""
+    """Negative log-likelihood of every target in nats, float32, and True where no other token is more likely."""
 
     nll_BS: Float[Array, "B S"]
     is_greedy_BS: Bool[Array, "B S"]

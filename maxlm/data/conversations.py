@@ -32,7 +32,7 @@ class ConversationEncoder(NamedTuple):
     opening: tuple[int, ...] = ()  # ids before plain texts; a chat template writes its own
 
     def start(self) -> "_Encode":
-        """What encodes in this process."""
+        """The encoder of this process."""
         return _Encode(self)
 
 

@@ -19,11 +19,11 @@ class Stops:
         self._texts = tuple(text for text in stop if text not in tokenizer.special)
 
     def __bool__(self) -> bool:
-        """Whether anything ends a continuation."""
+        """True if anything ends a continuation."""
         return bool(self._ids or self._texts)
 
     def finished(self, ids: Sequence[int]) -> bool:
-        """Whether a continuation, or the beginning of one, has come to an end."""
+        """True if a continuation, or the beginning of one, has come to an end."""
         if not self._ids.isdisjoint(ids):
             return True
         text = self._tokenizer.decode(ids) if self._texts else ""

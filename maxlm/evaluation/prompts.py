@@ -80,7 +80,7 @@ class Prompts:
         )
 
     def continuation(self, item: Item, choice: str) -> str:
-        """What is scored for a choice."""
+        """The text that is scored for a choice."""
         assert isinstance(self.config, MultipleChoiceTask)
         return template.render(self.config.continuation, {**item.values, "choice": choice}, self.task.where(item))
 

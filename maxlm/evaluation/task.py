@@ -128,7 +128,7 @@ class Task:
 
     @property
     def has_items(self) -> bool:
-        """Whether `data` is JSONL, not one text."""
+        """True if `data` is JSONL, not one text."""
         return self.config.data is not None and Path(self.config.data).suffix in JSONL
 
     def beside(self, name: str) -> Path:

@@ -44,6 +44,8 @@ def generate_from_run(
     run = open_run(directory)
     config = run.config
     tokenizer = run.text_tokenizer()
+    if not all(prompts):
+        raise UserError("the prompt is empty: give a text to continue.")
     longest = max(len(tokenizer.encode_prompt(prompt)) for prompt in prompts)
     length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:

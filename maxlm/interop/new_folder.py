@@ -95,7 +95,7 @@ def _wait_for(made: Path, out: Path) -> None:
 
 
 def _wait_until(there: Callable[[], bool], seconds: float = SHARED_SECONDS) -> bool:
-    """Whether it is, within so many seconds."""
+    """Wait until `there()`, for so many seconds at most. Returns whether it came true."""
     until = time.monotonic() + seconds
     while not (known := there()) and time.monotonic() < until:
         time.sleep(0.05)

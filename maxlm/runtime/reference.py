@@ -59,7 +59,7 @@ def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
 
 
 def _computed(program: Program, start: Start, name: str, pipeline: Pipeline, batches: int, phases: Phases) -> Pairs:
-    """What the parameters of `start` say of the first `batches`, the same in every process."""
+    """Log-probabilities of the first `batches` by the parameters of `start`, the same in every process."""
     evaluate = replace(program, objective=LogProbabilities(program.config)).evaluate
     rows, table = pipeline.in_order(), np.full((pipeline.n_documents, 2), np.nan, np.float32)
     waiting: list[tuple[int, Any]] = []

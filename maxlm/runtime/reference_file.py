@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What is known of one set of pairs. `table`: log-probabilities of the chosen and of the rejected response, [pairs, 2] float32, NaN
+    """The reference of one set of pairs. `table`: log-probabilities of the chosen and of the rejected response, [pairs, 2] float32, NaN
     where they were not computed; `batches`: how many, from the first on, they were computed for; `fingerprint`: of the stores; `damaged`:
     pairs of those batches that could not be read.
     """

@@ -138,7 +138,7 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool
 
 
 def _results(runs: Sequence[Run]) -> str:
-    """What tasks found at each run's newest evaluation of them."""
+    """Results of tasks at each run's newest evaluation of them."""
     rows = results.rows([run.results for run in runs])
     heads = map(_head, runs) if len(runs) > 1 else ["value"]
     return f"<section><h2>Results of tasks</h2>{_table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
