@@ -12,7 +12,7 @@ from maxlm.hlo.parser import read
 from maxlm.models import token_flops
 
 MODEL = {"vocab_size": 32000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "d_ff": 11520}
-EXPERTS = {"n_experts": 64, "top_k": 1, "d_ff": 23808}
+EXPERTS = {"n_experts": 64, "top_k": 1, "d_ff": 23808, "router.normalize": "false"}
 TOPOLOGY = "v5p:4x8x8"
 
 
