@@ -100,7 +100,8 @@ def textbook(case, config):
     ring = microbatches * depth * hops * (2 * kv + FULL // HALF * kv)  # keys and values, twice; their gradients, added up in float32
     stages = {  # what one stage has for all is written as a sum, to which the others add zeros
         ("collective-permute", "stage"): 2 * microbatches * x,  # there, and the gradient back
-        ("all-to-all", "stage"): (HALF + FULL) * layers / mesh.fsdp / mesh.stage,  # weights dealt out and gradients brought back, once
+        # Weights dealt out, and gradients brought back, once: as they are added up, or as they were reduced over `data` before
+        ("all-to-all", "stage"): (HALF + (FULL if mesh.data == 1 else HALF)) * layers / mesh.fsdp / mesh.stage,
         # What the embedding gives, what the last stage gives to the loss, and the gradients of both: scattered, and whole again
         ("reduce-scatter", "stage"): 4 * microbatches * x,
         ("all-gather", "stage"): 4 * microbatches * x,
@@ -124,7 +125,7 @@ def textbook(case, config):
             ("reduce-scatter", "context"): FULL // HALF * depth * mesh.context * kv,
         },
         "ulysses": {**over_context, ("all-to-all", "context"): 2 * depth * (2 * q + kv)},  # queries, keys, values, and what attention gives
-        "pipeline": {**stages, ("all-reduce", "data"): FULL * (everything / mesh.stage + rest)},
+        "pipeline": {**stages, ("all-reduce", "data"): HALF * everything / mesh.stage + FULL * rest},
         "pipeline, zero 3": {**stages, **zero_3},
     }[case]
 
