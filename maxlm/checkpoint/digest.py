@@ -48,6 +48,7 @@ def _compiled(out_sharding: NamedSharding | None) -> Any:
     return jax.jit(lambda leaves: tuple(_sums(leaf) for leaf in leaves), out_shardings=out_sharding)
 
 
+@jax.jit  # so that leaves of one shape, such as a parameter and its moments, are traced once
 def _sums(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     words = _words(array)
     zero = jnp.uint32(0)

@@ -3,10 +3,11 @@ out of memory later is reported in one line.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Part:
 
     name: str
     bytes: int
-    remedy: str
+    remedy: str | Callable[[], str]  # called only for a message: to find one may take long
 
 
 class Slots(NamedTuple):
@@ -144,7 +145,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
     if model.lora is not None:  # of adapters there are few
         copies, gradients = 1, 0
-    smaller = f"lower {_largest(model)}, or split the state over more devices with mesh.fsdp"
+    smaller = functools.partial(_smaller_state, model)
     state = Part("parameters and optimizer state", FLOAT32 * copies * numbers, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
@@ -196,6 +197,10 @@ def _longest(config: Config) -> str:
     return f"train.global_batch = {batch}" if batch >= length else f"data.seq_len = {length}"
 
 
+def _smaller_state(model: ModelConfig) -> str:
+    return f"lower {_largest(model)}, or split the state over more devices with mesh.fsdp"
+
+
 def _largest(model: ModelConfig) -> str:
     """The setting of the model that, set to 1, leaves the fewest parameters."""
     tried = {f"model.{field}": (size, model.model_copy(update={field: 1})) for field, size in _sizes(model)}
@@ -220,9 +225,10 @@ def _compare(doing: str, parts: Sequence[Part], limit: int, device: jax.Device |
     where = "this machine" if device is None or device.platform == "cpu" else f"a {device.device_kind}"
     if device is not None and device.platform == "cpu" and jax.local_device_count() > 1:
         where = f"each of this machine's {jax.local_device_count()} CPU devices"
+    remedy = most.remedy if isinstance(most.remedy, str) else most.remedy()
     raise UserError(
         f"{doing} needs at least {in_bytes(needed)} of memory, and {where} has {in_bytes(limit)}; "
-        f"{in_bytes(most.bytes)} of it for {most.name}: {most.remedy}."
+        f"{in_bytes(most.bytes)} of it for {most.name}: {remedy}."
     )
 
 
