@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import Metric
-from maxlm.telemetry.strict_json import dumps
+from maxlm.telemetry.strict_json import dumps, is_number
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,6 @@ def evaluated(event: Event) -> dict[str, Any]:
         for metric, value in metrics.items() if isinstance(metrics, Mapping) else ():
             found[f"tasks/{task}/{metric}"] = value
     return found
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """True for a number, as files hold it."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_step(value: Any) -> TypeGuard[int]:
