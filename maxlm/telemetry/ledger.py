@@ -97,14 +97,15 @@ def _by_time(told: list[_Stretch], untold: list[_Stretch]) -> list[_Stretch]:
     return sorted([*told, *untold], key=lambda one: one.began) if untold else told
 
 
-def read_ledger(run: RunDirectory, until: float | None = None, begins: int | None = None) -> Ledger:
-    """The ledger by the files of a run. `begins`: step at which another attempt begins at `until`, which throws the steps behind it away.
+def read_ledger(run: RunDirectory, until: float | None = None, begins: Event | None = None) -> Ledger:
+    """The ledger by the files of a run. `begins`: the `start` of an attempt that is left out with all after it, but for what it threw away.
 
     Raises OSError.
     """
     events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
     if begins is not None:
-        events.append(Event("start", begins, until or 0.0))
+        own = (i for i, event in enumerate(events) if event.kind == "start" and event.data.get("attempt") == begins.data.get("attempt"))
+        events = [*events[: next(own, len(events))], begins]
 
     def timings() -> Iterator[StepTiming]:
         records = read_objects(run.metrics) if run.metrics.is_file() else ()
@@ -113,5 +114,5 @@ def read_ledger(run: RunDirectory, until: float | None = None, begins: int | Non
     processes = read_processes(run.supervisor)
     attempts = attempts_of(events, timings, read_beat(run.heartbeat), processes)
     if begins is not None:
-        attempts.pop()
+        until = attempts.pop().began
     return ledger_of(attempts, processes, until)

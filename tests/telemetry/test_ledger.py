@@ -284,6 +284,6 @@ def test_what_a_new_attempt_throws_away_is_known_before_it_is_on_record(tmp_path
     run = RunDirectory.create(tmp_path, "r")
     stop = {"reason": "preempted", "goodput": {**goodput(step=99.0), "steps": 100}}
     run.events.write_text("".join(event.to_json() + "\n" for event in (start(1000.0), Event("stop", 100, 1099.0, stop))))
-    seconds = read_ledger(run, until=1109.0, begins=60).seconds
+    seconds = read_ledger(run, begins=start(1109.0, "b", 60)).seconds
     assert (seconds["step"], seconds["lost"], seconds["down"]) == (pytest.approx(59.0), pytest.approx(40.0), 10.0)
     assert set(PARTS) < set(TITLES)
