@@ -80,16 +80,14 @@ class Limit:
         if cause not in self._sent and len(self._sent) >= MAX_CAUSES:
             cause = "other"
         recent = [one for one in self._sent.get(cause, ()) if 0 <= now - one < HOUR_S]  # none of the future: the clock was set back
-        admitted = len(recent) < self._per_hour
         held = self._held
-        if admitted:
-            recent.append(now)
+        if len(recent) < self._per_hour:
+            self._sent[cause] = [*recent, now]
             self._held = {}
-        else:
-            self._held[cause] = self._held.get(cause, 0) + 1
-        self._sent[cause] = recent
-        self._write()
-        return held if admitted else None
+            self._write()
+            return held
+        self._held[cause] = self._held.get(cause, 0) + 1
+        return None
 
     def _write(self) -> None:
         if self._path is None:
