@@ -74,9 +74,7 @@ class EndLog:
             self._unwritable = False
         except OSError as error:
             if not self._unwritable:
-                self._say(
-                    f"maxlm launch: {self._known.folder}/supervisor.jsonl cannot be written: {error.strerror}; it is tried again later"
-                )
+                self._say(f"maxlm launch: supervisor.jsonl of {self._known.folder} cannot be written: {error.strerror}; tried again later")
             self._unwritable = True
 
     def _run(self, progress: Progress) -> dict[str, Any]:
