@@ -1,18 +1,24 @@
-"""Print the progress of a run in a line: `progress.py LATEST EVENTS`, the last lines of metrics.jsonl, and events.jsonl; both may be empty.
+"""Print the progress of a run in a line: `progress.py FOLDER`, a run directory, whose metrics.jsonl may be cut to its last lines.
 
-Goodput here is the share of all time since the first start, waiting for machines included, that went into updates that count.
+Goodput is the share of all time since the first start, waiting for machines included, that went into steps that count; what took most of
+the rest follows it (docs/ledger.md).
 """
 
-import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from maxlm.telemetry.formatting import percent
+from maxlm.telemetry.ledger import TITLES, read_ledger
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 
+NAMED = 3  # parts beside the steps that count
 
-def progress(records: list[dict[str, Any]], events: list[dict[str, Any]], now: float) -> str:
+
+def progress(run: RunDirectory, now: float) -> str:
+    records = [item for item in read_objects(run.metrics) if item] if run.metrics.is_file() else []
+    events = list(read_objects(run.events)) if run.events.is_file() else []
     starts = [event for event in events if event.get("kind") == "start"]
     if not records:
         return "no step yet" if starts else "not started yet"
@@ -21,16 +27,15 @@ def progress(records: list[dict[str, Any]], events: list[dict[str, Any]], now: f
     words = [f"step {last['step']:,}{total}", f"loss {last['loss']:.4g}" if last.get("loss") is not None else "loss not finite"]
     if last.get("tokens_per_s"):
         words.append(f"{last['tokens_per_s']:,.0f} tokens/s")
-    ended = events[-1]["time"] if events and events[-1].get("kind") == "stop" else now
-    times = [record["step_time_s"] for record in records if record.get("step_time_s")]
-    if starts and times and ended > starts[0]["time"]:
-        useful = statistics.median(times) * (last["step"] - starts[0]["step"])
-        words.append(f"goodput {min(1.0, useful / (ended - starts[0]['time'])):.1%}")
+    ledger = read_ledger(run, now)
+    if ledger.wall_s:
+        rest = sorted(((value / ledger.wall_s, part) for part, value in ledger.seconds.items() if part != "step"), reverse=True)
+        named = [f"{TITLES[part]} {percent(share)}" for share, part in rest[:NAMED] if share >= 0.001]
+        words.append(f"goodput {percent(ledger.goodput)}" + (f" ({', '.join(named)})" if named else ""))
     if len(starts) > 1:
         words.append(f"started {len(starts)} times")
     return "  ".join(words)
 
 
 if __name__ == "__main__":
-    latest, events = ([item for item in read_objects(Path(name)) if item] for name in sys.argv[1:])
-    print(progress(latest, events, time.time()))
+    print(progress(RunDirectory(Path(sys.argv[1]), primary=False), time.time()))

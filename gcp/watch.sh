@@ -19,12 +19,15 @@ verb_watch() {
 # Prints a line, and resumes dead machines if asked to. Returns the run's exit code, with the file `ended`, at its end; 9 if polling
 # failed, 1 if recreation failed.
 poll_once() {
-  local line outcome code
+  local line outcome code name
   line=$(state_summary) || return 9
   outcome=$(optional gcloud storage cat "$BUCKET/$RUN/outcome") || return 9
-  (optional gcloud storage cat "$BUCKET/$RUN/latest.jsonl") >"$WORK/latest.jsonl" || return 9
-  (optional gcloud storage cat "$BUCKET/$RUN/run/events.jsonl") >"$WORK/events.jsonl" || return 9
-  printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/latest.jsonl" "$WORK/events.jsonl")"
+  mkdir -p "$WORK/run"
+  (optional gcloud storage cat "$BUCKET/$RUN/latest.jsonl") >"$WORK/run/metrics.jsonl" || return 9
+  for name in events.jsonl heartbeat.json supervisor.jsonl; do
+    (optional gcloud storage cat "$BUCKET/$RUN/run/$name") >"$WORK/run/$name" || return 9
+  done
+  printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/run")"
   code=${outcome//[!0-9]/}
   case $code in
     '' | 3) ;; # it runs, or was saved and stopped: by you, or because its machines are taken

@@ -72,7 +72,8 @@ def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Ma
         return _missing(place, str(detail["loc"][-1]))
     rules = dict.fromkeys(_rule(d) for p, d in same if p.key == place.key)  # of each branch of a union
     fix = _fix(detail, place.value, place.owner.model_fields.get(place.field), place.field)
-    return ConfigError(place.key, place.value, f"must {', or '.join(rules)}", fix, _source(place.key, sources))
+    value = "(not shown)" if detail.get("ctx", {}).get("hidden") else place.value
+    return ConfigError(place.key, value, f"must {', or '.join(rules)}", fix, _source(place.key, sources))
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:

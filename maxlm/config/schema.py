@@ -5,6 +5,7 @@ sequences. `None` means "not used" unless the comment says what it is derived fr
 is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
+import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,22 @@ def _whole(value: Any) -> Any:
     if type(value) is not int:
         raise PydanticCustomError("int_type", "must be a whole number")
     return value
+
+
+def _variable(value: str) -> str:
+    """The name of an environment variable. Not shown where it is none, since it may be the secret itself."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", value):
+        rule = "be the name of an environment variable, not the address itself, which config.yml and the report would show"
+        fix = "write `export ALERTS_URL=https://...` where the run is started, and ALERTS_URL here"
+        raise PydanticCustomError("setting", "must {rule}", {"rule": rule, "fix": fix, "hidden": True})
+    return value
+
+
+def _ip_address(value: str) -> str:
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        paths.refuse("be an address of this machine", "use 127.0.0.1 for programs on this machine, or 0.0.0.0 for all that reach it")
 
 
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
@@ -521,6 +538,20 @@ class CheckpointConfig(Section):
     keep_every: Positive | None = None  # steps whose checkpoints are never deleted
 
 
+class AlertsConfig(Section):
+    """Alerts for a person: a JSON object on the standard input of `command`, or sent to a webhook by POST. At least one is set."""
+
+    command: tuple[Text, ...] = ()  # a program and its arguments; no shell reads them
+    webhook: Annotated[Text, AfterValidator(_variable)] | None = None  # environment variable with the address, which is a secret
+    per_hour: Positive = 6  # alerts of one cause at most; the others are counted
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> "AlertsConfig":
+        if not self.command and self.webhook is None:
+            paths.refuse("set command or webhook", "give one of them, or remove the section")
+        return self
+
+
 class RunConfig(Section):
     """Output of the run, in `dir`/`name`/."""
 
@@ -528,6 +559,7 @@ class RunConfig(Section):
     dir: LocalPath = "runs"
     log_every: Positive = 1
     tensorboard: Bool = True
+    alerts: AlertsConfig | None = None
 
 
 class SamplesConfig(Section):
@@ -548,6 +580,13 @@ class WandbConfig(Section):
     """Figures also go to Weights & Biases, whose own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count."""
 
     project: Text
+
+
+class PrometheusConfig(Section):
+    """Figures, events and the ledger of the run at http://HOST:PORT/metrics of process 0, for Prometheus."""
+
+    port: Annotated[int, Strict(), Field(ge=1, le=65535)]
+    host: Annotated[Text, AfterValidator(_ip_address)] = "127.0.0.1"  # address to listen at; there is no password
 
 
 class ClusterConfig(Section):
@@ -576,6 +615,7 @@ class Config(Section):
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     samples: SamplesConfig | None = None
     wandb: WandbConfig | None = None
+    prometheus: PrometheusConfig | None = None
     evaluation: EvaluationConfig | None = None
 
     @property

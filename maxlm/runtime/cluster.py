@@ -58,6 +58,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     if spec is None:
         yield Cluster("one process", (socket.gethostname(),))
         return
+    progress_file.record(process=spec.process)
     secret = shared_secret(os.environ)
     say(f"joining as {spec}")
     group = rendezvous.join(spec, seconds, secret, say)

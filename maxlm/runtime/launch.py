@@ -15,7 +15,9 @@ from types import FrameType
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
 from maxlm.runtime import deadline, progress_file
+from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.progress_file import Progress
+from maxlm.telemetry.lifetime import Process
 
 NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help
     ExitCode.DONE: "",
@@ -37,6 +39,8 @@ class End:
     code: int
     progress: Progress
     killed_for: str = ""  # why the supervisor killed it, if it did
+    began: float = 0.0  # seconds since 1970
+    seconds: float = 0.0  # that it ran
 
     @property
     def external(self) -> bool:
@@ -68,6 +72,7 @@ class Supervisor:
         self._signal: int | None = None  # the one that this process received
         self._signal_at = 0.0
         self._stopped = threading.Event()
+        self._log = EndLog(say)
 
     def run(self) -> int:
         """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
@@ -77,6 +82,7 @@ class Supervisor:
         try:
             return self._run()
         finally:
+            self._log.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -92,15 +98,26 @@ class Supervisor:
                 ends.append(end)
                 reason, which = self._final_reason(ends), f"restart {len(ends)} of {self._restarts}"
             if reason is not None:
-                if reason:
-                    self._say(f"maxlm launch: the run {end}; not started again: {reason}")
+                line = f"maxlm launch: the run {end}; not started again: {reason}" if reason else ""
+                if line:
+                    self._say(line)
+                self._record(end, line)
                 return code
             if end.incomplete or (len(ends) > 1 and (end.progress.step or 0) > (ends[-2].progress.step or 0)):
                 pause = self._backoff
-            self._say(f"maxlm launch: the run {end}; {which} in {pause:g} s")
+            line = f"maxlm launch: the run {end}; {which} in {pause:g} s"
+            self._say(line)
+            self._record(end, line)
             if self._stopped.wait(pause):
                 return ExitCode.STOPPED
             pause = min(2 * pause, MAX_BACKOFF_SECONDS)
+
+    def _record(self, end: End, line: str) -> None:
+        """Record the end for the ledger, and for whoever gets alerts; `line`: as printed."""
+        hung = end.code == ExitCode.HUNG or bool(end.killed_for)
+        reason = line.removeprefix("maxlm launch: ") or f"the run {end}"
+        now = time.time()
+        self._log.ended(Process("", end.began or now, now, end.seconds, end.code, hung, end.incomplete, reason), end.progress)
 
     def _code_of(self, end: End) -> int:
         """Return the exit code if this attempt is the last. A run that died of a forwarded signal had nothing to save yet: `STOPPED`."""
@@ -125,6 +142,7 @@ class Supervisor:
         return None if len(ends) <= self._restarts else f"all {self._restarts} restarts are used up"
 
     def _attempt(self) -> End:
+        began, started = time.time(), time.monotonic()
         parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
         with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
             path = Path(folder) / "progress.json"
@@ -136,7 +154,8 @@ class Supervisor:
                 if self._signal is not None:  # it came between two attempts
                     self._process.send_signal(self._signal)
                 killed_for = self._wait(self._process)
-                return End(self._process.returncode, progress_file.read(path), killed_for)
+                seconds = time.monotonic() - started
+                return End(self._process.returncode, progress_file.read(path), killed_for, began, seconds)
             finally:
                 os.close(write_end)
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ class Progress:
     step: int | None = None  # the last one logged; None before the first
     error: str = ""  # one line; "" where none is on record
     lost: tuple[str, ...] = ()  # labels of the processes whose loss ended the run
+    process: int | None = None  # number of this one; None outside a cluster
+    folder: str = ""  # the run directory, once this process writes it
+    attempt: str = ""  # id in its `start` event
+    name: str = ""  # of the run
+    alerts: Mapping[str, Any] | None = None  # `run.alerts`
+    alerted: str = ""  # cause of the end that an alert was sent for
 
 
 _current = Progress()
@@ -33,10 +40,11 @@ _lock = threading.Lock()  # the thread that watches the other processes may end 
 def read(path: Path) -> Progress:
     """Read what a run has recorded so far; the empty `Progress` if it recorded nothing."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Progress()
-    return Progress(tuple(fields["hosts"]), fields["step"], fields["error"], tuple(fields["lost"]))
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items()}
+    return Progress(**fields)
 
 
 def record_error(error: str | BaseException, lost: str = "") -> None:

@@ -15,7 +15,7 @@ from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.session import Start
 
-IGNORED = ("run.", "cluster.")  # settings that change no step
+IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
 STORE, RATE = "contents of the data store", "learning rate of the next update"
 
 

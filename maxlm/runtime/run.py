@@ -4,7 +4,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,18 +32,25 @@ from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
+from maxlm.telemetry.alert_delivery import check_alerts
+from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.ledger import read_ledger
+from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
+from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
@@ -120,14 +128,30 @@ def run_training(
     """
     if config.wandb is not None:
         check_wandb(config.wandb.project)
+    if config.run.alerts is not None:
+        check_alerts(config.run.alerts)
+        progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
-    with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
-        return _run(config, phases, print_samples, open_tasks, here, log)
-
-
-def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_tasks: OpenTasks | None, here: Cluster, log: RunLog) -> int:
     goodput = Goodput(began=phases.began)
+    with contextlib.ExitStack() as stack:
+        with goodput.measure("wait_hosts"):
+            here = stack.enter_context(cluster.joined(named or {}, say))
+        log = stack.enter_context(RunLog())
+        stack.enter_context(_locked(config, say))
+        stack.enter_context(fits.explain_out_of_memory("training"))
+        return _run(config, phases, goodput, print_samples, open_tasks, here, log)
+
+
+def _run(
+    config: Config,
+    phases: Phases,
+    goodput: Goodput,
+    print_samples: SamplePrinter,
+    open_tasks: OpenTasks | None,
+    here: Cluster,
+    log: RunLog,
+) -> int:
     _check_machine(config, phases, here)
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
@@ -135,7 +159,8 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, data, here.local_processes)
+    server = metrics_server(config, directory, phases)
+    start = _start(config, phases, program, checkpoints, data, here.local_processes, goodput)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -144,9 +169,15 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
         attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
-        with observing(config, directory, phases.console, phases.primary) as observers:
+        attempt = secrets.token_hex(8)
+        beat = directory.heartbeat if phases.primary else None
+        if phases.primary:
+            progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
+        beside = [PrometheusObserver(server, directory, goodput.summary)] if server is not None else []
+        with observing(config, directory, phases.console, phases.primary, beside) as observers, Heartbeat(beat, attempt, goodput.summary):
             start = _record_start(config, directory, data, start)
-            facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+            facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
+            facts["restarts"] = sum(item.get("kind") == "start" for item in read_objects(directory.events)) if phases.primary else 0
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
@@ -186,7 +217,15 @@ def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Che
     return checkpoints
 
 
-def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, data: Pipeline, local_processes: int) -> Start:
+def _start(
+    config: Config,
+    phases: Phases,
+    program: Program,
+    checkpoints: Checkpoints,
+    data: Pipeline,
+    local_processes: int,
+    goodput: Goodput,
+) -> Start:
     """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
     source = config.train.start_from
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
@@ -194,10 +233,10 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
     restoring = "restoring the newest checkpoint and " if latest is not None else fresh
     if source is not None and latest is None:
         require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
-    with phases(f"{restoring}compiling the step"):
+    with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
         init = program.init if source is None else functools.partial(begin_from, program, source, stored)
-        start = restore_or_init(program, checkpoints, init)
+        start = restore_or_init(program, checkpoints, init, goodput)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
     return start
@@ -304,15 +343,26 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
 
 
 @contextlib.contextmanager
-def observing(config: Config, directory: RunDirectory, console: Console, primary: bool) -> Iterator[Observers]:
-    """Observers, closed however the block ends; prints the problems of those that failed."""
-    active: list[Observer] = [ConsoleObserver(config.total_steps, primary=primary, console=console)]
+def observing(
+    config: Config, directory: RunDirectory, console: Console, primary: bool, beside: Sequence[Observer] = ()
+) -> Iterator[Observers]:
+    """Observers, with those `beside`, closed however the block ends; prints the problems of those that failed."""
+    active: list[Observer] = [ConsoleObserver(config.total_steps, primary=primary, console=console), *beside]
     if primary:
         active.append(FileObserver(directory))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver())
     if config.run.tensorboard and primary:
         active.append(TensorBoardObserver(directory))
+    if config.run.alerts is not None and primary:
+        active.append(
+            AlertObserver(
+                config.run.alerts,
+                directory,
+                report=lambda event: observers.on_event(event),
+                ended=lambda cause: progress_file.record(alerted=cause),
+            )
+        )
     if config.wandb is not None and primary:
         active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))
     observers = Observers(active)
@@ -361,4 +411,6 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
         if config.samples is not None:
             console.rule(style="dim")
+    with contextlib.suppress(OSError):
+        say(str(read_ledger(directory)))
     say(message)

@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlm.telemetry.atomic import AppendFile, replacing
 from maxlm.telemetry.attempts import StepTiming, killed_event
+from maxlm.telemetry.lifetime import read_beat
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
@@ -33,7 +34,8 @@ class FileObserver:
     def _record_killed_attempt(self, run: RunDirectory) -> None:
         """Add an event for an attempt that ended without `stop`, while its records exist: those of repeated steps are dropped."""
         events = filter(None, map(Event.of, read_objects(run.events)))
-        event = killed_event(list(events), filter(None, map(StepTiming.of, read_objects(run.metrics))))
+        timings = filter(None, map(StepTiming.of, read_objects(run.metrics)))
+        event = killed_event(list(events), timings, read_beat(run.heartbeat))
         if event is not None:
             self._events.append(event.to_json().encode() + b"\n")
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.telemetry.observer import Event, evaluated, is_number
+from maxlm.telemetry.observer import Event, evaluated
+from maxlm.telemetry.strict_json import is_number
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 

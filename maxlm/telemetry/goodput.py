@@ -1,57 +1,82 @@
-"""Goodput: wall time of a process by part. The parts add up to the whole; unattributed time is `other`."""
+"""Goodput: wall time of a process by part. Every moment is in one part, so the parts add up to the whole."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-Part = Literal["startup", "data_wait", "step", "eval", "save", "other"]
-PARTS: tuple[Part, ...] = ("startup", "step", "data_wait", "eval", "save", "other")
+# init: imports, devices, data. compile: the step, its first run included. hang: nothing moved until the process was ended. elastic: a
+# change to another number of hosts.
+Part = Literal["init", "compile", "wait_hosts", "restore", "data_wait", "step", "save", "eval", "hang", "elastic"]
+PARTS: tuple[Part, ...] = ("init", "compile", "wait_hosts", "restore", "data_wait", "step", "save", "eval", "hang", "elastic")
+
+
+class _State(NamedTuple):
+    """The running part since when, and the seconds of all parts before."""
+
+    part: Part
+    since: float
+    seconds: Mapping[Part, float]
+    steps: int  # done, those that were thrown away included
+
+    def until(self, now: float) -> "_State":
+        """The same part, with the time until `now` attributed to it."""
+        spent = self.seconds[self.part] + max(0.0, now - self.since)
+        return self._replace(since=now, seconds={**self.seconds, self.part: spent})
 
 
 class Goodput:
-    """Attribute every moment to one part. Starts in `startup` (imports, restore, compilation), at `began`.
+    """Attribute every moment to one part: to `init` from `began` to the first step, and to `step` after it, but for what is measured.
 
-    Not thread-safe: it measures the training loop.
+    One thread, the training loop, switches between parts; any thread may read `current` and `summary`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, began: float | None = None) -> None:
         self._clock = clock
-        self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        self._part: Part = "startup"
         self._starting = True
-        self._since = clock() if began is None else began
+        self._state = _State("init", clock() if began is None else began, dict.fromkeys(PARTS, 0.0), 0)
+
+    @property
+    def current(self) -> tuple[Part, float]:
+        """The part that runs now, and the time of `clock` since when; of one moment, in any thread."""
+        state = self._state
+        return state.part, state.since
 
     def started(self) -> None:
-        """Mark the first step as done: from here on unattributed time is `other`. Idempotent."""
+        """Mark the first step as done. Idempotent."""
         self._starting = False
-        self._switch("other" if self._part == "startup" else self._part)
+        part = self._state.part
+        self._switch("step" if part in ("init", "compile") else part)
 
     @contextmanager
     def measure(self, part: Part) -> Iterator[None]:
         """Attribute the time of the block to `part`, without that of nested blocks.
 
-        Until `started` a step counts as startup, because it includes compilation.
+        Until `started` a step counts as `compile`, because it includes loading the program.
         """
-        outer = self._part
-        self._switch("startup" if self._starting and part == "step" else part)
+        outer = self._state.part
+        self._switch("compile" if self._starting and part == "step" else part)
         try:
             yield
         finally:
-            self._switch("other" if outer == "startup" and not self._starting else outer)
+            self._switch("step" if outer == "init" and not self._starting else outer, steps=part == "step")
 
     def summary(self) -> dict[str, Any]:
-        """`{"wall_s": float, "seconds": {part: float}, "fractions": {part: float}}`, ready to be an event's data."""
-        self._switch(self._part)
-        wall = sum(self._seconds.values())
-        fractions = {part: seconds / wall if wall else 0.0 for part, seconds in self._seconds.items()}
+        """`{"wall_s": float, "seconds": {part: float}, "steps": int, "part": str, "part_s": float}`, ready to be an event's data.
+
+        `part_s`: seconds since the newest change of part, to `part`. What is 0 is left out of `seconds`.
+        """
+        state = self._state
+        now = state.until(self._clock())
+        seconds = {part: round(spent, 3) for part, spent in now.seconds.items() if spent >= 0.0005}
         return {
-            "wall_s": round(wall, 3),
-            "seconds": {part: round(seconds, 3) for part, seconds in self._seconds.items()},
-            "fractions": {part: round(fraction, 5) for part, fraction in fractions.items()},
+            "wall_s": round(sum(now.seconds.values()), 3),
+            "seconds": seconds,
+            "steps": now.steps,
+            "part": now.part,
+            "part_s": round(now.since - state.since, 3),
         }
 
-    def _switch(self, part: Part) -> None:
-        now = self._clock()
-        self._seconds[self._part] += now - self._since
-        self._part, self._since = part, now
+    def _switch(self, part: Part, *, steps: int = 0) -> None:
+        state = self._state.until(self._clock())
+        self._state = state._replace(part=part, steps=state.steps + steps)  # replaced whole: another thread sees the old or the new one

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import Metric
-from maxlm.telemetry.strict_json import dumps
+from maxlm.telemetry.strict_json import dumps, is_number
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
-              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py)
+              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py), `attempt`
+              (its id), `restarts` (attempts before)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
@@ -59,7 +60,7 @@ class Event:
     rollback  step gone back to; `from_step reason`
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
-              attempt; `goodput`, as far as records tell
+              attempt; `goodput`, as far as its last heartbeat or its records tell
     observer  an observer failed, was switched off or writes again: `name reason`
     stop      last step; `reason` (done, nothing_left, preempted, unhealthy ...), `message`, `goodput` (see goodput.py), `eval_loss`
     """
@@ -95,11 +96,6 @@ def evaluated(event: Event) -> dict[str, Any]:
         for metric, value in metrics.items() if isinstance(metrics, Mapping) else ():
             found[f"tasks/{task}/{metric}"] = value
     return found
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """True for a number, as files hold it."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_step(value: Any) -> TypeGuard[int]:

@@ -39,6 +39,9 @@ class RunDirectory:
     metrics = _Entry("metrics.jsonl")
     routing = _Entry("routing.jsonl")
     events = _Entry("events.jsonl")
+    heartbeat = _Entry("heartbeat.json")
+    supervisor = _Entry("supervisor.jsonl")  # the one file that the supervisor writes, and not the primary process
+    alerts = _Entry("alerts.json")  # when alerts were sent, which limits their number
     log = _Entry("log.txt")
     report = _Entry("report.html")
     tensorboard = _Entry("tensorboard")
@@ -69,7 +72,7 @@ class RunDirectory:
 
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
-        names = (self.config, self.metrics, self.routing, self.report)
+        names = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 

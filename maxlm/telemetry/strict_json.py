@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic_core import to_json
 
@@ -17,6 +17,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else str(value)  # numpy and jax scalars
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """True for a number, as files hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:

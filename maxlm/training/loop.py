@@ -4,6 +4,7 @@ Order is an invariant: a checkpoint of step n is taken before batch n is fetched
 The loop never waits for the device to log: figures of step n - 1 are read while step n runs. Only a healthy state is saved.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import jax
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.data.input_pipeline import Pipeline
+from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
 from maxlm.training.ema import average_of
 from maxlm.training.evaluate import evaluate
@@ -25,25 +27,28 @@ from maxlm.training.session import Outcome, Session, Start
 from maxlm.training.step import TrainState
 
 
-def restore_or_init(program: Program, checkpoints: Checkpoints, init: Callable[[], TrainState] | None = None) -> Start:
+def restore_or_init(
+    program: Program, checkpoints: Checkpoints, init: Callable[[], TrainState] | None = None, goodput: Goodput | None = None
+) -> Start:
     """Restore the newest good checkpoint, or make the first state, by `init` or from the seed, while the step is compiled. Writes nothing.
 
     Raises UserError for a foreign checkpoint.
     """
     latest = checkpoints.latest()
     if latest is not None and latest >= program.config.total_steps:
-        return _restore(program, checkpoints)
+        return _restore(program, checkpoints, goodput)
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)  # an error below is raised at once
-    start = Start((init or program.init)(), 0) if latest is None else _restore(program, checkpoints)
+    start = Start((init or program.init)(), 0) if latest is None else _restore(program, checkpoints, goodput)
     compiled.result()
     return start
 
 
-def _restore(program: Program, checkpoints: Checkpoints) -> Start:
+def _restore(program: Program, checkpoints: Checkpoints, goodput: Goodput | None) -> Start:
     began = time.monotonic()
-    restored = checkpoints.restore(program.abstract_state)
+    with goodput.measure("restore") if goodput is not None else contextlib.nullcontext():
+        restored = checkpoints.restore(program.abstract_state)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
     return Start(restored.state, restored.step, data, restored.data_position)
 

@@ -48,7 +48,8 @@ class Saving:
     def check(self, state: TrainState) -> str:
         """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
         self._meter.flush()
-        names = not_finite(state, self._session.program.mesh)
+        with self._session.goodput.measure("save"):
+            names = not_finite(state, self._session.program.mesh)
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             self._meter.health.fail(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")

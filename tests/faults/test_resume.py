@@ -21,6 +21,10 @@ from small_run import (
     wait_for_step,
 )
 
+from maxlm.telemetry.ledger import read_ledger
+from maxlm.telemetry.lifetime import read_processes
+from maxlm.telemetry.run_dir import RunDirectory
+
 STEPS = 120
 
 
@@ -49,12 +53,20 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
         os.kill(child(process), signal.SIGKILL)
     killed_at = metrics(workspace)[-1]["step"]
     assert 31 <= killed_at < STEPS, "the run must be killed in the middle"
-    assert "was killed by SIGKILL after step" in finish(process)
+    printed = finish(process)
+    assert "was killed by SIGKILL after step" in printed
     restored = [event["step"] for event in events(workspace, "restore")]
     assert len(restored) == 2
     assert 0 < restored[0] < restored[1]
     assert exact(metrics(workspace)) == exact(metrics(straight))
     assert saved_state(workspace, STEPS) == saved_state(straight, STEPS)
+    run = RunDirectory(workspace / "runs" / "small", primary=False)
+    ledger, processes = read_ledger(run), read_processes(run.supervisor)
+    whole = events(workspace, "stop")[0]["time"] - processes[0].began
+    assert ledger.wall_s == pytest.approx(whole, rel=0.01), "every second of three processes, of which two were killed, is on record"
+    assert ledger.attempts == len(processes) == 3
+    assert min(ledger.seconds[part] for part in ("step", "lost", "init", "compile", "restore", "save", "down")) > 0
+    assert "in 3 attempts: " in printed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])

@@ -61,9 +61,20 @@ def test_the_example_line_of_watch_is_what_progress_prints(tmp_path):
     """The page shows a line; the program that makes it is run on what would make it."""
     shown = re.search(r"READY \(up\)  (step .*)", (ROOT / "docs/cloud.md").read_text(encoding="utf-8"))[1]
     start = {"kind": "start", "step": 0, "time": 0, "total_steps": 476837}
-    events = [start, start, start, {"kind": "stop", "step": 41300, "time": 41300 / 0.962}]
+    parts = {"compile": 10.0, "step": 490.0}, {"step": 479.0}
+    goodput = [
+        {"wall_s": sum(seconds.values()), "seconds": seconds, "steps": steps} for seconds, steps in zip(parts, (70, 100), strict=True)
+    ]
+    events = [
+        start,
+        {"kind": "stop", "step": 70, "time": 500, "reason": "preempted", "goodput": goodput[0]},
+        {**start, "step": 69, "time": 521},
+        {"kind": "stop", "step": 169, "time": 1000, "reason": "preempted", "goodput": goodput[1]},
+        {**start, "step": 169, "time": 1000},
+        {"kind": "stop", "step": 169, "time": 1000, "reason": "done"},
+    ]
     latest = {"step": 41300, "loss": 2.417, "tokens_per_s": 1903000, "step_time_s": 1.0}
-    (tmp_path / "latest").write_text(json.dumps(latest))
-    (tmp_path / "events").write_text("\n".join(map(json.dumps, events)))
-    command = [sys.executable, ROOT / "gcp/progress.py", tmp_path / "latest", tmp_path / "events"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(latest))
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    command = [sys.executable, ROOT / "gcp/progress.py", tmp_path]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == shown

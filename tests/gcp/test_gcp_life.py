@@ -20,7 +20,11 @@ def write_run(cloud, outcome="running", run="llama3-8b-v5p-128"):
     records = [{"step": step, "loss": 2.5, "tokens_per_s": 1e6, "step_time_s": 2.0} for step in (299, 300)]
     (folder / "latest.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
     start = {"kind": "start", "step": 0, "time": 1000.0, "total_steps": 1200}
-    events = [start, {**start, "step": 200, "time": 1500.0}, {"kind": "stop", "step": 300, "time": 2000.0}]
+    goodput = {"wall_s": 400.0, "seconds": {"compile": 100.0, "step": 300.0}, "steps": 200}
+    killed = {"kind": "killed", "step": 200, "time": 1400.0, "goodput": goodput}
+    stop = {"kind": "stop", "step": 300, "time": 2000.0, "reason": "done"}
+    events = [start, killed, {**start, "step": 200, "time": 1500.0, "attempt": "a"}]
+    events.append({**stop, "goodput": {**goodput, "wall_s": 500.0, "seconds": {"compile": 200.0, "step": 300.0}}})
     (folder / "run/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "run/metrics.jsonl").write_text("{}\n")
     (folder / "outcome").write_text(f"{outcome}\n")
@@ -30,7 +34,9 @@ def test_watch_says_state_step_and_goodput(cloud):
     cloud.state(NAME, "READY")
     write_run(cloud)
     line = cloud.run("watch", RUN, "--once").stdout
-    assert re.sub(r"^[\d:]+  ", "", line) == "READY (up)  step 300 of 1,200  loss 2.5  1,000,000 tokens/s  goodput 60.0%  started 2 times\n"
+    goodput = "goodput 60.0% (compiling 30.0%, nothing ran 10.0%)"
+    expected = f"READY (up)  step 300 of 1,200  loss 2.5  1,000,000 tokens/s  {goodput}  started 2 times\n"
+    assert re.sub(r"^[\d:]+  ", "", line) == expected
     assert cloud.changes == []
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from maxlm.telemetry.files import FileObserver
-from maxlm.telemetry.goodput import PARTS
+from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.load import load_run
-from maxlm.telemetry.report.summary import between_attempts, figures_of, goodput_of
+from maxlm.telemetry.report.summary import figures_of
 from maxlm.telemetry.run_dir import RunDirectory
 
 STARTUP_S, FIRST_S, STEP_S = 3.0, 2.0, 0.1
@@ -37,7 +37,7 @@ def attempt(run, record):
             now += 0.5
             files.on_event(Event("save", saved, now, {"blocked_s": 0.5}))
         if stopped:
-            parts = {"startup": STARTUP_S + FIRST_S, "step": (last - restored - 1) * STEP_S}
+            parts = {"init": STARTUP_S, "compile": FIRST_S, "step": (last - restored - 1) * STEP_S}
             files.on_event(Event("stop", last, now, {"reason": "done", "goodput": {"wall_s": sum(parts.values()), "seconds": parts}}))
         files.close()
         return now
@@ -59,19 +59,21 @@ def test_attempts_that_were_killed_count_in_full(run, attempt):
     ended = attempt(now, 370, 400, stopped=True)
     whole += ended - now
     seen = load_run(run.path)
-    figures = figures_of(seen)
+    figures, seconds = figures_of(seen), seen.ledger.seconds
     assert figures.attempts == len(seen.attempts) == 38
-    assert figures.seconds == pytest.approx(whole, abs=0.1)
-    assert between_attempts(seen) == pytest.approx(37.0, abs=0.1)
-    seconds = goodput_of(seen)
-    assert sum(seconds.values()) == pytest.approx(whole, abs=0.1)
-    assert set(seconds) == {*PARTS, "lost"}
-    assert seconds["startup"] == pytest.approx(38 * (STARTUP_S + FIRST_S), abs=0.1)
-    assert seconds["lost"] == pytest.approx(37 * 59 * 0.09 * 50 / 60, rel=0.01)
-    assert figures.goodput == pytest.approx(seconds["step"] / whole, rel=1e-3)
+    assert figures.seconds == pytest.approx(whole + 37, abs=0.1)
+    assert seconds["down"] == pytest.approx(37.0, abs=0.1)
+    assert sum(seconds.values()) == pytest.approx(whole + 37, abs=0.1)
+    assert list(seconds) == list(TITLES)
+    assert seconds["init"] == pytest.approx(38 * STARTUP_S, abs=0.1)
+    assert seconds["compile"] == pytest.approx(38 * FIRST_S, abs=0.1)
+    assert seconds["lost"] == pytest.approx(37 * 50 * 0.09, rel=0.01)
+    assert seconds["step"] == pytest.approx((37 * 9 + 29) * 0.09 + 29 * 0.01, rel=0.01)  # the last attempt tells its steps whole
+    assert figures.goodput == pytest.approx(seconds["step"] / (whole + 37), rel=1e-3)
     page = write_report([run.path], run.report).read_text()
-    assert "in 38 attempts; between them nothing ran for" in page
-    assert "steps done again" in page
+    assert "since the first start, in 38 attempts." in page
+    assert "steps thrown away" in page
+    assert "nothing ran" in page
 
 
 def test_a_kill_is_noted_once_before_its_records_go(run, attempt):
@@ -86,8 +88,9 @@ def test_a_kill_is_noted_once_before_its_records_go(run, attempt):
     assert (first.first_step, first.last_step, second.last_step, third.last_step) == (0, 30, 25, 40)
     assert first.wall_s == pytest.approx(STARTUP_S + FIRST_S + 29 * STEP_S + 0.5, abs=0.01)
     assert first.seconds["save"] == 0.5
-    assert first.lost_s == pytest.approx(first.seconds["step"] / 3)
-    assert third.lost_s == 0
+    assert first.seconds["lost"] == pytest.approx(10 * 0.09, rel=0.05)
+    assert first.seconds["lost"] / first.seconds["step"] == pytest.approx(10 / 19)
+    assert third.seconds["lost"] == 0
 
 
 def test_of_a_run_that_has_not_ended_the_records_tell_the_time(run, attempt):
@@ -101,9 +104,10 @@ def test_a_checkpoint_that_was_passed_over_costs_the_attempts_before_too(run, at
     attempt(1100.0, 40, 60, stopped=True)
     attempt(1200.0, 20, 80, stopped=True)
     first, second, third = load_run(run.path).attempts
-    assert first.lost_s == pytest.approx(first.seconds["step"] / 2)
-    assert second.lost_s == second.seconds["step"]
-    assert third.lost_s == 0
+    assert first.seconds["lost"] == pytest.approx(20 * STEP_S)
+    assert first.seconds["step"] == pytest.approx(19 * STEP_S)
+    assert (second.seconds["lost"], second.seconds["step"]) == (pytest.approx(19 * STEP_S), 0)
+    assert third.seconds["lost"] == 0
 
 
 @pytest.mark.parametrize("goodput", [None, 5, {"seconds": 7}, {"seconds": {"step": "x", "startup": -1, "new": 2.0, "save": 1e999}}])

@@ -18,7 +18,7 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 CONFIG = "model: {{n_layers: 6, d_model: 256, vocab_size: 4096}}\ntrain: {{steps: 100}}\noptimizer: {{peak_lr: {lr}}}\n"
 START = {"parameters": 5_770_496, "devices": 8, "device_kind": "TPU v5p", "total_steps": 100}
-GOODPUT = {"wall_s": 20.0, "seconds": {"startup": 4.0, "step": 15.0, "save": 1.0}, "fractions": {"startup": 0.2}}
+GOODPUT = {"wall_s": 20.0, "seconds": {"init": 1.0, "compile": 3.0, "step": 15.0, "save": 1.0}}
 VOID = {"meta", "input", "br", "line", "rect", "circle", "polyline"}
 
 
@@ -82,7 +82,8 @@ def test_a_stranger_reads_what_happened(tmp_path, make):
         "on held-out text it is 3.25 (perplexity 25.8)",
         "81,234 tokens a second, 42.0% of the hardware's peak (MFU) on 8 x TPU v5p",
         "finished",
-        "starting and compiling 20.0%",
+        "starting 5.0%",
+        "compiling 15.0%",
         "peak_lr: 0.001",
     ):
         assert words in page.text
@@ -215,7 +216,7 @@ def test_status(make, reason, word, tone):
 
 
 def test_time_of_a_killed_attempt_is_that_of_its_steps(make):
-    """First attempt: killed after 60 steps of 0.1 s with no last word; second: steps 51 to 100 and a stop after 8 s."""
+    """First attempt: killed after 60 steps of 0.1 s with no last word; second: steps 51 to 100 and a stop after 8 s; between them 95 s."""
     path = make("r", reason=None)
     events = [
         Event("start", 0, 1000.0),
@@ -224,9 +225,12 @@ def test_time_of_a_killed_attempt_is_that_of_its_steps(make):
         Event("stop", 100, 1108.0, {"reason": "done"}),
     ]
     (path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
-    figures = figures_of(load_run(path))
+    run = load_run(path)
+    figures = figures_of(run)
     assert figures.attempts == 2
-    assert figures.seconds == pytest.approx(5.0 + 8.0)
+    assert [attempt.wall_s for attempt in run.attempts] == pytest.approx([5.0, 8.0])
+    assert figures.seconds == pytest.approx(108.0)
+    assert run.ledger.seconds["down"] == pytest.approx(95.0)
 
 
 def test_a_long_run_makes_a_small_page(tmp_path):

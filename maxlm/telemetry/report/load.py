@@ -1,7 +1,7 @@
 """Read a run directory, whether the run is finished, running, killed or damaged."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,12 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
-from maxlm.telemetry.observer import Event, evaluated, is_number, is_step
+from maxlm.telemetry.ledger import Ledger, ledger_of
+from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
+from maxlm.telemetry.observer import Event, evaluated, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import read_objects
+from maxlm.telemetry.strict_json import is_number, read_objects
 
 
 class Series(NamedTuple):
@@ -53,6 +55,8 @@ class Run:
     modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
     results: Outcomes = field(default_factory=dict)  # of tasks
+    beat: Beat | None = None
+    processes: Sequence[Process] = ()  # that a supervisor started
     origin: str = ""  # of a model that was not trained here: a sentence
     label: str = ""  # name that no other run of the page has
     color: int = 0  # index in the palette of style.py
@@ -100,7 +104,12 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        return attempts_of(self.events, self._timings)
+        return attempts_of(self.events, self._timings, self.beat, self.processes)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where the time went, up to the last sign of life."""
+        return ledger_of(self.attempts, self.processes)
 
     def _timings(self) -> list[StepTiming]:
         columns = [self.get(name) for name in ("time", "step_time_s", "data_wait_s")]
@@ -137,7 +146,8 @@ def load_run(path: Path) -> Run:
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
-    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results)
+    life = read_beat(run.heartbeat), read_processes(run.supervisor)
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life)
 
 
 def _load_model(run: RunDirectory, path: Path) -> Run:
@@ -148,7 +158,9 @@ def _load_model(run: RunDirectory, path: Path) -> Run:
     results = read_results(run.evaluations, notes)
     origin = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     config = {key: section for key, section in config.items() if key == "model"}
-    return Run(path.resolve().name, path, {}, [], config, text, notes, run.model.stat().st_mtime, None, results, origin or "A model.")
+    return Run(
+        path.resolve().name, path, {}, [], config, text, notes, run.model.stat().st_mtime, None, results, origin=origin or "A model."
+    )
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
+from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts, results
 from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart, metric_lines
 from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import COLORS, CSS, EXPERTS_CSS, JS
-from maxlm.telemetry.report.summary import Figures, Status, between_attempts, figures_of, goodput_of, headline, status_of
+from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
@@ -24,16 +25,6 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-PARTS = {
-    "startup": "starting and compiling",
-    "step": "training steps",
-    "lost": "steps done again",
-    "data_wait": "waiting for data",
-    "eval": "evaluating",
-    "save": "waiting for saves",
-    "other": "other",
-}
 
 CHARTS = (
     ("Throughput", "tokens/s", "tokens_per_s", True),
@@ -104,7 +95,7 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
     ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
-    ("Time", lambda f: _or_none(duration, f.seconds), "on the clock, all attempts"),
+    ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
 )
 
@@ -246,21 +237,20 @@ def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str
 
 
 def _goodput(run: Run) -> str:
-    seconds = {part: value for part, value in goodput_of(run).items() if value > 0}
-    whole = sum(seconds.values())
+    seconds = {part: value for part, value in run.ledger.seconds.items() if value > 0}
+    whole = run.ledger.wall_s
     if not whole:
         return ""
     slices = "".join(
-        f'<span class="part {part}" style="width:{100 * value / whole:.3f}%" title="{PARTS[part]}: {percent(value / whole)}"></span>'
+        f'<span class="part {part}" style="width:{100 * value / whole:.3f}%" title="{TITLES[part]}: {percent(value / whole)}"></span>'
         for part, value in seconds.items()
     )
     keys = "".join(
-        f'<li><span class="swatch part {part}"></span>{PARTS[part]} <b>{percent(value / whole)}</b> <small>{duration(value)}</small></li>'
+        f'<li><span class="swatch part {part}"></span>{TITLES[part]} <b>{percent(value / whole)}</b> <small>{duration(value)}</small></li>'
         for part, value in seconds.items()
     )
-    number, pause = len(run.attempts), between_attempts(run)
-    pauses = f"; between them nothing ran for {duration(pause)} that is not counted here" if pause >= 0.05 else ""
-    note = f'<p class="note">{duration(whole)} in {number:,} attempts{pauses}.</p>' if number > 1 else ""
+    number = run.ledger.attempts
+    note = f'<p class="note">{duration(whole)} since the first start, in {number:,} attempts.</p>' if number > 1 else ""
     return f'<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}'
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.observer import is_number, is_step
-from maxlm.telemetry.strict_json import read_objects
+from maxlm.telemetry.observer import is_step
+from maxlm.telemetry.strict_json import is_number, read_objects
 
 
 class Outcome(NamedTuple):

@@ -51,8 +51,9 @@ svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .loss input:focus-visible+label{outline:2px solid var(--p0)}
 .loss label{align-self:start;z-index:1}
 .bar{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px;margin:.4rem 0 .7rem}
-.part{background:var(--part)}.startup{--part:var(--p4)}.step{--part:var(--p2)}.data_wait{--part:var(--p1)}
-.eval{--part:var(--p0)}.save{--part:var(--p3)}.lost{--part:var(--bad)}.other{--part:var(--p7)}
+.part{background:var(--part)}.step{--part:var(--p2)}.lost{--part:var(--bad)}.init{--part:var(--p4)}.compile{--part:var(--p6)}
+.wait_hosts{--part:var(--warn)}.restore{--part:var(--p5)}.data_wait{--part:var(--p1)}.save{--part:var(--p3)}.eval{--part:var(--p0)}
+.hang{--part:var(--ink)}.elastic{--part:var(--good)}.down{--part:var(--rule)}
 .keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}
 .keys b{font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;max-height:34rem;overflow-y:auto}

@@ -3,17 +3,14 @@
 import math
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.formatting import count, duration, figure, percent
-from maxlm.telemetry.goodput import PARTS
-from maxlm.telemetry.observer import is_number
 from maxlm.telemetry.report.load import Run, Series
-
-FINISHED = ("done", "nothing_left")
+from maxlm.telemetry.strict_json import is_number
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class Figures:
     tokens_per_s: float | None  # median
     mfu: float | None
     data_wait: float | None  # share of a step
-    seconds: float | None  # wall time of all attempts
-    goodput: float | None  # share of it spent on steps that were not repeated
+    seconds: float | None  # wall time since the first start
+    goodput: float | None  # share of it spent on steps that count
     attempts: int
     skipped: int
     hardware: str
@@ -65,7 +62,7 @@ def figures_of(run: Run) -> Figures:
         mfu=_median(run.get("mfu")),
         data_wait=waited,
         seconds=_wall_time(run),
-        goodput=_goodput(run),
+        goodput=run.ledger.goodput,
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
@@ -83,7 +80,7 @@ def status_of(run: Run) -> Status:
         return Status("no end recorded", "idle", f"It is still going or was killed; it last wrote something at {when}.")
     reason, message = str(stops[-1].data.get("reason", "")), _as_sentence(stops[-1].data.get("message"))
     where = f" at step {stops[-1].step:,}"
-    if reason in FINISHED or not reason:
+    if reason in OVER or not reason:
         return Status("finished", "good", message)
     if reason.startswith("preempt"):
         return Status("preempted", "warn", f"It was asked to stop{where}; the same command continues it. {message}".strip())
@@ -108,22 +105,6 @@ def headline(run: Run, f: Figures) -> list[str]:
     if f.attempts > 1 or f.skipped:
         sentences.append(_troubles(f))
     return sentences
-
-
-def goodput_of(run: Run) -> dict[str, float]:
-    """Seconds by part over all attempts, `lost` separate from `step`; {} if nothing was recorded."""
-    seconds: dict[str, float] = dict.fromkeys((*PARTS, "lost"), 0.0)
-    for attempt in run.attempts:
-        for part, value in attempt.seconds.items():
-            seconds[part] += value
-        seconds["step"] -= attempt.lost_s
-        seconds["lost"] += attempt.lost_s
-    return seconds if any(seconds.values()) else {}
-
-
-def between_attempts(run: Run) -> float:
-    """Seconds between attempts, in total."""
-    return sum(max(0.0, after.began - before.ended) for before, after in pairwise(run.attempts))
 
 
 def _progress(run: Run, f: Figures) -> str:
@@ -166,12 +147,7 @@ def _wall_time(run: Run) -> float | None:
     if not run.attempts:  # no events: the sum of step times
         step_time = run.get("step_time_s")
         return float((np.diff(step_time.steps_N, prepend=0.0) * step_time.values_N).sum()) or None
-    return sum(attempt.wall_s for attempt in run.attempts) or None
-
-
-def _goodput(run: Run) -> float | None:
-    seconds = goodput_of(run)
-    return seconds["step"] / sum(seconds.values()) if seconds else None
+    return run.ledger.wall_s or None
 
 
 def _settled(series: Series) -> float | None:

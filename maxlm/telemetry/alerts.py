@@ -1,0 +1,53 @@
+"""Alerts: the events of a run that somebody should know of at once, handed to `run.alerts`."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from maxlm.config.schema import AlertsConfig
+from maxlm.telemetry.alert_delivery import Delivery, Limit
+from maxlm.telemetry.attempts import OVER
+from maxlm.telemetry.formatting import sentence
+from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.run_dir import RunDirectory
+
+
+def cause_of(event: Event) -> str:
+    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, rollback, restart; "" for no alert."""
+    if event.kind == "alarm":
+        return str(event.data.get("cause") or "alarm")
+    if event.kind == "stop":
+        reason = str(event.data.get("reason") or "stop")
+        return "finish" if reason in OVER else reason
+    if event.kind == "rollback":
+        return "rollback"
+    return "restart" if event.kind == "start" and event.data.get("restarts") else ""
+
+
+class AlertObserver:
+    """Delivers alerts in the thread of this observer. One that fails is an `observer` event, by `report`, and costs no other.
+
+    `ended` gets the cause of a `stop` whose alert was delivered, so that the supervisor need not repeat it.
+    """
+
+    def __init__(self, config: AlertsConfig, run: RunDirectory, report: Callable[[Event], None], ended: Callable[[str], None]) -> None:
+        self._run, self._report, self._ended, self._step = run, report, ended, 0
+        self._delivery = Delivery(config, Limit(config.per_hour, run.alerts), self._failed)
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_event(self, event: Event) -> None:
+        cause = cause_of(event)
+        self._step = event.step
+        if cause and self._delivery.send(self._alert(cause, event)) and event.kind == "stop":
+            self._ended(cause)
+
+    def close(self) -> None: ...
+
+    def _alert(self, cause: str, event: Event) -> dict[str, Any]:
+        run = {"run": self._run.path.resolve().name, "folder": str(self._run.path.resolve()), "host": socket.gethostname()}
+        return {"cause": cause, "text": sentence(event), **run, "step": event.step, "time": round(event.time, 3), "pid": os.getpid()}
+
+    def _failed(self, reason: str) -> None:
+        self._report(Event("observer", self._step, data={"name": type(self).__name__, "reason": reason}))

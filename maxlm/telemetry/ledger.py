@@ -1,0 +1,118 @@
+"""Where the time of a run went: every second from its first start on is in one part, across attempts and what lies between them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
+from maxlm.telemetry.formatting import duration, percent
+from maxlm.telemetry.lifetime import Process, read_beat, read_processes
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import read_objects
+
+TITLES = {  # the parts, in the order of a report
+    "step": "steps that count",
+    "lost": "steps thrown away",
+    "init": "starting",
+    "compile": "compiling",
+    "wait_hosts": "waiting for hosts",
+    "restore": "restoring",
+    "data_wait": "waiting for data",
+    "save": "waiting for saves",
+    "eval": "evaluating",
+    "hang": "hanging",
+    "elastic": "changing hosts",
+    "down": "nothing ran",
+}
+ALIVE_S = 300.0  # after its last sign of life, in which an attempt without an end counts as running: copies of its files may be that old
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Seconds by part (`TITLES`), which add up to the wall time of the run's life."""
+
+    seconds: Mapping[str, float]
+    attempts: int
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of steps that count; None before any time has passed."""
+        return self.seconds["step"] / self.wall_s if self.wall_s else None
+
+    def __str__(self) -> str:
+        """A line: goodput, of how long, and the parts, largest first."""
+        shown = {part: value for part, value in self.seconds.items() if part != "step" and value >= 0.0005 * self.wall_s}
+        parts = sorted(((value, part) for part, value in shown.items()), reverse=True)
+        rest = ", ".join(f"{TITLES[part]} {percent(value / self.wall_s)}" for value, part in parts)
+        times = f" in {self.attempts:,} attempts" if self.attempts > 1 else ""
+        return f"goodput {percent(self.goodput)} of {duration(self.wall_s)}{times}{f': {rest}' if rest else ''}"
+
+
+class _Stretch(NamedTuple):
+    began: float
+    ended: float
+    seconds: Mapping[str, float]
+    over: bool
+
+
+def ledger_of(attempts: Sequence[Attempt], processes: Sequence[Process] = (), until: float | None = None) -> Ledger:
+    """Join attempts, processes that never came to train, and the time between them, `down`; up to the last sign of life, or `until`.
+
+    The time after an attempt that left nothing to do is not the run's.
+    """
+    seconds, ended, over = dict.fromkeys(TITLES, 0.0), None, False
+    for stretch in _in_order(attempts, processes):
+        if ended is not None and not over:
+            seconds["down"] += max(0.0, stretch.began - ended)
+        for part, value in stretch.seconds.items():
+            seconds[part] += value
+        ended, over = stretch.ended, stretch.over
+    if until is not None and ended is not None and not over:
+        running = attempts[-1].running if attempts else ""
+        seconds[running if running and until - ended <= ALIVE_S else "down"] += max(0.0, until - ended)
+    return Ledger(seconds, len(attempts))
+
+
+def _in_order(attempts: Sequence[Attempt], processes: Sequence[Process]) -> list[_Stretch]:
+    """Attempts, and processes that recorded none, in the order of their files: a clock may have been set back between them."""
+    untold: list[_Stretch] = []
+    left, ordered = [(one.id, _Stretch(one.began, one.ended, one.seconds, one.over)) for one in attempts], []
+    for process in processes:
+        number = next((i for i, (id, _) in enumerate(left) if id and id == process.attempt), None)
+        if number is None:
+            part = "wait_hosts" if process.waited else "hang" if process.hung else "init"
+            untold.append(_Stretch(process.began, process.ended, {part: process.seconds}, False))
+        else:
+            ordered += [*_by_time([stretch for _, stretch in left[:number]], untold), left[number][1]]
+            left, untold = left[number + 1 :], []
+    return ordered + _by_time([stretch for _, stretch in left], untold)
+
+
+def _by_time(told: list[_Stretch], untold: list[_Stretch]) -> list[_Stretch]:
+    return sorted([*told, *untold], key=lambda one: one.began) if untold else told
+
+
+def read_ledger(run: RunDirectory, until: float | None = None, begins: Event | None = None) -> Ledger:
+    """The ledger by the files of a run. `begins`: the `start` of an attempt that is left out with all after it, but for what it threw away.
+
+    Raises OSError.
+    """
+    events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
+    if begins is not None:
+        own = (i for i, event in enumerate(events) if event.kind == "start" and event.data.get("attempt") == begins.data.get("attempt"))
+        events = [*events[: next(own, len(events))], begins]
+
+    def timings() -> Iterator[StepTiming]:
+        records = read_objects(run.metrics) if run.metrics.is_file() else ()
+        return (timing for record in records if (timing := StepTiming.of(record)) is not None)
+
+    processes = read_processes(run.supervisor)
+    attempts = attempts_of(events, timings, read_beat(run.heartbeat), processes)
+    if begins is not None:
+        until = attempts.pop().began
+    return ledger_of(attempts, processes, until)
