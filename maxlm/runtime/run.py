@@ -34,6 +34,7 @@ from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
+from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
@@ -122,15 +123,30 @@ def run_training(
         check_wandb(config.wandb.project)
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
-    with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
-        return _run(config, phases, print_samples, open_tasks, here, log)
+    with (
+        cluster.joined(named or {}, say) as here,
+        Watchdog(config.watchdog, here.group) as watchdog,
+        RunLog() as log,
+        _locked(config, say),
+        fits.explain_out_of_memory("training"),
+    ):
+        return _run(config, phases, print_samples, open_tasks, here, log, watchdog)
 
 
-def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_tasks: OpenTasks | None, here: Cluster, log: RunLog) -> int:
+def _run(
+    config: Config,
+    phases: Phases,
+    print_samples: SamplePrinter,
+    open_tasks: OpenTasks | None,
+    here: Cluster,
+    log: RunLog,
+    watchdog: Watchdog,
+) -> int:
     goodput = Goodput(began=phases.began)
     _check_machine(config, phases, here)
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
+    watchdog.follow(goodput)
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
@@ -145,14 +161,19 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
+            watchdog.observers, watchdog.folder = observers, directory.path
             start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
-                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
+                Session(
+                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere, watchdog.progress
+                ),
+                start,
             )
+            watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
@@ -160,7 +181,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
             _conclude(
                 config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)
             )
-    return EXIT_CODES[outcome.status]
+    return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
