@@ -32,6 +32,7 @@ TICK_SECONDS = 1.0  # between two looks
 ALIVE_SECONDS = 5.0  # between two signs of life to the monitor
 ANSWER_SECONDS = 5.0  # that the others may take to show their stacks
 CLOSE_SECONDS = 5.0  # for the observers to write what is queued
+STEPPING = ("step", "other")  # parts in which the loop notices the end of a save before each step
 END_SECONDS = 30.0  # from the verdict to the end of the process, whatever hangs in it
 
 
@@ -59,7 +60,7 @@ class Watchdog:
         """Watch the loop whose time `goodput` measures, from now on."""
         if self._settings is None:
             return
-        self._goodput, self._limits, self._age = goodput, Limits(self._settings), _Age(goodput, self.progress)
+        self._goodput, self._limits, self._age = goodput, Limits(self._settings), Age(goodput, self.progress)
         self._own_time = OwnTime(self.progress)
         self._slow = SlowHosts(self._settings.slow_share, self._label)
         self._compared = time.monotonic()
@@ -201,7 +202,7 @@ class Watchdog:
         return "this process" if self._group is None else self._group.label(number)
 
 
-class _Age:
+class Age:
     """How long the loop is in its operation without progress, in seconds in which this process ran."""
 
     def __init__(self, goodput: Goodput, progress: LoopProgress) -> None:
@@ -222,7 +223,10 @@ class _Age:
         ran = min(elapsed, 2 * TICK_SECONDS)
         key = (part, since, progress.moved, progress.dispatched, progress.finished)
         self._seconds = self._seconds + ran if key == self._key else 0.0
-        self._saving_s = self._saving_s + ran if progress.saving is not None and progress.saving == self._saving else 0.0
+        if progress.saving is None or progress.saving != self._saving:
+            self._saving_s = 0.0
+        elif part in STEPPING:
+            self._saving_s += ran
         self._key, self._saving = key, progress.saving
         name, seconds = str(part), self._seconds
         if seconds <= limits.of(name) < float("inf") and self._saving_s > limits.of(BACKGROUND_SAVE):
