@@ -547,9 +547,10 @@ class EvaluationConfig(Section):
 class WatchdogConfig(Section):
     """Seconds without progress after which a run counts as hung: it shows where, ends with 5, and `maxlm launch` starts it again.
 
-    Time in which the process did not run counts for nothing. The longest limits belong to what takes long without a sign of progress.
+    Time in which the process did not run counts for nothing. Absent: the defaults.
     """
 
+    enabled: Bool = True
     step_seconds: PositiveFloat = 300.0  # at least, for a step
     step_factor: AtLeastOne = 20.0  # or so many times the 99th percentile of step times, if that is longer
     data_seconds: PositiveFloat = 900.0  # for a batch
@@ -591,7 +592,7 @@ class Config(Section):
     ema: EmaConfig | None = None  # evaluated beside the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     samples: SamplesConfig | None = None
-    watchdog: WatchdogConfig | None = WatchdogConfig()  # null: off
+    watchdog: WatchdogConfig | None = None  # None: with its defaults
     wandb: WandbConfig | None = None
     evaluation: EvaluationConfig | None = None
 

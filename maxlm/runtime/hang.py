@@ -12,7 +12,15 @@ BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
 STEP_TIMES_KEPT = 1000
 MAX_WHERE = 200  # characters of a stack frame
 NAMED = 5  # processes named in a line; the others are counted
-_WORDS = {"data_wait": "waiting for data", "save": "a save", BACKGROUND_SAVE: "a save in the background", "eval": "an evaluation"}
+_WORDS = {
+    "startup": "its start",
+    "step": "a step",
+    "data_wait": "the wait for data",
+    "save": "a save",
+    BACKGROUND_SAVE: "a save in the background",
+    "eval": "an evaluation",
+    "other": "the loop between two steps",
+}
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,8 @@ def _run(
             )
             watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
-            observers.on_event(Event("stop", outcome.step, data=summary))
+            hung = {"reason": "hung"} if watchdog.fired else {}
+            observers.on_event(Event("stop", outcome.step, data=summary | hung))
         checkpoints.close()
         if phases.primary:
             _conclude(

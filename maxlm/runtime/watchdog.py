@@ -40,12 +40,12 @@ class Watchdog:
     """Use it in a `with`, whose end ends it. It does nothing before `follow`."""
 
     def __init__(self, settings: WatchdogConfig | None, group: ProcessGroup | None) -> None:
-        """`settings`: None if it is off; `group`: None for a process that is alone."""
+        """`settings`: None for the defaults; `group`: None for a process that is alone."""
         self.progress = LoopProgress()
         self.observers: Observers | None = None  # once there are some
         self.folder: Path | None = None  # of the run, for a summary of all processes
         self.fired = False
-        self._settings, self._group = settings, group
+        self._settings, self._group = settings or WatchdogConfig(), group
         self._primary = group is None or group.process == 0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,7 +58,7 @@ class Watchdog:
 
     def follow(self, goodput: Goodput) -> None:
         """Watch the loop whose time `goodput` measures, from now on."""
-        if self._settings is None:
+        if not self._settings.enabled:
             return
         self._goodput, self._limits, self._age = goodput, Limits(self._settings), Age(goodput, self.progress)
         self._own_time = OwnTime(self.progress)
@@ -112,12 +112,16 @@ class Watchdog:
         self._operation = self._age.update(elapsed, self._limits)
         if not self._primary or self._stopped.is_set():
             return
-        operations = self._operations()
-        if behind := hung(operations):
+        if self._overdue_anywhere() and (behind := hung(operations := self._operations())):
             self._end(operations, behind)
         elif self._group is not None and time.monotonic() - self._compared >= HEARTBEAT_SECONDS:
             self._compared = time.monotonic()
             self._compare(self._group)
+
+    def _overdue_anywhere(self) -> bool:
+        """True if any process is overdue: asked every second, of up to ten thousand."""
+        reports = list(self._group.reports.values()) if self._group is not None else []
+        return self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
 
     def _operations(self) -> dict[int, Operation]:
         """Operations of all processes. One that was not heard of lately is not overdue: the process group finds out whether it is lost."""

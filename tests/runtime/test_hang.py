@@ -161,8 +161,8 @@ def test_the_host_that_is_behind_is_named():
     found = verdict({0: ahead, 1: behind, 2: ahead}, (1,), {0: WAITS, 1: READS, 2: WAITS}, label)
     assert found.behind == (1,)
     assert found.line == (
-        "hung: host1 is in waiting for data at step 7 for 901 s, at maxlm/data/prefetch.py:9 in get; "
-        "2 others are in step at step 8 for 310 s, at maxlm/training/meter.py:9 in flush"
+        "hung: host1 is in the wait for data at step 7 for 901 s, at maxlm/data/prefetch.py:9 in get; "
+        "2 others are in a step at step 8 for 310 s, at maxlm/training/meter.py:9 in flush"
     )
 
 
@@ -189,7 +189,7 @@ def test_the_place_of_the_main_thread_is_a_short_line():
     assert not frame.waits
 
 
-def test_it_is_off_where_it_is_set_to_null():
-    with watchdog.Watchdog(None, None) as off:
+def test_it_is_off_where_that_is_said():
+    with watchdog.Watchdog(WatchdogConfig(enabled=False), None) as off:
         off.follow(Goodput())
         assert off._thread is None
