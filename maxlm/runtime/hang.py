@@ -8,12 +8,14 @@ from typing import Any
 from maxlm.config.schema import WatchdogConfig
 
 DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
+COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part
 BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
 STEP_TIMES_KEPT = 1000
 MAX_WHERE = 200  # characters of a stack frame
 NAMED = 5  # processes named in a line; the others are counted
 _WORDS = {
     "startup": "its start",
+    COMPILE: "a compilation",
     "step": "a step",
     "data_wait": "the wait for data",
     "save": "a save",
@@ -29,7 +31,7 @@ class Operation:
 
     dispatched: int = 0  # updates given to its devices
     finished: int = 0  # updates whose metrics it has read
-    part: str = "startup"  # of goodput.PARTS, or `DEBUGGER` or `BACKGROUND_SAVE`
+    part: str = "startup"  # of goodput.PARTS, or `DEBUGGER`, `COMPILE` or `BACKGROUND_SAVE`
     seconds: int = 0  # in it without progress, while the process ran
     overdue: bool = False  # longer than its limit
 

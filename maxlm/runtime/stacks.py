@@ -17,6 +17,7 @@ from maxlm.runtime import deadline
 from maxlm.runtime.hang import MAX_WHERE, Frame
 
 _OURS, _JAX = Path(maxlm.__file__).parent, Path(jax.__file__).parent
+_COMPILER = _JAX / "_src" / "compiler.py"
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 _INNERMOST = 3  # frames in which a wait for devices is looked for
 
@@ -38,7 +39,13 @@ def main_frame() -> Frame:
     ours = next((one for one in frames if _is_in(one, _OURS)), frames[0])
     text = _place(ours) + (f" (in {_place(frames[0])})" if ours is not frames[0] else "")
     printable = "".join(char if char.isprintable() else "?" for char in text)
-    return Frame(printable[:MAX_WHERE], waits=any(_is_in(one, _JAX) for one in frames[:_INNERMOST]))
+    waits = any(_is_in(one, _JAX) for one in frames[:_INNERMOST]) and not compiling()
+    return Frame(printable[:MAX_WHERE], waits)
+
+
+def compiling() -> bool:
+    """True if the main thread is in XLA's compiler, where it waits for no other process."""
+    return any(_is_in(one, _COMPILER) for one in itertools.islice(_main_frames(), _INNERMOST))
 
 
 def debugger_attached() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from maxlm.config.errors import ExitCode
 from maxlm.config.schema import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
-from maxlm.runtime.hang import BACKGROUND_SAVE, DEBUGGER, Frame, Limits, Operation, hung, verdict
+from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
 from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.runtime.slow_hosts import SlowHosts, Times
@@ -235,7 +235,6 @@ class Age:
         name, seconds = str(part), self._seconds
         if seconds <= limits.of(name) < float("inf") and self._saving_s > limits.of(BACKGROUND_SAVE):
             name, seconds = BACKGROUND_SAVE, self._saving_s
-        overdue = seconds > limits.of(name)
-        if overdue and stacks.debugger_attached():
-            name, overdue = DEBUGGER, False
-        return Operation(progress.dispatched, progress.finished, name, int(seconds), overdue)
+        if seconds > limits.of(name):  # only then are stacks looked at
+            name = DEBUGGER if stacks.debugger_attached() else COMPILE if name != BACKGROUND_SAVE and stacks.compiling() else name
+        return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.of(name))

@@ -30,7 +30,7 @@ LOOP = "from maxlm.telemetry.observer import Observers as place; name = 'on_step
 SUPERVISED = (
     "import sys; from maxlm.runtime.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
 )
-LIMITS = ("watchdog.step_seconds=20", "watchdog.step_factor=1", "watchdog.data_seconds=20")
+LIMITS = ("watchdog.step_seconds=60", "watchdog.step_factor=1", "watchdog.data_seconds=20")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from maxlm.config.schema import WatchdogConfig
 from maxlm.runtime import stacks, watchdog
-from maxlm.runtime.hang import BACKGROUND_SAVE, DEBUGGER, Frame, Limits, Operation, hung, verdict
+from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.watchdog import Age
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training.progress import LoopProgress
@@ -119,6 +119,27 @@ def test_a_debugger_stops_the_clock(loop, monkeypatch):
     with loop.goodput.measure("step"):
         assert loop.pass_time(4000).part == DEBUGGER
     assert not loop.operation.overdue
+
+
+def test_a_compilation_has_the_limit_of_the_start_wherever_it_is(loop, monkeypatch):
+    """Such as that of the first check before a save: it is no hang, and who waits for it is not behind."""
+    loop.step(1, 3)
+    with loop.goodput.measure("other"):
+        monkeypatch.setattr(stacks, "compiling", lambda: True)
+        compiles = loop.pass_time(400)
+        assert (compiles.part, compiles.overdue) == (COMPILE, False)
+        waits = Operation(compiles.dispatched, compiles.finished, "other", 400, overdue=True)
+        assert hung({0: waits, 1: compiles}) == ()
+        assert loop.pass_time(7200).overdue
+
+
+def test_the_compiler_is_found_in_the_stack():
+    code = compile("def compiles(): return stacks.compiling()", str(stacks._COMPILER), "exec")
+    names = {"stacks": stacks}
+    exec(code, names)
+    assert names["compiles"]()
+    assert not stacks.compiling()
+    assert stacks._COMPILER.is_file()
 
 
 def test_a_prompt_of_pdb_is_a_debugger():
