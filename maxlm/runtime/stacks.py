@@ -17,7 +17,7 @@ from maxlm.runtime import deadline
 from maxlm.runtime.hang import MAX_WHERE, Frame
 
 _OURS, _JAX = Path(maxlm.__file__).parent, Path(jax.__file__).parent
-_COMPILER = _JAX / "_src" / "compiler.py"
+_COMPILER = tuple(_JAX / "_src" / name for name in ("compiler.py", "interpreters/mlir.py", "interpreters/partial_eval.py"))
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 _INNERMOST = 3  # frames in which a wait for devices is looked for
 
@@ -44,8 +44,8 @@ def main_frame() -> Frame:
 
 
 def compiling() -> bool:
-    """True if the main thread is in XLA's compiler, where it waits for no other process."""
-    return any(_is_in(one, _COMPILER) for one in itertools.islice(_main_frames(), _INNERMOST))
+    """True if the main thread traces, lowers or compiles a program: then it waits for no other process."""
+    return any(Path(one.f_code.co_filename) in _COMPILER for one in _main_frames())
 
 
 def debugger_attached() -> bool:

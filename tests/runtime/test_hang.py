@@ -1,5 +1,6 @@
 """A run counts as hung when those who are behind are overdue, and never because of time in which it may take long or did not run."""
 
+import jax
 import pytest
 
 from maxlm.config.schema import WatchdogConfig
@@ -133,13 +134,17 @@ def test_a_compilation_has_the_limit_of_the_start_wherever_it_is(loop, monkeypat
         assert loop.pass_time(7200).overdue
 
 
-def test_the_compiler_is_found_in_the_stack():
-    code = compile("def compiles(): return stacks.compiling()", str(stacks._COMPILER), "exec")
-    names = {"stacks": stacks}
-    exec(code, names)
-    assert names["compiles"]()
+def test_a_trace_and_a_compilation_are_found_in_the_stack():
+    """Of jax as it is: while it traces, and in a function of each of the files that are looked for."""
+    found = []
+    jax.jit(lambda x: found.append((stacks.compiling(), stacks.main_frame().waits)) or x)(1.0)
+    assert found == [(True, False)]
+    for path in stacks._COMPILER:
+        names = {"stacks": stacks}
+        exec(compile("def compiles(): return stacks.compiling()", str(path), "exec"), names)
+        assert names["compiles"]()
+        assert path.is_file()
     assert not stacks.compiling()
-    assert stacks._COMPILER.is_file()
 
 
 def test_a_prompt_of_pdb_is_a_debugger():
