@@ -118,7 +118,8 @@ def verdict(
         return Verdict(culprits, f"hung: {operations[culprits[0]]}{place}")
     if not others:
         everyone = f"all {len(operations)} processes are {_common(operations.values())}"
-        return Verdict(culprits, f"hung: {everyone}{place}: a collective or a device hangs, and nobody is behind")
+        what = "storage" if operations[culprits[0]].part in ("save", BACKGROUND_SAVE) else "a collective or a device"
+        return Verdict(culprits, f"hung: {everyone}{place}: {what} hangs, and no process is known to be behind")
     names = ", ".join(label(number) for number in culprits[:NAMED])
     names += f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
     state = f"{'is' if len(culprits) == 1 else 'are'} {_common([operations[number] for number in culprits])}"

@@ -198,7 +198,7 @@ def test_of_those_at_the_same_step_the_one_that_waits_for_nobody_is_behind():
     assert verdict(same, (0, 1, 2, 3), {0: WAITS, 1: WAITS, 3: WAITS}, label).behind == (2,), "it gave no stack"
     nobody = verdict(same, (0, 1, 2, 3), dict.fromkeys(range(4), WAITS), label)
     assert nobody.behind == (0, 1, 2, 3)
-    assert nobody.line.endswith("a collective or a device hangs, and nobody is behind")
+    assert nobody.line.endswith(": a collective or a device hangs, and no process is known to be behind")
 
 
 def test_a_line_stays_a_line_with_ten_thousand_hosts():
