@@ -72,7 +72,7 @@ class Limits:
         self._times.append(seconds)
 
     def of(self, part: str) -> float:
-        """Limit of an operation. One that is not known has that of the start: it may restore a state or compile a program."""
+        """Limit of an operation. Until a step was timed, a step has that of the start, and so has an operation that is not known."""
         settings = self._settings
         fixed = {
             "data_wait": settings.data_seconds,
@@ -81,14 +81,13 @@ class Limits:
             "eval": settings.eval_seconds,
             DEBUGGER: float("inf"),
         }
-        if part in ("step", "other"):
+        if part in ("step", "other") and self._times:
             return max(settings.step_seconds, settings.step_factor * self._percentile_99())
         return fixed.get(part, settings.startup_seconds)
 
     def _percentile_99(self) -> float:
-        """Of the recent step times, rounded up to one of them; 0 before the first."""
-        times = sorted(self._times)
-        return times[min(len(times) - 1, (99 * len(times)) // 100)] if times else 0.0
+        """Of the recent step times, rounded up to one of them."""
+        return sorted(self._times)[(99 * len(self._times)) // 100]
 
 
 def hung(operations: Mapping[int, Operation]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 
-LIMITS = WatchdogConfig(step_seconds=1.5, step_factor=1.0, data_seconds=3.0)
+LIMITS = WatchdogConfig(data_seconds=2.0)
 
 
 class Seen:
