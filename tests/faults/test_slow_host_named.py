@@ -1,4 +1,4 @@
-"""A host that gets half of the processor's time, and then a slow link, are named while training goes on, and so is their recovery."""
+"""A host that gets half of the processor's time and a slow link are named while training goes on, and so is recovery."""
 
 import contextlib
 import os
@@ -44,30 +44,39 @@ def stopped_half_of_the_time(pid):
         thread.join()
 
 
-def test_the_slow_host_and_the_slow_link_are_named(tmp_path):
-    (tmp_path / "prepared").mkdir()
-    prepared = make_workspace(tmp_path / "prepared")
+@contextlib.contextmanager
+def three_hosts(tmp_path):
+    """A run on three hosts that has begun, and a function that returns the alarms so far: causes, and names of hosts."""
+    prepared, folder = tmp_path / "prepared", tmp_path / "run"
+    prepared.mkdir()
+    make_workspace(prepared)
     finish(start(prepared, "train.steps=1", "train.eval_batches=0", "optimizer.warmup_steps=0"), timeout=600)
-    folder = tmp_path / "run"
     shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("runs"))
+    records = folder / "runs" / "small" / "metrics.jsonl"
 
     def alarms():
-        path = folder / "runs" / "small" / "events.jsonl"
-        return (
-            [(event["cause"], [host.split()[0] for host in event["hosts"]]) for event in events(folder, "alarm")] if path.exists() else []
-        )
+        return [(event["cause"], [host.split()[0] for host in event["hosts"]]) for event in events(folder, "alarm")]
 
     with Hosts(folder, 3) as hosts:
         run = Run(hosts, folder, *SETTINGS, devices=1)
-        log = folder / "runs" / "small" / "metrics.jsonl"
-        run.wait(lambda: log.exists() and '"step":20,' in log.read_text(), "step 20", 600)
+        run.wait(lambda: records.exists() and '"step":20,' in records.read_text(), "step 20", 600)
         assert alarms() == []
+        yield run, alarms
+        print([event["reason"] for event in events(folder, "alarm")])
+
+
+def test_a_slow_host_is_named_and_so_is_its_recovery(tmp_path):
+    with three_hosts(tmp_path) as (run, alarms):
         with stopped_half_of_the_time(child(run.processes["host1"])):
-            run.wait(lambda: alarms(), "the slow host", 300)
+            run.wait(alarms, "the slow host", 300)
         assert alarms() == [("slow_host", ["host1"])]
         run.wait(lambda: len(alarms()) == 2, "its recovery", 300)
         assert alarms()[1:] == [("slow_host_recovered", ["host1"])]
-        hosts.slow_down("host2", "2mbit")
-        run.wait(lambda: len(alarms()) == 3, "the slow link", 300)
-        assert alarms()[2:] == [("slow_link", ["host2"])]
-        print([event["reason"] for event in events(folder, "alarm")])
+
+
+def test_a_slow_link_is_named(tmp_path):
+    """A step sends 200 KB over it, for four seconds."""
+    with three_hosts(tmp_path) as (run, alarms):
+        run.hosts.slow_down("host2", "400kbit")
+        run.wait(alarms, "the slow link", 400)
+        assert alarms() == [("slow_link", ["host2"])]
