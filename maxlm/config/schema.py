@@ -576,6 +576,23 @@ class EvaluationConfig(Section):
     every: Positive | None = None  # steps; None: only at the end
 
 
+class WatchdogConfig(Section):
+    """Seconds without progress after which a run counts as hung: it shows where, ends with 5, and `maxlm launch` starts it again.
+
+    Time in which the process did not run counts for nothing. Absent: the defaults.
+    """
+
+    enabled: Bool = True
+    step_seconds: PositiveFloat = 300.0  # at least, for a step
+    step_factor: AtLeastOne = 20.0  # or so many times the 99th percentile of step times, if that is longer
+    data_seconds: PositiveFloat = 900.0  # for a batch
+    save_seconds: PositiveFloat = 3600.0  # for a save, beside the steps too
+    eval_seconds: PositiveFloat = 3600.0  # between two batches of an evaluation
+    startup_seconds: PositiveFloat = 7200.0  # restore and compilation, up to the end of the first step
+    interpreter_seconds: PositiveFloat = 300.0  # in which no Python thread runs, because C code holds the interpreter's lock
+    slow_share: Annotated[Float, Field(gt=0, lt=1)] = 0.2  # of a step's time by which a host that is named as slow is behind the others
+
+
 class WandbConfig(Section):
     """Figures also go to Weights & Biases, whose own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count."""
 
@@ -614,6 +631,7 @@ class Config(Section):
     ema: EmaConfig | None = None  # evaluated beside the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     samples: SamplesConfig | None = None
+    watchdog: WatchdogConfig | None = None  # None: with its defaults
     wandb: WandbConfig | None = None
     prometheus: PrometheusConfig | None = None
     evaluation: EvaluationConfig | None = None

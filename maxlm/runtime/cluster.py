@@ -20,6 +20,7 @@ from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.message_socket import shared_secret
+from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.signals import beside_preemption_service
 
 # Timeout of jax's own heartbeat, which ends all processes and names none. It is sent every half of it, so the process group's comes first.
@@ -30,10 +31,11 @@ JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that this process has joined: a description, and the host of each process by number."""
+    """The cluster that this process has joined: a description, the host of each process by number, and the others unless it is alone."""
 
     description: str
     hosts: tuple[str, ...]
+    group: ProcessGroup | None = None
 
     @property
     def local_processes(self) -> int:
@@ -64,7 +66,7 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     group = rendezvous.join(spec, seconds, secret, say)
     try:
         _initialize(spec, group.local_addresses() if spec.process == 0 else set(), say)
-        yield Cluster(str(spec), group.hosts)
+        yield Cluster(str(spec), group.hosts, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
         reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"

@@ -3,13 +3,14 @@
 SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. That does not interrupt a thread that computes in C or waits for a disk, and
 no Python thread runs while another holds the interpreter lock. So the deadline is kept by a small child process, the monitor: Python's C
 signal handler writes each signal to its pipe, which needs neither the lock nor a thread. At the deadline the monitor has the stacks of all
-threads printed, if the process hangs, and ends it with the right exit code.
+threads printed, if the process hangs, and ends it with the right exit code. It also ends a process whose watchdog has fallen silent.
 """
 
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import math
 import os
 import select
 import signal
@@ -35,9 +36,11 @@ STACKS_SIGNAL = signal.SIGUSR1
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
 _MAX_WRITE = 500  # bytes that a pipe takes at once, POSIX's PIPE_BUF
 
-# Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file. Signals
-# are sent as their numbers, which are below 65.
-PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE = b"A", b"K", b"S", b"E", b"F"
+# Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file, limit of
+# silence, sign of life, and hang with the seconds left. Signals are sent as their numbers, which are below 65.
+PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE, _SILENCE, _ALIVE, _HUNG = b"A", b"K", b"S", b"E", b"F", b"T", b"L", b"H"
+_WITH_TEXT = (_STACKS_FILE, _SILENCE, _HUNG)  # up to a zero byte
+_LOOK_SECONDS = 2.0  # between two looks at whether the process runs, while its silence is limited
 
 
 class Stopped(KeyboardInterrupt):
@@ -128,6 +131,22 @@ def stacks_to(path: Path) -> None:
     _send_command(_STACKS_FILE + os.fsencode(path.absolute()) + b"\0")
 
 
+def limit_silence(seconds: float) -> None:
+    """From now on, end this process as hung once `alive` was not called for so long while it ran; inf: no longer."""
+    _send_command(_SILENCE + str(seconds).encode() + b"\0")
+
+
+def alive() -> None:
+    """Tell the monitor that a thread of Python runs."""
+    _send_command(_ALIVE)
+
+
+def hung(seconds: float) -> bool:
+    """Show the stacks of all threads now, and end this process as hung in `seconds`, whatever it does. False: there is no monitor."""
+    _send_command(_HUNG + str(seconds).encode() + b"\0")
+    return _monitor is not None
+
+
 def grace_seconds() -> float:
     """Return the grace time of this process. Raises UserError if the environment's value is not a number of seconds."""
     text = os.environ.get(GRACE_VARIABLE)
@@ -198,13 +217,18 @@ class _Monitor:
     interrupted: float | None = None  # time of the first SIGINT
     deadline: float | None = None
     code: ExitCode = ExitCode.STOPPED
+    silence: float = math.inf  # seconds without a sign of life that are too many
+    silent: float = 0.0  # seconds without one, of those in which the process ran
+    shown: bool = False  # the stacks
 
     def run(self) -> None:
         """Watch the process until it exits."""
         while True:
             pipes = [self.commands, self.stacks] + ([self.parent] if self.parent is not None else [])
             left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-            ready, _, _ = select.select(pipes, [], [], left)
+            limited = self.deadline is None and self.silence < math.inf
+            looked = time.monotonic()
+            ready, _, _ = select.select(pipes, [], [], _LOOK_SECONDS if limited else left)
             if self.commands in ready:
                 data = os.read(self.commands, 1 << 16)
                 if not data:
@@ -215,6 +239,8 @@ class _Monitor:
             if self.parent in ready:  # readable only once it is closed
                 self.parent = None
                 self._kill(signal.SIGTERM)
+            if limited:
+                self._count_silence(time.monotonic() - looked)
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._end()
                 return
@@ -223,9 +249,15 @@ class _Monitor:
         """Handle commands, of which none is split: one write puts them into the pipe, and one read takes all that it holds."""
         while data:
             first, data = data[:1], data[1:]
+            text, _, data = data.partition(b"\0") if first in _WITH_TEXT else (b"", b"", data)
             if first == _STACKS_FILE:
-                path, _, data = data.partition(b"\0")
-                self.stacks_file = Path(os.fsdecode(path))
+                self.stacks_file = Path(os.fsdecode(text))
+            elif first == _SILENCE:
+                self.silence, self.silent = float(text), 0.0
+            elif first == _ALIVE:
+                self.silent = 0.0
+            elif first == _HUNG:
+                self._hang(float(text))
             elif first in (PROMPT, KEEP, SAVE, _FINISHED):
                 self.mode = first
                 if first == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
@@ -248,14 +280,34 @@ class _Monitor:
         self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
         self.deadline = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
 
+    def _count_silence(self, seconds: float) -> None:
+        """Count time since the last look, unless the process is stopped; a pause of the whole machine counts for nothing."""
+        if _is_stopped(self.pid):
+            return
+        self.silent += min(seconds, 2 * _LOOK_SECONDS)
+        if self.silent >= self.silence:
+            self._say(f"hung: no Python thread has run for {self.silent:.0f} s, so C code holds the interpreter's lock")
+            self._hang(0.0)
+
+    def _hang(self, seconds: float) -> None:
+        """Show the stacks now, and end the process as hung in `seconds`."""
+        until = time.monotonic() + seconds
+        self.code, self.deadline = ExitCode.HUNG, until if self.deadline is None else min(until, self.deadline)
+        self._show_stacks()
+
+    def _show_stacks(self) -> None:
+        self.shown = True
+        self._say("the stacks of all threads:")
+        self._kill(signal.SIGCONT)
+        self._kill(STACKS_SIGNAL)
+        while select.select([self.stacks], [], [], 0.5)[0] and (stacks := os.read(self.stacks, 1 << 16)):
+            self._print(stacks)
+
     def _end(self) -> None:
-        if self.code == ExitCode.HUNG:
-            self._say(f"{_name(self.signal)} came {self.grace:g} s ago and the process has not ended; the stacks of all its threads:")
-            self._kill(signal.SIGCONT)
-            self._kill(STACKS_SIGNAL)
-            while select.select([self.stacks], [], [], 0.5)[0] and (stacks := os.read(self.stacks, 1 << 16)):
-                self._print(stacks)
-        else:
+        if self.code == ExitCode.HUNG and not self.shown:
+            self._say(f"{_name(self.signal)} came {self.grace:g} s ago and the process has not ended")
+            self._show_stacks()
+        elif self.code != ExitCode.HUNG:
             self._say(f"stopped by {_name(self.signal)}" + ("" if self.interrupted is None or self.mode != SAVE else ", twice: not saved"))
         self._kill(signal.SIGCONT)
         self._kill(self.code)
@@ -300,6 +352,15 @@ def _monitor_main(monitor: _Monitor, *inherited: int) -> NoReturn:
         monitor.run()
     finally:
         os._exit(0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if a signal or a debugger has stopped the process, or where the system does not say."""
+    try:
+        fields = dict(line.partition(":\t")[::2] for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines())
+    except OSError:
+        return True
+    return fields.get("State", "T")[:1] in "Tt" or fields.get("TracerPid", "0") != "0"
 
 
 def _name(number: int) -> str:

@@ -16,6 +16,7 @@ import re
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -34,10 +35,12 @@ MAX_HELLO_BYTES = 4096  # of a line, until the peer is accepted
 MAX_BYTES = 2**20  # of a line after that: the names of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
 MAX_NAME = 64  # characters of a host's name: Linux's limit
+MAX_LINE = 1000  # characters of a line in a message
 _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
 _PROTOCOL = "maxlm-rendezvous/1"
 OTHER_PROTOCOL = "another program answers there"
 _NONCE_BYTES = 32
+_RTT_OFFSET = 68  # bytes, of tcpi_rtt in struct tcp_info (linux/tcp.h)
 
 
 def _printable(text: str) -> str:
@@ -48,18 +51,30 @@ def _printable(text: str) -> str:
 
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
+_EXACT = ConfigDict(strict=True, extra="forbid")
+_Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
+_Line = Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]
+# Of a training loop, beside a heartbeat: see `hang.Operation`, and `own_time.OwnTime` for the figures since its beginning.
+_Operation = create_model(
+    "operation", __config__=_EXACT,
+    dispatched=_Amount, finished=_Amount, part=Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], seconds=_Amount, overdue=bool,
+)  # fmt: skip
+_FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
+_Times = create_model("times", __config__=_EXACT, **_FIGURES)
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name},
     "ping": {},  # is the peer still alive?
     "pong": {},
     "members": {"hosts": list[_Name]},
     "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
-    "heartbeat": {"suspects": list[_Number]},  # process numbers from which process 0 had no recent heartbeat
+    # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
+    "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},
+    "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
+    "stack": {"where": _Line, "waits": bool},  # see `hang.Frame`
     # lost: label of the process whose loss is the reason, or ""
     "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
     "leave": {},
 }
-_EXACT = ConfigDict(strict=True, extra="forbid")
 _SCHEMAS = {kind: create_model(kind, __config__=_EXACT, kind=str, **fields) for kind, fields in _FIELDS.items()}
 Message = dict[str, Any]
 
@@ -110,6 +125,14 @@ class MessageSocket:
 
     def fileno(self) -> int:
         return self.connection.fileno()
+
+    def round_trip(self) -> float | None:
+        """Smoothed round-trip time in seconds, which the kernel measures with the messages that are sent anyway; None if unknown."""
+        try:
+            info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
+        except (OSError, AttributeError):
+            return None
+        return int.from_bytes(info[_RTT_OFFSET:], sys.byteorder) / 1e6 if len(info) == _RTT_OFFSET + 4 and sys.platform == "linux" else None
 
     def close(self) -> None:
         self.connection.close()

@@ -2,6 +2,7 @@
 
 A process that dies closes its connection; a host that the network loses no longer answers the kernel's keep-alive probes; a stopped process
 sends no heartbeats although its kernel answers; a process that ends in order, or crashes, sends a message before. All print the same line.
+Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
 """
 
 import contextlib
@@ -12,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from maxlm.config.errors import ExitCode
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
-from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
+from maxlm.runtime.message_socket import MAX_LINE, ConnectionLostError, MessageSocket
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
 DRAIN_SECONDS = 5.0  # that process 0 outlives the others at most: its exit ends jax's service, which would abort them
@@ -25,6 +26,23 @@ HEARTBEAT_SECONDS = 5.0  # between heartbeats
 SUSPECT_SECONDS = 15.0  # without a heartbeat, after which a crash elsewhere is attributed to this process
 HEARTBEAT_TIMEOUT_SECONDS = 45.0  # without a heartbeat, after which a process is lost; the thread runs during tracing and compilation
 _TICK_SECONDS = 1.0
+
+
+class Watched(Protocol):
+    """A training loop, as process 0 hears of it. Called in the thread of the group: it must return at once."""
+
+    def heartbeat(self) -> Mapping[str, Any]:
+        """Fields `operation` and `times` of the next heartbeat."""
+
+    def show_stacks(self, reason: str) -> Mapping[str, Any]:
+        """Show the stacks of this process, which is going to be ended for `reason`; fields of the answer `stack`."""
+
+
+class Report(NamedTuple):
+    """Newest heartbeat of a process, and when it came, by time.monotonic."""
+
+    time: float
+    fields: Mapping[str, Any]
 
 
 class ProcessGroup:
@@ -38,6 +56,9 @@ class ProcessGroup:
         self._last_message = dict.fromkeys(sockets, time.monotonic())
         self._suspected: frozenset[int] = frozenset()  # as process 0 has reported
         self._last_heartbeat = self._last_tick = time.monotonic()
+        self._watched: Watched | None = None
+        self.reports: dict[int, Report] = {}  # at process 0, by process
+        self.stacks: dict[int, Mapping[str, Any]] = {}  # answers to `ask_stacks`, by process
         self._left, self._all_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="maxlm-process-group", daemon=True)
         self._thread.start()
@@ -67,7 +88,29 @@ class ProcessGroup:
             self._drain_peers()
 
     def own_label(self) -> str:
-        return self._label(self._spec.process)
+        return self.label(self._spec.process)
+
+    @property
+    def process(self) -> int:
+        """Number of this process."""
+        return self._spec.process
+
+    def follow(self, watched: Watched | None) -> None:
+        """Report on this training loop from now on; None: on none."""
+        self._watched = watched
+
+    def ask_stacks(self, reason: str) -> None:
+        """Have all others show their stacks; their answers arrive in `stacks`. Only process 0 asks."""
+        self._broadcast("hang", reason=reason[:MAX_LINE])
+
+    def round_trips(self) -> dict[int, float]:
+        """Seconds of a round trip to each connected process, as the kernel estimates them."""
+        measured = {number: one.round_trip() for number, one in list(self._sockets.items())}
+        return {number: seconds for number, seconds in measured.items() if seconds is not None}
+
+    def end_all(self, reason: str, code: int, culprit: int | None) -> None:
+        """End all processes with `code` for `reason`; `culprit`: the one to blame, if any. Returns only if they are ending already."""
+        self._end(reason, code, "" if culprit is None else self.label(culprit))
 
     def _listen(self, until: float = math.inf) -> None:
         with selectors.DefaultSelector() as selector:
@@ -100,6 +143,11 @@ class ProcessGroup:
             self._leaving.add(number)
         elif message["kind"] == "heartbeat":
             self._suspected = frozenset(one for one in message["suspects"] if one < self._spec.count)
+            self.reports[number] = Report(time.monotonic(), message)
+        elif message["kind"] == "hang" and self._watched is not None:
+            self._sockets[number].try_send("stack", **self._watched.show_stacks(message["reason"]))
+        elif message["kind"] == "stack":
+            self.stacks[number] = message
         elif message["kind"] == "abort":
             self._leaving.add(number)
             if message["code"] == ExitCode.CRASHED and (suspects := self._suspects()):
@@ -117,7 +165,10 @@ class ProcessGroup:
             return
         if now >= self._last_heartbeat + HEARTBEAT_SECONDS:
             self._last_heartbeat = now
-            self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)))
+            watched = {"operation": None, "times": None}
+            if self._watched is not None and self._spec.process != 0:
+                watched |= self._watched.heartbeat()
+            self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)), **watched)
         if overdue := self._overdue(HEARTBEAT_TIMEOUT_SECONDS):
             self._end_for_lost(min(overdue))
 
@@ -135,7 +186,7 @@ class ProcessGroup:
         if not reason:
             seconds = time.monotonic() - self._last_message[number] if number in self._last_message else SUSPECT_SECONDS
             reason = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
-        label = self._label(number)
+        label = self.label(number)
         self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, label, number)
 
     def _end(self, reason: str, code: int, lost: str, number: int | None = None) -> None:
@@ -170,5 +221,6 @@ class ProcessGroup:
         for one in list(self._sockets.values()):
             one.try_send(kind, **fields)
 
-    def _label(self, number: int) -> str:
+    def label(self, number: int) -> str:
+        """Host and number of a process."""
         return process_label(self.hosts[number], number)

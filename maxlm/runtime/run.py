@@ -38,6 +38,7 @@ from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.alerts import AlertObserver
+from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
@@ -137,10 +138,11 @@ def run_training(
     with contextlib.ExitStack() as stack:
         with goodput.measure("wait_hosts"):
             here = stack.enter_context(cluster.joined(named or {}, say))
+        watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        return _run(config, phases, goodput, print_samples, open_tasks, here, log)
+        return _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
 
 
 def _run(
@@ -151,10 +153,12 @@ def _run(
     open_tasks: OpenTasks | None,
     here: Cluster,
     log: RunLog,
+    watchdog: Watchdog,
 ) -> int:
     _check_machine(config, phases, here)
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
+    watchdog.follow(goodput)
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
@@ -175,6 +179,7 @@ def _run(
             progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
         beside = [PrometheusObserver(server, directory, goodput.summary)] if server is not None else []
         with observing(config, directory, phases.console, phases.primary, beside) as observers, Heartbeat(beat, attempt, goodput.summary):
+            watchdog.observers, watchdog.folder = observers, directory.path
             start = _record_start(config, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
             facts["restarts"] = sum(item.get("kind") == "start" for item in read_objects(directory.events)) if phases.primary else 0
@@ -182,16 +187,21 @@ def _run(
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
-                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
+                Session(
+                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere, watchdog.progress
+                ),
+                start,
             )
+            watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
-            observers.on_event(Event("stop", outcome.step, data=summary))
+            hung = {"reason": "hung"} if watchdog.fired else {}
+            observers.on_event(Event("stop", outcome.step, data=summary | hung))
         checkpoints.close()
         if phases.primary:
             _conclude(
                 config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)
             )
-    return EXIT_CODES[outcome.status]
+    return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:

@@ -54,7 +54,9 @@ class Event:
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py). Of the watchdog:
+              `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since` which
+              step) with `slow_host_recovered` and `slow_link_recovered`
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`
@@ -62,7 +64,7 @@ class Event:
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
               attempt; `goodput`, as far as its last heartbeat or its records tell
     observer  an observer failed, was switched off or writes again: `name reason`
-    stop      last step; `reason` (done, nothing_left, preempted, unhealthy ...), `message`, `goodput` (see goodput.py), `eval_loss`
+    stop      last step; `reason` (done, nothing_left, preempted, unhealthy, hung), `message`, `goodput` (see goodput.py), `eval_loss`
     """
 
     kind: EventKind

@@ -61,7 +61,8 @@ def train(session: Session, start: Start) -> Outcome:
     if start.step >= total:
         return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
     same_data = start.position.get("store") == session.data.fingerprint
-    meter = Meter(session.program, session.observers, start.step, start.position.get("health") if same_data else None)
+    levels = start.position.get("health") if same_data else None
+    meter = Meter(session.program, session.observers, start.step, levels, session.progress)
     saving = Saving(session, meter, start.step)
     with jax.set_mesh(session.program.mesh):
         try:
@@ -151,7 +152,7 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, weights, held_out, _giving_up(session.gives_up, saving))
+            loss = evaluate(session.program, weights, held_out, _giving_up(session.gives_up, session, saving))
             _report_problems(session, held_out, step)
             if loss is None:
                 _not_evaluated(session, step)
@@ -169,7 +170,7 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        results = session.tasks.run(state, step, _giving_up(session.all_give_up, saving))
+        results = session.tasks.run(state, step, _giving_up(session.all_give_up, session, saving))
     if results is None:
         _not_evaluated(session, step)
         return
@@ -177,8 +178,9 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.pause()
 
 
-def _giving_up(ask: Callable[[], bool], saving: Saving) -> Callable[[], bool]:
+def _giving_up(ask: Callable[[], bool], session: Session, saving: Saving) -> Callable[[], bool]:
     def gives_up() -> bool:
+        session.progress.touch()
         saving.poll()  # a save may end meanwhile
         return ask()
 

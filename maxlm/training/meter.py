@@ -15,6 +15,7 @@ from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
 from maxlm.training.program import Program
+from maxlm.training.progress import LoopProgress
 from maxlm.training.step import Metrics
 
 DETAILED_RECORDS = 1000  # records of a run, about, that hold the load of each expert
@@ -28,8 +29,16 @@ class _Pending(NamedTuple):
 class Meter:
     """Reads the metrics of every update. Call `stepped` after each dispatch; `health` judges every update that was read."""
 
-    def __init__(self, program: Program, observers: Observers, start: int, levels: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        observers: Observers,
+        start: int,
+        levels: Mapping[str, float] | None = None,
+        progress: LoopProgress | None = None,
+    ) -> None:
         """`levels`: as in `Health`."""
+        self._progress = LoopProgress() if progress is None else progress
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
         self._observers = observers
@@ -53,6 +62,7 @@ class Meter:
 
         The wait for the batch of `step` lay between the reads of the two updates before, so it is a share of that time.
         """
+        self._progress.dispatch(step)
         self._waited += data_wait_s
         self.flush()
         self._pending = _Pending(step, metrics)
@@ -60,6 +70,7 @@ class Meter:
     def pause(self) -> None:
         """Leave the time until now out of the time of steps."""
         self._since = time.monotonic()
+        self._progress.pause()
 
     def flush(self) -> None:
         """Read the step that is still pending; waits for it to finish."""
@@ -67,7 +78,8 @@ class Meter:
             return
         step, device_metrics = self._pending
         self._pending = None
-        metrics: Metrics = jax.device_get(device_metrics)
+        with self._progress.waiting(step):
+            metrics: Metrics = jax.device_get(device_metrics)
         now = time.monotonic()
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
         self._since = now

@@ -63,10 +63,10 @@ class Saving:
         position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
         with session.goodput.measure("save"):
             self.poll(None)
-            session.checkpoints.save(step, state, position)
+            begun = session.checkpoints.save(step, state, position)
         if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
-        self._saved, self._postponed = step, False
+        self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
 
@@ -91,7 +91,7 @@ class Saving:
         ended = self._session.checkpoints.ended(wait_s)
         if ended is None:
             return
-        self._failure_reported = ended.failure is not None
+        self._failure_reported, self._session.progress.saving = ended.failure is not None, None
         if ended.failure is not None:
             self._alarm("save_failed", ended.step, str(ended.failure))
         else:

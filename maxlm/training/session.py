@@ -9,6 +9,7 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 from maxlm.training.program import Program
+from maxlm.training.progress import LoopProgress
 from maxlm.training.step import TrainState
 
 Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
@@ -41,6 +42,7 @@ class Session:
     named: Mapping[str, Pipeline] = field(default_factory=dict)
     tasks: Tasks | None = None
     all_give_up: Callable[[], bool] = lambda: False
+    progress: LoopProgress = field(default_factory=LoopProgress)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,15 @@ from small_run import (
     wait_for_step,
 )
 
+from maxlm.runtime import deadline
+
 GRACE = 12  # seconds
 HANGS = {  # what hangs from the tenth step on
     "reader": "from maxlm.data.input_pipeline import Pipeline as place; name = 'host_batch'; late = lambda self, step, *_: step >= 10",
     "observer": "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 10",
     "save": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda self, step, *_: step >= 10",
+    "store": "from maxlm.checkpoint import Checkpoints as place; name = 'latest'; late = lambda *_: True",
+    "start": "from maxlm.training.program import Program as place; name = 'init'; late = lambda *_: sum(range(10**12))",  # with the lock
     "nothing": "from maxlm.checkpoint import Checkpoints as place; name = 'save'; late = lambda *_: False",
 }
 PROGRAM = """
@@ -84,6 +88,20 @@ def test_what_hangs_is_shown_and_what_was_saved_before_stays(workspace, hang):
     assert "in hanging" in said
     assert "in hanging" in (workspace / "runs" / "small" / "stacks-0.txt").read_text()
     assert checkpoint_steps(workspace) == [5], "a state is saved only after its metrics were read and were healthy"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hang", ["store", "start"])
+def test_before_the_first_step_there_is_nothing_to_save_and_nothing_to_wait_for(workspace, hang):
+    process = start(workspace, hang)
+    lines = iter(process.stdout.readline, "")
+    assert any("reading the data" in line for line in lines)
+    time.sleep(10)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert "maxlm: stopped by SIGTERM" in finish(process, code=3)
+    assert time.monotonic() - began < deadline.PROMPT_SECONDS + 5
+    assert checkpoint_steps(workspace) == []
 
 
 @pytest.mark.soak

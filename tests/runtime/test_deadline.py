@@ -143,3 +143,38 @@ def test_a_command_that_nohup_starts_goes_on_when_its_terminal_is_closed():
     code = "import signal, sys; from maxlm.runtime import deadline; sys.exit(signal.SIGHUP in deadline.SIGNALS)"
     ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", code]
     assert [subprocess.run(command, check=False).returncode for command in (ignoring, ignoring[4:])] == [0, 1]
+
+
+def limited(body, seconds=4):
+    """A command whose silence is limited while it trains, as the watchdog does it."""
+    return SAVING + f"\n        deadline.limit_silence({seconds})\n        {body}"
+
+
+def test_a_process_that_holds_the_interpreter_lock_is_ended_and_shown(run):
+    """No thread of it can do that, and no signal came."""
+    process = run(limited(IN_C_WITH_THE_LOCK))
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 5, said
+    assert "hung: no Python thread has run for" in said
+    assert " in command\n" in said
+
+
+def test_signs_of_life_and_a_stopped_process_are_no_hang(run):
+    process = run(limited("\n        for _ in range(16): deadline.alive(); time.sleep(0.5)\n        sys.exit(3)"))
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(10)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 3
+
+
+def test_a_hang_that_is_known_is_shown_at_once_and_ended_later(run, tmp_path):
+    stacks = tmp_path / "stacks.txt"
+    body = f"deadline.stacks_to(__import__('pathlib').Path({str(stacks)!r}))\n    " + SAVING + "deadline.hung(2); " + IN_C_WITH_THE_LOCK
+    began = time.monotonic()
+    process = run(body)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 5
+    assert time.monotonic() - began > 2
+    assert said.count("the stacks of all threads") == 1
+    assert " in command\n" in stacks.read_text()

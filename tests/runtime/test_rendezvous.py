@@ -351,6 +351,24 @@ def test_a_recorded_message_is_of_no_use(ends):
         first.receive(soon())
 
 
+OPERATION = {"dispatched": 3, "finished": 2, "part": "step", "seconds": 1, "overdue": False}
+TIMES = {"steps": 2, "wall_ms": 9, "stepped_ms": 8, "waited_ms": 7, "stopped_ms": 0, "sending_ms": 1}
+
+
+def _heartbeat(times=TIMES, **operation):
+    return json.dumps({"kind": "heartbeat", "suspects": [], "operation": OPERATION | operation, "times": times})
+
+
+def test_a_heartbeat_is_small_and_arrives_whole(ends):
+    """Ten thousand hosts send one every five seconds, with numbers as large as in a long run."""
+    client, server = ends()
+    fields = {"operation": dict.fromkeys(OPERATION, 10**7) | {"part": "data_wait", "overdue": True}, "times": dict.fromkeys(TIMES, 10**10)}
+    client.send("heartbeat", suspects=[], **fields)
+    assert len(server.connection.recv(4096, socket.MSG_PEEK)) < 400
+    assert server.receive(soon()) == {"kind": "heartbeat", "suspects": [], **fields}
+    assert server.round_trip() is None or server.round_trip() < 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -366,7 +384,16 @@ def test_a_recorded_message_is_of_no_use(ends):
         '{"kind": "hello", "process": 1, "count": 2, "host": "%s"}' % ("h" * 65),
         '{"kind": "hello", "process": 1, "count": 2, "host": "h", "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
-        '{"kind": "heartbeat", "suspects": [true]}',
+        '{"kind": "heartbeat", "suspects": [true], "operation": null, "times": null}',
+        '{"kind": "heartbeat", "suspects": []}',
+        *(
+            _heartbeat(**wrong)
+            for wrong in ({"part": "a" * 33}, {"part": "a\\n"}, {"seconds": -1}, {"dispatched": 2**53}, {"overdue": 1}, {"x": 1})
+        ),
+        *(_heartbeat(times={**TIMES, name: value}) for name in TIMES for value in (-1, 1.5, 2**53, True)),
+        '{"kind": "hang", "reason": "two\\nlines"}',
+        '{"kind": "stack", "where": "%s", "waits": false}' % ("h" * 1001),
+        '{"kind": "stack", "where": "x", "waits": 0}',
         '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
         '{"kind": "abort", "reason": "x", "code": 300, "lost": ""}',
         '{"kind": ["abort"]}',

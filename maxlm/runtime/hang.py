@@ -1,0 +1,145 @@
+"""Operations of the training loops of all processes, their limits, and which process is behind in a hang. Pure: no clock, no socket."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxlm.config.schema import WatchdogConfig
+
+DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
+COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part
+BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
+STEP_TIMES_KEPT = 1000
+MAX_WHERE = 200  # characters of a stack frame
+NAMED = 5  # processes named in a line; the others are counted
+_WORDS = {
+    "init": "its start",
+    "wait_hosts": "the wait for the other hosts",
+    COMPILE: "a compilation",
+    "restore": "a restore",
+    "step": "a step",
+    "data_wait": "the wait for data",
+    "save": "a save",
+    BACKGROUND_SAVE: "a save in the background",
+    "eval": "an evaluation",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the loop of a process does, as its heartbeats carry it."""
+
+    dispatched: int = 0  # updates given to its devices
+    finished: int = 0  # updates whose metrics it has read
+    part: str = "init"  # of goodput.PARTS, or `DEBUGGER`, `COMPILE` or `BACKGROUND_SAVE`
+    seconds: int = 0  # in it without progress, while the process ran
+    overdue: bool = False  # longer than its limit
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Operation":
+        """From the fields of a message."""
+        return cls(*(fields[name] for name in cls.__dataclass_fields__))
+
+    def __str__(self) -> str:
+        return f"in {_WORDS.get(self.part, self.part)} at step {self.dispatched:,} for {self.seconds} s"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Innermost frame of a main thread, as text, and True if it waits there for its devices or for other processes."""
+
+    where: str
+    waits: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The processes that are behind, by number, and a line about them and the others."""
+
+    behind: tuple[int, ...]
+    line: str
+
+
+class Limits:
+    """Seconds without progress, by operation, after which a process is overdue."""
+
+    def __init__(self, settings: WatchdogConfig) -> None:
+        self._settings = settings
+        self._times: deque[float] = deque(maxlen=STEP_TIMES_KEPT)
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._times.append(seconds)
+
+    def of(self, part: str) -> float:
+        """Limit of an operation. Until a step was timed, a step has that of the start, and so has an operation that is not known."""
+        settings = self._settings
+        fixed = {
+            "data_wait": settings.data_seconds,
+            "save": settings.save_seconds,
+            BACKGROUND_SAVE: settings.save_seconds,
+            "eval": settings.eval_seconds,
+            DEBUGGER: float("inf"),
+        }
+        if part == "step" and self._times:
+            return max(settings.step_seconds, settings.step_factor * self._percentile_99())
+        return fixed.get(part, settings.startup_seconds)
+
+    def _percentile_99(self) -> float:
+        """Of the recent step times, rounded up to one of them."""
+        return sorted(self._times)[(99 * len(self._times)) // 100]
+
+
+def hung(operations: Mapping[int, Operation]) -> tuple[int, ...]:
+    """Numbers of the processes that are behind all others, if each of them is overdue; () while one of them may still go on.
+
+    A process that is ahead waits for those behind, however long they may take: only their limits count. A save in the background keeps
+    nobody waiting until the next one, so it counts wherever it hangs.
+    """
+    saves = tuple(number for number, one in operations.items() if one.part == BACKGROUND_SAVE and one.overdue)
+    if saves or not operations:
+        return saves
+    least = min(_position(one) for one in operations.values())
+    behind = tuple(number for number, one in operations.items() if _position(one) == least)
+    return behind if all(operations[number].overdue for number in behind) else ()
+
+
+def verdict(
+    operations: Mapping[int, Operation], behind: Sequence[int], frames: Mapping[int, Frame], label: Callable[[int], str]
+) -> Verdict:
+    """Name the culprits among those `behind`: those that gave no stack (`frames` lacks them), else those that wait for no other."""
+    mute = tuple(number for number in behind if number not in frames)
+    alone = tuple(number for number in behind if number in frames and not frames[number].waits)
+    culprits = mute or alone or tuple(behind)
+    others = [number for number in operations if number not in culprits]
+    place = _places(culprits, frames)
+    if len(operations) == 1:
+        return Verdict(culprits, f"hung: {operations[culprits[0]]}{place}")
+    if not others:
+        everyone = f"all {len(operations)} processes are {_common(operations.values())}"
+        what = "storage" if operations[culprits[0]].part in ("save", BACKGROUND_SAVE) else "a collective or a device"
+        return Verdict(culprits, f"hung: {everyone}{place}: {what} hangs, and no process is known to be behind")
+    names = ", ".join(label(number) for number in culprits[:NAMED])
+    names += f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
+    state = f"{'is' if len(culprits) == 1 else 'are'} {_common([operations[number] for number in culprits])}"
+    silent = ", and its threads do not run" if mute else ""
+    rest = f"{len(others)} {'other is' if len(others) == 1 else 'others are'} {_common([operations[number] for number in others])}"
+    return Verdict(culprits, f"hung: {names} {state}{place}{silent}; {rest}{_places(others, frames)}")
+
+
+def _position(one: Operation) -> tuple[int, int]:
+    return one.dispatched, one.finished
+
+
+def _common(operations: Collection[Operation]) -> str:
+    """The operation that most of them are in, with the longest time of one."""
+    ordered = sorted(operations, key=lambda one: one.seconds)
+    (part, dispatched), _ = Counter((one.part, one.dispatched) for one in ordered).most_common(1)[0]
+    return str(max((one for one in ordered if (one.part, one.dispatched) == (part, dispatched)), key=lambda one: one.seconds))
+
+
+def _places(numbers: Sequence[int], frames: Mapping[int, Frame]) -> str:
+    """The place at which most of them are."""
+    places = Counter(frames[number].where for number in numbers if number in frames)
+    return f", at {places.most_common(1)[0][0]}" if places else ""

@@ -1,0 +1,97 @@
+"""Two watchdogs over a real connection: the one of process 0 hears of a hang elsewhere, asks for stacks, names the culprit and ends all."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from maxlm.config.errors import ExitCode
+from maxlm.config.schema import WatchdogConfig
+from maxlm.runtime import process_group, stacks, watchdog
+from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime.message_socket import MessageSocket
+from maxlm.runtime.process_group import ProcessGroup
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
+
+LIMITS = WatchdogConfig(data_seconds=2.0)
+
+
+class Seen:
+    def __init__(self):
+        self.events = []
+
+    def on_step(self, record): ...
+
+    def on_event(self, event):
+        self.events.append(event)
+
+    def close(self): ...
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Process groups of two processes, in this one, with short heartbeats; their ends are recorded instead of made."""
+    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(process_group, "_TICK_SECONDS", 0.1)
+    with socket.create_server(("localhost", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    ends = [MessageSocket(accepted, b"s" * 16, server=True), MessageSocket(client, b"s" * 16, server=False)]
+    for end in ends:
+        end.limit = 2**20
+        end.finish_handshake(time.monotonic() + 10)
+    made = [ProcessGroup(ProcessSpec(2, n, "localhost:1", "a test"), ["host0", "host1"], {1 - n: ends[n]}) for n in (0, 1)]
+    yield made
+    for group in made:
+        group.leave()
+    time.sleep(0.3)
+
+
+def test_a_hang_of_another_process_ends_both_and_names_it(groups, monkeypatch, tmp_path):
+    shown, ended = [], threading.Event()
+    monkeypatch.setattr(stacks, "show_all", shown.append)
+    monkeypatch.setattr(stacks, "debugger_attached", lambda: False)
+    ends = []
+    monkeypatch.setattr(groups[0], "end_all", lambda *how: ends.append(how))
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ends.append(code), ended.set(), time.sleep(3600)))
+    seen = Seen()
+    with Watchdog(LIMITS, groups[0]) as first, Watchdog(LIMITS, groups[1]) as second, contextlib.ExitStack() as parts:
+        first.observers, first.folder = Observers([seen]), tmp_path
+        for dog, step, part in ((first, 8, "step"), (second, 7, "data_wait")):
+            goodput = Goodput()
+            dog.progress.dispatch(step)
+            dog.progress.finished = 6
+            goodput.started()
+            parts.enter_context(goodput.measure(part))
+            dog.follow(goodput)
+        assert ended.wait(30)
+    assert shown == [watchdog.END_SECONDS] * 2, "by both, once"
+    (reason, code, culprit), last = ends
+    assert (code, culprit, last) == (ExitCode.HUNG, 1, ExitCode.HUNG)
+    assert reason.startswith("hung: host1 (process 1) is in the wait for data at step 7 for ")
+    assert "; 1 other is in a step at step 8 for " in reason
+    alarm, stop = seen.events
+    assert (alarm.kind, alarm.data["cause"], alarm.data["hosts"], alarm.data["reason"]) == ("alarm", "hang", ["host1 (process 1)"], reason)
+    assert (stop.kind, stop.data["reason"], stop.data["message"]) == ("stop", "hung", reason)
+    assert json.loads(stop.to_json())["goodput"]["seconds"]["step"] > 1.5
+    assert "host1 (process 1)" in (tmp_path / "hang.txt").read_text()
+
+
+def test_figures_of_the_other_process_arrive_with_its_heartbeat(groups):
+    with Watchdog(None, groups[0]) as first, Watchdog(None, groups[1]) as second:
+        second.progress.dispatch(3)
+        for dog in (first, second):
+            dog.follow(Goodput())
+        until = time.monotonic() + 20
+        while not (1 in groups[0].reports and (groups[0].reports[1].fields["operation"] or {}).get("dispatched") == 3):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        report = groups[0].reports[1].fields
+    assert report["operation"] | {"seconds": 0} == {"dispatched": 3, "finished": 0, "part": "init", "seconds": 0, "overdue": False}
+    assert report["times"]["steps"] == 0
+    assert not first.fired
