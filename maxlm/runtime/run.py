@@ -48,8 +48,10 @@ from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
+from maxlm.training.rollback import Journal
 from maxlm.training.session import Outcome, Session, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
+from maxlm.training.step import TrainState
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -135,7 +137,9 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, data, here.local_processes)
+    leave_out = config.health.leave_out if config.health is not None else ()
+    journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
+    start, init = _start(config, phases, program, checkpoints, journal, here.local_processes)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -151,8 +155,12 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
-                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
-            )
+                Session(
+                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere,
+                    init, journal, directory.path if phases.primary else None,
+                ),
+                start,
+            )  # fmt: skip
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
@@ -186,8 +194,12 @@ def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Che
     return checkpoints
 
 
-def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, data: Pipeline, local_processes: int) -> Start:
-    """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
+def _start(
+    config: Config, phases: Phases, program: Program, checkpoints: Checkpoints, journal: Journal, local_processes: int
+) -> tuple[Start, Callable[[], TrainState]]:
+    """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
+    anything is written beside it.
+    """
     source = config.train.start_from
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
     latest = checkpoints.latest()
@@ -197,10 +209,10 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
     with phases(f"{restoring}compiling the step"):
         stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
         init = program.init if source is None else functools.partial(begin_from, program, source, stored)
-        start = restore_or_init(program, checkpoints, init)
+        start = restore_or_init(program, checkpoints, init, journal)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
-    return start
+    return start, init
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:
