@@ -19,6 +19,7 @@ DIVERGED = 1.0  # nats above the loss of an untrained model, from which one in i
 LEARNED = 1.0  # nats below ln(vocabulary) from which learning can be lost; the noise of small batches is some tenths of a nat
 LOST = 0.9  # of the way back to ln(vocabulary); a model that still knows the frequency of tokens stays below
 SMOOTHED = 10  # losses of which the median is a level
+REPLAYS = 3  # of updates that were not finite, until the end or the next roll back: each compiles a program or two
 HISTORY = 60  # newest updates that a page of evidence shows
 
 
@@ -72,6 +73,7 @@ class Health:
         self._wrong = ""  # fault of the newest update
         self.unhealthy = ""  # reason to stop the run; it stays once it is set
         self.roll_back: RollBack | None = None  # it stays once it is set
+        self._replays, self._to_replay = 0, 0
         self.history: deque[Judged] = deque(maxlen=HISTORY)
         self.layers: LayerFigures | None = None  # of the newest update, where they are computed
 
@@ -146,6 +148,8 @@ class Health:
         self.layers = layers
         if not self.history[-1].finite:
             self._skips_in_a_row += 1
+            if self._skips_in_a_row == 1 and self._settings is not None and self._replays < REPLAYS:
+                self._replays, self._to_replay = self._replays + 1, step
             self._wrong = (
                 f"the update of step {step} was skipped: loss {loss:g}, gradient norm {grad_norm:g}{f'; {cause}' if cause else ''}"
             )
@@ -167,6 +171,11 @@ class Health:
             self._best = min(self._best, level)
             self._first = level if self._first is None else self._first
         return self._jumped(step, loss, grad_norm) + (self._changed(step, layers) if layers is not None else [])
+
+    def take_replay(self) -> int | None:
+        """Number of an update that was not finite and that is to be replayed, once."""
+        step, self._to_replay = self._to_replay, 0
+        return step or None
 
     def _jumped(self, step: int, loss: float, grad_norm: float) -> list[Event]:
         alarms = []

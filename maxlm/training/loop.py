@@ -24,6 +24,7 @@ from maxlm.training.ema import average_of
 from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
+from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving
 from maxlm.training.session import Outcome, RollBack, Session, Start
@@ -130,7 +131,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
-    state, eval_loss = start.state, None
+    state, eval_loss, replay = start.state, None, Replay(program)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
@@ -157,6 +158,9 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
                 meter.stepped(step + 1, metrics, waited)
+            if (bad := meter.health.take_replay()) is not None:
+                replay.report(session, state, bad)
+                meter.pause()
             if step == start.step:
                 goodput.started()
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
