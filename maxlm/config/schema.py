@@ -527,8 +527,8 @@ class HealthConfig(Section):
     Batches that a roll back leaves out are part of the data order: in every later checkpoint, and in `roll_backs.json` of the run.
     """
 
-    # A loss or gradient norm `spreads` deviations above its recent median. skip: such an update is not applied; roll_back: after
-    # `spike_steps` in a row, or when the loss has long been bad, training goes back before them, and leaves their batches out.
+    # A loss or gradient norm `spreads` deviations above its recent median. skip: a single update at twice that is not applied; roll_back:
+    # after `spike_steps` in a row, or when the loss has long been bad, training goes back before them, and leaves their batches out.
     spike: Literal["warn", "skip", "roll_back"] = "warn"
     not_finite: Literal["skip", "roll_back"] = "skip"  # such an update is never applied; roll_back: after ten in a row
     # A sudden change of the update/weight ratio or the gradient of a layer. None: these figures are not computed.

@@ -63,7 +63,7 @@ def test_a_lasting_change_is_let_through(judged):
 
 @pytest.fixture(scope="module")
 def program():
-    return tiny_program(4, mesh=MESH, health={"spike": "skip", "layers": "warn"}, train={"steps": 100})
+    return tiny_program(4, mesh=MESH, health={"spike": "skip", "layers": "warn", "spreads": 4.0}, train={"steps": 100})
 
 
 @pytest.fixture(scope="module")
