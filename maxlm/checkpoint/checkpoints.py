@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import re
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
+from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
@@ -78,22 +80,40 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
+        self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
         return self._listed()[0]
 
-    def latest(self) -> int | None:
-        """Step of the newest committed checkpoint that process 0 sees, or None; if there are only strays, the log says so."""
+    def latest(self, unfit: Container[int] = ()) -> int | None:
+        """Step of the newest committed checkpoint that process 0 sees, but for the `unfit`, or None; if there are only strays, the log
+        says so.
+        """
         steps, strays = self._listed()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        return max(multihost.from_process_0(steps), default=None)  # a process that sees none would begin anew beside those that restore
+        fit = [step for step in multihost.from_process_0(steps) if step not in unfit]
+        return max(fit, default=None)  # a process that sees none would begin anew beside those that restore
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
         return self._listed()[1]
+
+    def positions(self) -> dict[int, dict[str, Any]]:
+        """Step -> data position of every checkpoint whose manifest process 0 can read. Raises UnreachableError."""
+        self._settle()
+        found = {}
+        for step in self.steps() if jax.process_index() == 0 else ():
+            with contextlib.suppress(CheckpointError, DamagedError, OSError):  # reported when it is restored
+                found[step] = manifest.read(self.directory / str(step)).data_position
+        text = multihost.text_from_process_0(json.dumps(found))
+        return {int(step): position for step, position in json.loads(text).items()}
+
+    def resume_at(self, step: int) -> None:
+        """The run continues from `step`: the first save moves newer checkpoints into `aside/`."""
+        self._resumed_at = step
 
     def claim(self) -> None:
         """Make the directory, and write and remove a small file in it from every process: fails early if it is not writable.
@@ -130,6 +150,7 @@ class Checkpoints:
         self._set_newer_aside()
         if step in multihost.from_process_0(self.steps()):
             return False
+        self._healthy[step] = data_position.get(HEALTHY, True)
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
         sums: Future[digest.Sums] = Future()
@@ -180,32 +201,35 @@ class Checkpoints:
                 self._writer.close()
                 self._writer = None
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+    def restore(self, abstract_state: Any, step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
         """Restore the newest undamaged checkpoint, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
+
+        `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes.
 
         Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
         afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if all are damaged (naming each), if
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        restored = self._restore(abstract_state, step, self._identity)
+        restored = self._restore(abstract_state, step, self._identity, unfit or {})
         self._resumed_at = restored.step
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
-        return self._restore(abstract_state, step, None)
+        return self._restore(abstract_state, step, None, {})
 
-    def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None) -> Restored:
+    def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None, unfit: Mapping[int, str]) -> Restored:
         self._settle()
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         listed, strays = self._listed()
         present = multihost.from_process_0(listed)
-        candidates = present[::-1] if step is None else [number for number in present if number == step]
+        candidates = [number for number in reversed(present) if number not in unfit and step in (None, number)]
         if not candidates:
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
             raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays])}.")
-        skipped: list[str] = strays if step is None else []
+        skipped: list[str] = [*(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())]
+        skipped += strays if step is None else []
         for candidate in candidates:
             try:
                 arrays, position = read_checkpoint(self.directory / str(candidate), wanted, identity)
@@ -285,10 +309,6 @@ class Checkpoints:
         return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
-        policies = ocp.training.preservation_policies
-        keep = [policies.LatestN(self._config.keep)]
-        if self._config.keep_every is not None:
-            keep.append(policies.EveryNSteps(self._config.keep_every))
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
@@ -299,9 +319,17 @@ class Checkpoints:
         return ocp.training.Checkpointer(
             self.directory,
             context=context,
-            preservation_policy=policies.AnyPreservationPolicy(keep),
+            preservation_policy=retention(self._config, self._was_healthy),
             cleanup_tmp_directories=True,
         )
+
+    def _was_healthy(self, step: int) -> bool:
+        """Mark of a checkpoint. One that cannot be read counts as healthy: it is reported when it is restored."""
+        if step not in self._healthy:
+            self._healthy[step] = True
+            with contextlib.suppress(CheckpointError, DamagedError, OSError):
+                self._healthy[step] = manifest.read(self.directory / str(step)).data_position.get(HEALTHY, True)
+        return self._healthy[step]
 
     def _reopen_writer(self) -> None:
         """Replace the writer; the new one removes what a failed save left on the disk."""

@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import manifest, multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
-from maxlm.checkpoint.tree_paths import MODEL_STATE, PARAMS
+from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIONAL, PARAMS
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
@@ -23,11 +24,12 @@ def read_checkpoint(
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Load the arrays named in `wanted` onto their shardings, and the data position.
 
-    With an `identity` the checkpoint must be of that experiment and hold exactly `wanted`; without, it may hold more. All
-    processes call this and all get the same outcome. Raises DamagedError if the bytes are wrong, CheckpointError if the checkpoint
-    is refused, UnreachableError if storage still fails after several tries.
+    With an `identity` the checkpoint must be of that experiment and hold exactly `wanted`; without, it may hold more. Optional leaves that
+    it lacks are zeros. All processes call this and all get the same outcome. Raises DamagedError if the bytes are wrong, CheckpointError
+    if the checkpoint is refused, UnreachableError if storage still fails after several tries.
     """
     arrays: dict[str, jax.Array] = {}
+    absent: dict[str, jax.ShapeDtypeStruct] = {}
     saved = None
     problem: Exception | None = None
     try:
@@ -37,6 +39,8 @@ def read_checkpoint(
         check_metadata(folder)
         if identity is not None:
             check_identity(saved.identity, identity, str(folder))
+        absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in saved.leaves}
+        wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
         check_leaves(saved.leaves, wanted, str(folder), whole=identity is not None)
         arrays = retried(lambda: _load(folder, wanted), f"reading {folder}")
     except Exception as error:  # any: damage raises many kinds of errors, and the other processes must learn of it
@@ -49,7 +53,8 @@ def read_checkpoint(
         raise DamagedError(
             f"the bytes of {', '.join(changed[:3])} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
         )
-    return arrays, saved.data_position
+    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
+    return arrays | zeros, saved.data_position
 
 
 def check_metadata(folder: ocp.path.Path) -> None:
@@ -109,7 +114,9 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
 
 
 def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool) -> None:
-    """Raise CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, leaves not in `wanted`."""
+    """Raise CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, leaves not in `wanted`
+    (optional ones may be).
+    """
     moved = [name for name in wanted if name.startswith(f"{MODEL_STATE}.") and name not in saved and _as_parameter(name) in saved]
     if moved:
         raise CheckpointError(
@@ -125,7 +132,9 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
     params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
     problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]
     if whole:
-        problems += [f"{name} is there and not in this run's state" for name in saved if name not in wanted]
+        problems += [
+            f"{name} is there and not in this run's state" for name in saved if name not in wanted and not name.startswith(OPTIONAL)
+        ]
     problems = [problem for problem in problems if problem]
     if problems:
         raise CheckpointError(

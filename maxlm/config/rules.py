@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in sections for problem in problems(config)), origins)
+    _refuse((problem for problems in (*sections, _health) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         devices = topology_of(config, origins.get("cluster.topology", "")).devices
@@ -535,3 +535,13 @@ def divisors_text(number: int) -> str:
     """The largest divisors of `number`, as a choice in words."""
     all_of_them = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
     return either([str(d) for d in all_of_them[-8:]])
+
+
+def _health(config: Config) -> Iterator[Problem]:
+    if config.health is None:
+        return
+    if config.diloco is not None and config.health.layers is not None:
+        rule = "compares parameters before and after every update, and with diloco they move once in diloco.every"
+        yield "health.layers", config.health.layers, rule, "remove one of them"
+    if len(set(config.health.leave_out)) < len(config.health.leave_out):
+        yield "health.leave_out", list(config.health.leave_out), "names a batch twice", "name it once"

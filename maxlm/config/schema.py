@@ -552,6 +552,26 @@ class AlertsConfig(Section):
         return self
 
 
+class HealthConfig(Section):
+    """Answers to trouble in training (docs/health.md). Absent: alarms, and exit code 4 where a run is beyond repair.
+
+    Batches that a roll back leaves out are part of the data order: in every later checkpoint, and in `roll_backs.json` of the run.
+    """
+
+    # A loss or gradient norm `spreads` deviations above its recent median. skip: a single update at twice that is not applied; roll_back:
+    # after `spike_steps` in a row, or when the loss has long been bad, training goes back before them, and leaves their batches out.
+    spike: Literal["warn", "skip", "roll_back"] = "warn"
+    not_finite: Literal["skip", "roll_back"] = "skip"  # such an update is never applied; roll_back: after ten in a row
+    # A sudden change of the update/weight ratio or the gradient of a layer. None: these figures are not computed.
+    layers: Literal["warn", "roll_back"] | None = None
+    spreads: AtLeastOne = 8.0
+    spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5
+    roll_backs: Count = 10  # in a run; one more ends it with exit code 4
+    recent_roll_backs: Count = 3  # and in `recent_steps` steps
+    recent_steps: Positive = 1000
+    leave_out: tuple[Count, ...] = ()  # numbers of batches, from 0, that are not trained on
+
+
 class RunConfig(Section):
     """Output of the run, in `dir`/`name`/."""
 
@@ -635,6 +655,7 @@ class Config(Section):
     wandb: WandbConfig | None = None
     prometheus: PrometheusConfig | None = None
     evaluation: EvaluationConfig | None = None
+    health: HealthConfig | None = None
 
     @property
     def tokens_per_step(self) -> int:

@@ -19,7 +19,7 @@ from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.marks import Content
-from maxlm.data.order import SampleOrder
+from maxlm.data.order import SampleOrder, batch_number
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
@@ -72,6 +72,7 @@ class Pipeline:
         windows = [samples.count for samples in self._samples_of]
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
         self._order = SampleOrder(windows, list(opened.values()), seed=seed, shuffle=config.shuffle) if split == "train" else None
+        self.left_out: tuple[int, ...] = ()  # numbers of batches that no step trains on, sorted
         self._bad_chunks: list[set[int]] = [set() for _ in opened]  # seen so far
         self._problems: list[dict[str, Any]] = []
         self._lock = threading.Lock()  # batches are made in a background thread
@@ -99,12 +100,21 @@ class Pipeline:
     def in_order(self) -> "Pipeline":
         """The same windows once, in order, in `n_batches` batches, without annotation."""
         ordered = copy.copy(self)
-        ordered._order, ordered.annotate = None, None
+        ordered._order, ordered.annotate, ordered.left_out = None, None, ()
         return ordered
 
     def documents(self, step: int) -> list[np.ndarray]:
         """Numbers of the documents in every row of batch `step`; for packed rows."""
         return self._documents(self._ids(self._samples(step)))
+
+    def token_ranges(self, ids: np.ndarray) -> dict[str, list[tuple[int, int]]]:
+        """Store -> the parts [start, stop) of its tokens that windows hold."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number in ids:
+            owner = int(np.searchsorted(self._first, number, side="right")) - 1
+            parts = self._samples_of[owner].ranges(int(number - self._first[owner]))
+            found.setdefault(self._stores[owner].path, []).extend(parts)
+        return found
 
     @property
     def n_batches(self) -> int:
@@ -120,7 +130,7 @@ class Pipeline:
         return problems
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """Ids of the windows in batch `step`, [global_batch] int64: a pure function of the seed and `step`.
+        """Ids of the windows in the batch of `step`, [global_batch] int64: a pure function of (seed, `step`, `left_out`).
 
         An id is unique over the stores of a mixture. -1 is a row of padding, which only the last eval batch has.
         """
@@ -161,7 +171,7 @@ class Pipeline:
         return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 
     def _samples(self, step: int) -> np.ndarray:
-        return step * self.global_batch + np.arange(self.global_batch)
+        return batch_number(step, self.left_out) * self.global_batch + np.arange(self.global_batch)
 
     def _ids(self, samples: np.ndarray) -> np.ndarray:
         if self._order is not None:

@@ -13,6 +13,15 @@ SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around sil
 SHARES = 2**32  # weights are rounded to this fraction of the whole
 
 
+def batch_number(step: int, left_out: Sequence[int]) -> int:
+    """Number of the batch of step `step`, counted from 0: the step-th natural number that is not in `left_out`, which is sorted."""
+    for number in left_out:
+        if number > step:
+            break
+        step += 1
+    return step
+
+
 class WeightedSelection(DatasetSelectionMap):
     """Interleaves endless datasets so that after any n samples each has had its share of n, to within one sample per dataset.
 

@@ -36,9 +36,9 @@ from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
+from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.alerts import AlertObserver
-from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
@@ -57,8 +57,10 @@ from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import fits
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
+from maxlm.training.rollback import Journal
 from maxlm.training.session import Outcome, Session, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
+from maxlm.training.step import TrainState
 
 EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
 
@@ -164,7 +166,9 @@ def _run(
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
     server = metrics_server(config, directory, phases)
-    start = _start(config, phases, program, checkpoints, data, here.local_processes, goodput)
+    leave_out = config.health.leave_out if config.health is not None else ()
+    journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
+    start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -188,10 +192,11 @@ def _run(
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
                 Session(
-                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere, watchdog.progress
+                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere,
+                    watchdog.progress, init, journal, directory.path if phases.primary else None,
                 ),
                 start,
-            )
+            )  # fmt: skip
             watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             hung = {"reason": "hung"} if watchdog.fired else {}
@@ -232,11 +237,13 @@ def _start(
     phases: Phases,
     program: Program,
     checkpoints: Checkpoints,
-    data: Pipeline,
+    journal: Journal,
     local_processes: int,
     goodput: Goodput,
-) -> Start:
-    """Compile the step, and restore or initialize the state. A foreign checkpoint is refused before anything is written beside it."""
+) -> tuple[Start, Callable[[], TrainState]]:
+    """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
+    anything is written beside it.
+    """
     source = config.train.start_from
     fresh = "" if source is None else f"reading the parameters of {source.path} and "
     latest = checkpoints.latest()
@@ -246,10 +253,10 @@ def _start(
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
         init = program.init if source is None else functools.partial(begin_from, program, source, stored)
-        start = restore_or_init(program, checkpoints, init, goodput)
+        start = restore_or_init(program, checkpoints, init, journal, goodput)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
-    return start
+    return start, init
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:

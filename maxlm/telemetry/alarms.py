@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ JUMP_WINDOW = 100  # recent values from which median and spread are taken
 JUMP_FEWEST = 20  # of them, before a spread is estimated
 JUMP_SPREADS = 8.0  # above the median. For normal noise a chance of 1e-15; losses have longer tails, hence also:
 JUMP_STEPS = 5  # in a row: one hard batch, or two, is no alarm
+LEAST_LOSS_SPREAD = 0.05  # nats; with JUMP_SPREADS a jump is at least 0.4 nats
+LEAST_NORM_SPREAD = 0.3  # of the natural logarithm of a gradient norm; with JUMP_SPREADS a jump is at least elevenfold
 
 HELP = "raise model.moe.router.balance_loss or bias_rate, or lower the learning rate"
 
@@ -30,13 +33,39 @@ class JumpAlarm:
     lasting change raises one alarm.
     """
 
-    def __init__(self, cause: str, name: str, least_spread: float, *, logarithmic: bool = False) -> None:
+    def __init__(
+        self,
+        cause: str,
+        name: str,
+        least_spread: float,
+        *,
+        logarithmic: bool = False,
+        spreads: float = JUMP_SPREADS,
+        steps: int = JUMP_STEPS,
+    ) -> None:
         """`least_spread`: a smaller one counts as this, so that a flat curve raises no alarm by a hair; in the unit of the values, or
         of their natural logarithm if the figure is judged by that.
         """
         self._cause, self._name, self._least, self._logarithmic = cause, name, least_spread, logarithmic
+        self._spreads, self._steps = spreads, steps
         self._usual: deque[float] = deque(maxlen=JUMP_WINDOW)
         self._above: list[float] = []
+        self.since = 0  # step of the first value of those that were far above, in a row until now or until the last alarm
+
+    @property
+    def suspects(self) -> bool:
+        """True while the newest values are far above, and no alarm yet."""
+        return bool(self._above)
+
+    @property
+    def window(self) -> list[Any]:
+        """The values by which the next is judged, for a checkpoint."""
+        return [list(self._usual), list(self._above), self.since]
+
+    def restore(self, window: Sequence[Any]) -> None:
+        """Continue from the `window` of another attempt."""
+        self._usual.extend(window[0])
+        self._above, self.since = list(window[1]), window[2]
 
     def update(self, step: int, value: float) -> list[Event]:
         """The alarm of this step, if any. `value` must be finite, and positive if its logarithm is judged."""
@@ -46,16 +75,17 @@ class JumpAlarm:
             return []
         median = statistics.median(self._usual)
         spread = max(1.4826 * statistics.median(abs(value - median) for value in self._usual), self._least)  # 1.4826: of a normal deviation
-        if value <= median + JUMP_SPREADS * spread:
+        if value <= median + self._spreads * spread:
             self._usual.append(value)
             self._above.clear()
             return []
+        self.since = self.since if self._above else step
         self._above.append(value)
-        if len(self._above) < JUMP_STEPS:
+        if len(self._above) < self._steps:
             return []
         before, after = (math.exp(level) if self._logarithmic else level for level in (median, statistics.median(self._above)))
         reason = (
-            f"the {self._name} jumped from {before:.4g} to {after:.4g} and stayed there for {JUMP_STEPS} steps; "
+            f"the {self._name} jumped from {before:.4g} to {after:.4g} and stayed there for {self._steps} steps; "
             "look at the data of these steps and at optimizer.peak_lr"
         )
         self._usual.clear()

@@ -53,13 +53,15 @@ class Event:
               (its id), `restarts` (attempts before)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
-    skip      step whose update was not applied; `reason`
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py). Of the watchdog:
-              `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since` which
-              step) with `slow_host_recovered` and `slow_link_recovered`
+    skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite)
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
+              layer_alarms.py; not_finite, with `tensor`: see replay.py). Of the watchdog: `hang` (`hosts` to blame, if known; `seconds`
+              without progress), and `slow_host`, `slow_link` (`hosts`, `since` which step) with `slow_host_recovered` and
+              `slow_link_recovered`
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
-    rollback  step gone back to; `from_step reason`
+    rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
+              (their numbers), `seconds`, `passed_over` as above
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
               attempt; `goodput`, as far as its last heartbeat or its records tell

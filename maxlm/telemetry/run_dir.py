@@ -47,6 +47,7 @@ class RunDirectory:
     tensorboard = _Entry("tensorboard")
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("evaluations")
+    roll_backs = _Entry("roll_backs.json")  # where training went back, and the batches that were left out
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
@@ -72,7 +73,7 @@ class RunDirectory:
 
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
-        names = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)
+        names = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report, self.roll_backs)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 

@@ -4,9 +4,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from maxlm.telemetry.alarms import JumpAlarm
+from maxlm.config.schema import HealthConfig
+from maxlm.telemetry.alarms import JUMP_SPREADS, JUMP_STEPS, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
+from maxlm.telemetry.layer_alarms import LayerAlarms, LayerFigures
 from maxlm.telemetry.observer import Event
+from maxlm.training.session import RollBack
 
 SKIPS_IN_A_ROW = 10  # updates that were not finite: the batches differ, so it is the state that is wrong
 BAD_STEPS = 20  # in a row; a loss that recovers by itself, or batches of padding only, mostly last for less
@@ -15,8 +19,21 @@ DIVERGED = 1.0  # nats above the loss of an untrained model, from which one in i
 LEARNED = 1.0  # nats below ln(vocabulary) from which learning can be lost; the noise of small batches is some tenths of a nat
 LOST = 0.9  # of the way back to ln(vocabulary); a model that still knows the frequency of tokens stays below
 SMOOTHED = 10  # losses of which the median is a level
-LEAST_LOSS_SPREAD = 0.05  # nats; with JUMP_SPREADS a jump is at least 0.4 nats
-LEAST_NORM_SPREAD = 0.3  # of the natural logarithm; with JUMP_SPREADS a jump is at least elevenfold
+REPLAYS = 3  # of updates that were not finite, until the end or the next roll back: each compiles a program or two
+HISTORY = 60  # newest updates that a page of evidence shows
+
+
+class Judged(NamedTuple):
+    """Figures of an update. `refused`: it was finite and not applied, since it was a spike."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    refused: bool = False
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Health:
@@ -24,39 +41,63 @@ class Health:
     without a gradient or at a bad loss: far above where the run began (it diverged), or back at that of an untrained model (it lost what it
     learned). A run that starts from a trained model begins at the median of its first `SMOOTHED` losses.
 
-    `levels` is saved with each checkpoint, so that the lowest loss is known after a restart.
+    `settings` may say to go back instead: then `roll_back` is set. `levels` is saved with each checkpoint, so that the lowest loss is known
+    after a restart, and with `settings` all by which the next update is judged.
     """
 
-    def __init__(self, untrained: float, levels: Mapping[str, float] | None = None, *, trained: bool = False) -> None:
+    def __init__(
+        self,
+        untrained: float,
+        levels: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = False,
+        settings: HealthConfig | None = None,
+    ) -> None:
         """`untrained`: loss of a model that has learned nothing; `levels`: those of the checkpoint that training continues, if it is on the
         same data; `trained`: the run starts from a trained model.
         """
         known = levels or {}
-        self._untrained, self._trained = untrained, trained
+        self._untrained, self._trained, self._settings = untrained, trained, settings
         self._first: float | None = known.get("first")  # loss with which the run began
         self._best: float = known.get("best", math.inf)  # lowest smoothed loss
         self._recent: deque[float] = deque(maxlen=SMOOTHED)
-        self._loss_alarm = JumpAlarm("loss_jump", "loss", LEAST_LOSS_SPREAD)
-        self._norm_alarm = JumpAlarm("gradient_jump", "gradient norm", LEAST_NORM_SPREAD, logarithmic=True)
+        spreads, steps = (JUMP_SPREADS, JUMP_STEPS) if settings is None else (settings.spreads, settings.spike_steps)
+        self._jumps = (
+            JumpAlarm("loss_jump", "loss", LEAST_LOSS_SPREAD, spreads=spreads, steps=steps),
+            JumpAlarm("gradient_jump", "gradient norm", LEAST_NORM_SPREAD, logarithmic=True, spreads=spreads, steps=steps),
+        )
+        for alarm, window in zip(self._jumps, known.get("windows", ()), strict=False):
+            alarm.restore(window)
+        self._layers = LayerAlarms(spreads, LEAST_NORM_SPREAD)
         self._updates = self._skips_in_a_row = self._bad_in_a_row = 0
         self._wrong = ""  # fault of the newest update
         self.unhealthy = ""  # reason to stop the run; it stays once it is set
+        self.roll_back: RollBack | None = None  # it stays once it is set
+        self._replays, self._to_replay = 0, 0
+        self.history: deque[Judged] = deque(maxlen=HISTORY)
+        self.layers: LayerFigures | None = None  # of the newest update, where they are computed
 
     @property
-    def levels(self) -> dict[str, float]:
+    def levels(self) -> dict[str, Any]:
         """Levels for a checkpoint, as far as they are known."""
-        known = {} if self._first is None else {"first": self._first}
-        return {**known, "best": self._best} if math.isfinite(self._best) else known
+        known: dict[str, Any] = {} if self._first is None else {"first": self._first}
+        known |= {"best": self._best} if math.isfinite(self._best) else {}
+        return known if self._settings is None else {**known, "windows": [alarm.window for alarm in self._jumps]}
 
     @property
     def problem(self) -> str:
         """Reason not to save a state now, or ""."""
-        return self.unhealthy or self._wrong
+        return self.unhealthy or (self._wrong if self.roll_back is None else self.roll_back.reason)
+
+    @property
+    def healthy(self) -> bool:
+        """Mark of a state that is saved now: False while a spike lasts."""
+        return self._settings is None or not (self.problem or any(alarm.suspects for alarm in self._jumps))
 
     def at_end(self) -> str:
         """Reason that the last state is not a good end, or "": the last update was not finite, or the loss is bad."""
-        if self.unhealthy:
-            return self.unhealthy
+        if self.unhealthy or self.roll_back is not None:
+            return self.problem
         if self._skips_in_a_row and self._skips_in_a_row == self._updates:
             return f"not one of {self._updates} updates was finite: {self._wrong}"
         return self._wrong if self._skips_in_a_row or self._bad_in_a_row >= BAD_AT_END else ""
@@ -65,16 +106,56 @@ class Health:
         """Declare the run unhealthy."""
         self.unhealthy = self.unhealthy or reason
 
-    def update(self, step: int, loss: float, grad_norm: float, cause: str = "") -> list[Event]:
-        """Judge update `step`; returns alarms. Loss in nats a token, norm before clipping; `cause`: why one is not finite, if known."""
+    def state_not_finite(self, reason: str) -> None:
+        """Report that the state itself holds values that are not finite. No checkpoint does, so it may go back to the newest."""
+        newest = self.history[-1].step if self.history else 0
+        self._give_up(reason, "not_finite", newest + 2, newest)
+
+    def _give_up(self, reason: str, cause: str, since: int, step: int) -> None:
+        """Go back before update `since` and leave out the batches up to that of `step`, if the policy says so; else the run is unhealthy.
+
+        Left out is also the batch before: the loss of an update is that of the weights that the update before has made.
+        """
+        settings = self._settings
+        if settings is None or (settings.not_finite if cause == "not_finite" else settings.spike) != "roll_back":
+            self.fail(reason)
+        else:
+            self._go_back(reason, cause, since, step)
+
+    def _go_back(self, reason: str, cause: str, since: int, step: int) -> None:
+        first = max(since - 2, 0)  # update n is of the batch of step n - 1
+        self.request(RollBack(reason, cause, first, tuple(range(first, step))))
+
+    def request(self, roll_back: RollBack) -> None:
+        """Go back before the next update. Of several requests the first counts."""
+        self.roll_back = self.roll_back or roll_back
+
+    def update(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        cause: str = "",
+        *,
+        refused: bool = False,
+        layers: LayerFigures | None = None,
+    ) -> list[Event]:
+        """Judge update `step`; returns alarms. Loss in nats a token, norm before clipping; `cause`: why one is not finite, if known;
+        `refused`: it was not applied, since it was a spike.
+        """
         self._updates += 1
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        self.history.append(Judged(step, loss, grad_norm, refused))
+        self.layers = layers
+        if not self.history[-1].finite:
             self._skips_in_a_row += 1
+            if self._skips_in_a_row == 1 and self._settings is not None and self._replays < REPLAYS:
+                self._replays, self._to_replay = self._replays + 1, step
             self._wrong = (
                 f"the update of step {step} was skipped: loss {loss:g}, gradient norm {grad_norm:g}{f'; {cause}' if cause else ''}"
             )
             if self._skips_in_a_row >= SKIPS_IN_A_ROW:
-                self.fail(f"{SKIPS_IN_A_ROW} updates in a row were not finite; {self._wrong}")
+                reason = f"{SKIPS_IN_A_ROW} updates in a row were not finite; {self._wrong}"
+                self._give_up(reason, "not_finite", step - SKIPS_IN_A_ROW + 1, step)
             return []
         self._skips_in_a_row = 0
         if self._first is None and not self._trained:
@@ -82,13 +163,35 @@ class Health:
         self._wrong = self._judge(step, loss, grad_norm)
         self._bad_in_a_row = self._bad_in_a_row + 1 if self._wrong else 0
         if self._bad_in_a_row >= BAD_STEPS:
-            self.fail(f"{BAD_STEPS} bad updates in a row; {self._wrong}; lower optimizer.peak_lr, or look at the data of these steps")
+            reason = f"{BAD_STEPS} bad updates in a row; {self._wrong}; lower optimizer.peak_lr, or look at the data of these steps"
+            self._give_up(reason, "bad_loss", step - BAD_STEPS + 1, step)
         self._recent.append(loss)
         if len(self._recent) == SMOOTHED:
             level = statistics.median(self._recent)
             self._best = min(self._best, level)
             self._first = level if self._first is None else self._first
-        return self._loss_alarm.update(step, loss) + self._norm_alarm.update(step, max(grad_norm, 1e-30))
+        return self._jumped(step, loss, grad_norm) + (self._changed(step, layers) if layers is not None else [])
+
+    def take_replay(self) -> int | None:
+        """Number of an update that was not finite and that is to be replayed, once."""
+        step, self._to_replay = self._to_replay, 0
+        return step or None
+
+    def _jumped(self, step: int, loss: float, grad_norm: float) -> list[Event]:
+        alarms = []
+        for alarm, value in zip(self._jumps, (loss, max(grad_norm, 1e-30)), strict=True):
+            for event in alarm.update(step, value):
+                alarms.append(event)
+                if self._settings is not None and self._settings.spike == "roll_back":
+                    self._go_back(event.data["reason"], "spike", alarm.since, step)
+        return alarms
+
+    def _changed(self, step: int, layers: LayerFigures) -> list[Event]:
+        alarms = self._layers.update(step, layers)
+        for event in alarms:
+            if "since" in event.data and self._settings is not None and self._settings.layers == "roll_back":
+                self._go_back(event.data["reason"], "layer_jump", event.data["since"], step)
+        return alarms
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> str:
         """Fault of this update, or ""."""

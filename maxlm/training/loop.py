@@ -2,12 +2,13 @@
 
 Order is an invariant: a checkpoint of step n is taken before batch n is fetched, so it holds n updates and the position n.
 The loop never waits for the device to log: figures of step n - 1 are read while step n runs. Only a healthy state is saved.
+A run that goes back restores an earlier state and continues from there, without the batches that it leaves out.
 """
 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,42 +16,58 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
+from maxlm.config.schema import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
+from maxlm.data.order import batch_number
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
+from maxlm.training import evidence
 from maxlm.training.ema import average_of
 from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
+from maxlm.training.replay import Replay
+from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving
-from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.session import Outcome, RollBack, Session, Start
 from maxlm.training.step import TrainState
 
 
 def restore_or_init(
-    program: Program, checkpoints: Checkpoints, init: Callable[[], TrainState] | None = None, goodput: Goodput | None = None
+    program: Program,
+    checkpoints: Checkpoints,
+    init: Callable[[], TrainState] | None = None,
+    journal: Journal | None = None,
+    goodput: Goodput | None = None,
 ) -> Start:
     """Restore the newest good checkpoint, or make the first state, by `init` or from the seed, while the step is compiled. Writes nothing.
 
-    Raises UserError for a foreign checkpoint.
+    `journal`: of the roll backs of the run. Raises UserError for a foreign checkpoint.
     """
-    latest = checkpoints.latest()
+    journal = journal or Journal()
+    unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
+    latest = checkpoints.latest(unfit)
     if latest is not None and latest >= program.config.total_steps:
-        return _restore(program, checkpoints, goodput)
+        return _restore(program, checkpoints, journal, unfit, goodput)
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)  # an error below is raised at once
-    start = Start((init or program.init)(), 0) if latest is None else _restore(program, checkpoints, goodput)
+    if latest is not None:
+        start = _restore(program, checkpoints, journal, unfit, goodput)
+    else:
+        start = Start((init or program.init)(), 0, left_out=journal.left_out({}))
+        if unfit:
+            checkpoints.resume_at(0)
     compiled.result()
     return start
 
 
-def _restore(program: Program, checkpoints: Checkpoints, goodput: Goodput | None) -> Start:
+def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit: Mapping[int, str], goodput: Goodput | None) -> Start:
     began = time.monotonic()
     with goodput.measure("restore") if goodput is not None else contextlib.nullcontext():
-        restored = checkpoints.restore(program.abstract_state)
+        restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
-    return Start(restored.state, restored.step, data, restored.data_position)
+    return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
 
 
 def train(session: Session, start: Start) -> Outcome:
@@ -60,30 +77,76 @@ def train(session: Session, start: Start) -> Outcome:
         session.observers.on_event(Event("restore", start.step, data=start.restored))
     if start.step >= total:
         return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
+    end: Start | Outcome = start
+    while isinstance(end, Start):
+        end = _train_from(session, end)
+    return end
+
+
+def _train_from(session: Session, start: Start) -> Outcome | Start:
+    """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
-    levels = start.position.get("health") if same_data else None
-    meter = Meter(session.program, session.observers, start.step, levels, session.progress)
+    levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
+    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped)
     saving = Saving(session, meter, start.step)
+    session.data.left_out = start.left_out
     with jax.set_mesh(session.program.mesh):
         try:
-            outcome = _conclude(session, meter, saving, _run(session, meter, saving, start))
+            end = _run(session, meter, saving, start)
+            if end.roll_back is not None and (again := _go_back(session, meter, saving, start, end, end.roll_back)):
+                return again
+            return _conclude(session, meter, saving, end)
         except Exception:
             saving.after_error()
             raise
-    return outcome
+
+
+def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: Outcome, back: RollBack) -> Start | None:
+    """The state that `back` asks for. None, and the run is unhealthy, if the limits do not allow it or there is none.
+
+    The roll back is recorded before anything else: a kill at any moment then leads to the same state, and the same data order.
+    """
+    began, journal, checkpoints = time.monotonic(), session.journal, session.checkpoints
+    settings = session.program.config.health or HealthConfig()
+    saving.poll(None)
+    before = min(back.before, *back.batches[:1])
+    batches = [batch_number(step, start.left_out) for step in back.batches]
+    problem = journal.refusal(settings, end.step) or _unreachable(session, before)
+    problem = problem or journal.add(end.step, before, batches, back.cause, back.reason)
+    if problem:
+        meter.health.fail(f"{back.reason}; {problem}")
+        return None
+    evidence.write(session, meter.health, end.step, back)
+    for leaf in jax.tree.leaves(end.state):
+        leaf.delete()  # or there would be two states
+    again = restore_or_init(session.program, checkpoints, session.init, journal, session.goodput)
+    data = {"from_step": end.step, "reason": back.reason, "cause": back.cause, "batches": batches}
+    data |= {"seconds": round(time.monotonic() - began, 3), "passed_over": (again.restored or {}).get("passed_over", [])}
+    session.observers.on_event(Event("rollback", again.step, data=data))
+    return replace(again, undone=start.undone + end.step - again.step)
+
+
+def _unreachable(session: Session, before: int) -> str:
+    """Reason that training cannot go back to `before`, or ""."""
+    steps = session.checkpoints.positions()
+    if not steps or min(steps) <= before or before < session.program.config.checkpoint.every_steps:
+        return ""
+    return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 
 
 def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcome:
     """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
-    state, eval_loss = start.state, None
+    state, eval_loss, replay = start.state, None, Replay(program)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
-            reason = session.stop(step)
+            reason = session.stop(step + start.undone)
             if reason is None:
                 saving.save_if_due(step, state)
+            if meter.health.roll_back is not None:
+                return Outcome("unhealthy", step, meter.health.problem, eval_loss, state, meter.health.roll_back)
             if meter.health.unhealthy:
                 return Outcome("unhealthy", step, meter.health.unhealthy, eval_loss, state)
             if reason is not None:
@@ -102,6 +165,9 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             with goodput.measure("step"):
                 state, metrics = program.step(state, batch)
                 meter.stepped(step + 1, metrics, waited)
+            if (bad := meter.health.take_replay()) is not None:
+                replay.report(session, state, bad)
+                meter.pause()
             if step == start.step:
                 goodput.started()
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
@@ -109,9 +175,10 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if session.tasks is not None and session.tasks.every and (step + 1) % session.tasks.every == 0 and step + 1 < total:
                 saving.save_if_due(step + 1, state)  # first: tasks may take long, and no failure of theirs may cost it
                 _run_tasks(session, meter, saving, step + 1, state)
+        meter.flush()
     finally:
         batches.close()
-    return Outcome("done", total, f"all {total:,} steps are done", state=state)
+    return Outcome("done", total, f"all {total:,} steps are done", state=state, roll_back=meter.health.roll_back)
 
 
 def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
@@ -124,6 +191,8 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
         end = replace(end, status="unhealthy", message=wrong)
     if not wrong:
         saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
+    if end.status == "unhealthy":
+        evidence.write(session, meter.health, end.step, end.roll_back)
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         _run_tasks(session, meter, saving, end.step, state)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,6 +14,7 @@ from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
+from maxlm.training.layer_figures import figures_of, layer_names
 from maxlm.training.program import Program
 from maxlm.training.progress import LoopProgress
 from maxlm.training.step import Metrics
@@ -34,10 +35,12 @@ class Meter:
         program: Program,
         observers: Observers,
         start: int,
-        levels: Mapping[str, float] | None = None,
+        levels: Mapping[str, Any] | None = None,
         progress: LoopProgress | None = None,
+        *,
+        skipped: int = 0,
     ) -> None:
-        """`levels`: as in `Health`."""
+        """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped."""
         self._progress = LoopProgress() if progress is None else progress
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
@@ -55,7 +58,10 @@ class Meter:
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
         self._start = start
         self._declared = program.metrics
-        self.health = Health(program.objective.untrained_loss, levels, trained=config.train.start_from is not None)
+        self._skipped = skipped
+        self._layers = layer_names(config.model)
+        trained = config.train.start_from is not None
+        self.health = Health(program.objective.untrained_loss, levels, trained=trained, settings=config.health)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
         """Update number `step` was dispatched; the one before is read now, while it runs.
@@ -119,9 +125,14 @@ class Meter:
             self._observers.on_event(alarm)
         loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         router = not_finite(balance) if balance is not None else ""
+        refused, self._skipped = int(metrics.skipped) > self._skipped, int(metrics.skipped)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             reason = f"loss {loss:g}, gradient norm {grad_norm:g}; {int(metrics.skipped)} skipped so far"
             reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
-        for alarm in self.health.update(step, loss, grad_norm, router):
+        elif refused:
+            reason = f"a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {int(metrics.skipped)} skipped so far"
+            self._observers.on_event(Event("skip", step, data={"reason": reason, "cause": "spike"}))
+        layers = figures_of(metrics.values, self._layers)
+        for alarm in self.health.update(step, loss, grad_norm, router, refused=refused, layers=layers):
             self._observers.on_event(alarm)

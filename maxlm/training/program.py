@@ -23,7 +23,9 @@ from maxlm.training import pipelined
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, reduced_once, reduction_axes, with_layers_gathered
+from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
 
@@ -39,7 +41,7 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of all that an update reports beside what every record holds."""
-        return self.objective.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
+        return self.updater.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
     def gradients(self) -> GradFn:
@@ -62,9 +64,16 @@ class Program:
 
     @cached_property
     def updater(self) -> Updater:
-        """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`)."""
-        kind = LocalUpdates if self.config.diloco is not None else EmaUpdates if self.config.ema is not None else Updater
-        return kind(self.config, self.objective, self.optimizer, self.gradients)
+        """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`);
+        watched, if `health` asks for it.
+        """
+        config, health, gradients = self.config, self.config.health, self.gradients
+        kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
+        if health is not None and health.layers is not None:
+            gradients = with_gradient_norms(config.model, gradients)
+        update = kind(config, self.objective, self.optimizer, gradients)
+        watches = health is not None and (health.layers is not None or health.spike == "skip")
+        return WatchedUpdates(update, health) if health is not None and watches else update
 
     @cached_property
     def state_shardings(self) -> TrainState:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.telemetry.observer import Event
 from maxlm.training.meter import Meter
@@ -52,7 +53,7 @@ class Saving:
             names = not_finite(state, self._session.program.mesh)
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            self._meter.health.fail(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
+            self._meter.health.state_not_finite(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
         return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
@@ -60,7 +61,9 @@ class Saving:
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
-        position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
+        health, left_out = self._meter.health, session.data.left_out
+        position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
+        position |= session.journal.position(left_out)
         with session.goodput.measure("save"):
             self.poll(None)
             begun = session.checkpoints.save(step, state, position)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from maxlm.checkpoint import Checkpoints
@@ -10,6 +11,7 @@ from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 from maxlm.training.program import Program
 from maxlm.training.progress import LoopProgress
+from maxlm.training.rollback import Journal
 from maxlm.training.step import TrainState
 
 Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
@@ -43,26 +45,44 @@ class Session:
     tasks: Tasks | None = None
     all_give_up: Callable[[], bool] = lambda: False
     progress: LoopProgress = field(default_factory=LoopProgress)
+    init: Callable[[], TrainState] | None = None  # the first state, where that is not drawn from the seed
+    journal: Journal = field(default_factory=Journal)
+    folder: Path | None = None  # for pages of evidence; None: none are written
 
 
 @dataclass(frozen=True)
 class Start:
     """A state that holds `step` updates. If it was restored, `restored` is the data of its event, and `position` what its checkpoint
-    recorded of the data and of the run's health.
+    recorded of the data and of the run's health. `left_out`: numbers of batches; `undone`: updates that this process has taken back.
     """
 
     state: TrainState
     step: int
     restored: dict[str, Any] | None = None
     position: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[int, ...] = ()
+    undone: int = 0
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Request to go back to the newest healthy checkpoint of step `before` or earlier, and to leave out the batches of the steps `batches`,
+    counted from 0. `cause`: one word, as of alarms.
+    """
+
+    reason: str
+    cause: str
+    before: int
+    batches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of training: after `step` updates, and why."""
+    """End of training: after `step` updates, and why. `roll_back`: not the end, if training can go back."""
 
     status: Status
     step: int
     message: str
     eval_loss: float | None = None
     state: TrainState | None = None
+    roll_back: RollBack | None = None

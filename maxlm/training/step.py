@@ -32,14 +32,14 @@ class TrainState:
     opt_state: Any
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
     updater: Any = None  # state of the update itself: `diloco.WorkerState` with local updates, the average of `ema.EmaUpdates`
+    guard: Any = None  # `spike_guard.Window`, where spikes are refused
 
 
 class Metrics(NamedTuple):
     """Figures of one update, the same on any mesh; each is an attribute as well, such as `metrics.loss`.
 
     `values` holds those of the objective, by the names of their declarations, and of the update: `grad_norm` before clipping (with local
-    updates the mean over workers), `lr`, `tokens` that count in the loss, `skipped` updates so far, and `batch_digest`, which is equal for
-    equal batches.
+    updates the mean over workers), `lr`, `tokens` that count in the loss, `skipped` so far, and `batch_digest`, equal for equal batches.
     """
 
     values: dict[str, Array]
@@ -52,10 +52,11 @@ class Metrics(NamedTuple):
 
 
 class Updater:
-    """An update from one gradient of the whole batch: the plain case. `diloco.LocalUpdates` and `ema.EmaUpdates` are the others."""
+    """An update from one gradient of the whole batch, the plain case. Others: `diloco.LocalUpdates`, `EmaUpdates`, `WatchedUpdates`."""
 
     def __init__(self, config: Config, objective: Objective, optimizer: optax.GradientTransformation, gradients: GradFn) -> None:
         self.config, self._objective, self._optimizer, self._gradients = config, objective, optimizer, gradients
+        self.metrics = tuple(objective.metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(updated state, figures of the batch, norm of its gradient before clipping)."""
@@ -85,7 +86,7 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
         lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
         batch = objective.with_randomness(batch, state.step)
         proposed, sums, grad_norm = update(state, batch)
-        values = sums.values(objective.metrics)
+        values = sums.values(update.metrics)
         state = keep_if_finite(state, proposed, values["loss"], grad_norm)
         values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": state.skipped, "batch_digest": digest(batch)}
         return state, Metrics(values, sums.routing)
@@ -118,13 +119,13 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
 
 
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
-    """`proposed` if loss and gradient norm are finite; else `state` with the batch counted as consumed and skipped.
-
+    """`proposed` if loss and gradient norm are finite, and it does not count itself as skipped; else `state` with the batch counted as
+    consumed and skipped.
     The norm is a reduction over every gradient, so all devices agree.
     """
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    chosen = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposed, state)
-    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(finite, 0, 1))
+    good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (proposed.skipped == state.skipped)
+    chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), proposed, state)
+    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(good, 0, 1))
 
 
 def digest(batch: Any) -> UInt32[Array, ""]:

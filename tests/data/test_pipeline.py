@@ -246,6 +246,17 @@ def test_batches_are_those_of_device_batch_from_any_step(store):
     assert all(same(jax.tree.map(np.asarray, batch), pipe.host_batch(step)) for step, batch in batches.items())
 
 
+def test_batches_left_out_are_skipped_and_all_others_stay_as_they_are(store):
+    pipe, whole = pipeline(store, global_batch=2), pipeline(store, global_batch=2)
+    pipe.left_out = (0, 3, 4)
+    for step, number in enumerate([1, 2, 5, 6, 7]):
+        np.testing.assert_array_equal(pipe.sample_ids(step), whole.sample_ids(number))
+        assert same(pipe.host_batch(step), whole.host_batch(number))
+    (ranges,) = whole.token_ranges(whole.sample_ids(1)).values()
+    rows = [STREAM[start : stop - 1] for start, stop in ranges]
+    assert all(np.array_equal(row, tokens[: len(row)]) for row, tokens in zip(rows, whole.host_batch(1).tokens_BS, strict=True))
+
+
 def test_damage_found_in_the_background_is_raised_to_the_consumer(store):
     shard = Path(store) / "train/tokens/c/2"
     content = bytearray(shard.read_bytes())

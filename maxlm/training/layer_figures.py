@@ -1,0 +1,69 @@
+"""Figures of single layers in an update: norm of the gradient, and norm of the change over that of the weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from maxlm.config.schema import ModelConfig
+from maxlm.models.parameters import Parameters, abstract_parameters
+from maxlm.models.stack import within_layer
+from maxlm.objectives import Sums
+from maxlm.telemetry.layer_alarms import LayerFigures
+from maxlm.telemetry.metric import Metric
+from maxlm.training.step import GradFn
+
+GRADIENT, RATIO = "layer_gradient", "layer_ratio"
+LAYER_METRICS = (
+    Metric(GRADIENT, "Gradient norm of each layer, then of the parameters outside of layers", reduce="sum"),
+    Metric(RATIO, "Update/weight ratio of each layer, then of the parameters outside of layers", reduce="sum"),
+)
+
+# G layers in depth order, those of multi-token prediction after them, then the parameters outside of layers by name
+
+
+def layer_names(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the G."""
+    layers = config.n_layers + config.mtp_depth
+    return (*(f"layer {depth}" for depth in range(layers)), *_outside(config))
+
+
+def _outside(config: ModelConfig) -> tuple[str, ...]:
+    return tuple(sorted(name for name in abstract_parameters(config) if within_layer(config, (name, "0")) is None))
+
+
+def squares(config: ModelConfig, tree: Parameters) -> Float[Array, " G"]:
+    """Sum of the squares of each layer's entries of a tree like the parameters, in float32."""
+    outside, layers = _outside(config), config.n_layers + config.mtp_depth
+    sums_G = jnp.zeros(layers + len(outside), jnp.float32)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = tuple(str(entry.key) for entry in path)
+        place = within_layer(config, name)
+        depths = np.array(layers + outside.index(name[0])) if place is None else place[1]
+        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(depths.ndim, leaf.ndim)))
+        sums_G = sums_G.at[depths.reshape(-1)].add(square.reshape(-1))
+    return sums_G
+
+
+def with_gradient_norms(config: ModelConfig, grad_fn: GradFn) -> GradFn:
+    """`grad_fn` whose figures hold the norms of the gradient by layer."""
+
+    def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
+        sums, grads = grad_fn(params, model_state, batch, denominator)
+        return sums._replace(added={**sums.added, GRADIENT: jnp.sqrt(squares(config, grads))}), grads
+
+    return gradients
+
+
+def ratios(config: ModelConfig, before: Parameters, after: Parameters) -> Float[Array, " G"]:
+    """Norm of each layer's change over that of its weights."""
+    change = jax.tree.map(jnp.subtract, after, before)
+    return jnp.sqrt(squares(config, change) / jnp.maximum(squares(config, before), 1e-30))
+
+
+def figures_of(values: Mapping[str, Any], names: tuple[str, ...]) -> LayerFigures | None:
+    """From the metrics of an update on the host; None where they are not computed."""
+    return LayerFigures(names, values[GRADIENT], values[RATIO]) if GRADIENT in values else None

@@ -1,0 +1,130 @@
+"""Replay of an update that was not finite, to name the first tensor that is not."""
+
+import logging
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.transient import first_line
+from maxlm.models.parameters import Parameters
+from maxlm.models.stack import within_layer
+from maxlm.telemetry.observer import Event
+from maxlm.training.gradients import cast_frozen
+from maxlm.training.named_tensors import Mark, in_order, with_checks
+from maxlm.training.program import Program
+from maxlm.training.saving import not_finite
+from maxlm.training.session import Session
+from maxlm.training.step import TrainState
+
+BELOW, ABOVE = -1, 2**31  # depths of parameters outside of layers: of embeddings; of the final norm and the unembedding
+EMBEDDINGS = ("embedding_VD", "position_PD")
+LAYER_INPUT = "layer_input"  # the first named tensor of every layer
+
+_log = logging.getLogger(__name__)
+
+
+class Replay:
+    """Replays updates of one program, which it compiles once."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def report(self, session: Session, state: TrainState, step: int) -> None:
+        """Replay update `step` and report the first tensor that is not finite as an alarm. No failure of it changes the run.
+
+        `state` is that after one more update, since figures are read one step late; in a row of such updates it is the same.
+        """
+        data: dict[str, Any] = {"cause": "not_finite"}
+        try:
+            with session.goodput.measure("eval"):
+                batch = session.data.device_batch(step - 1, self._program.batch_sharding)
+                tensor, layer = self.first_not_finite(state, batch, step - 1)
+            where = tensor if layer is None else f"{tensor} of layer {layer}"
+            reason = f"{where} is the first tensor that is not finite, in a replay of update {step:,}"
+            data |= (
+                {"reason": reason, "tensor": tensor, "layer": layer} if tensor else {"reason": f"a replay of update {step:,} was finite"}
+            )
+        except Exception as error:
+            _log.info("the replay failed", exc_info=True)
+            data["reason"] = f"update {step:,} was not finite, and its replay failed: {first_line(error)}"
+        session.observers.on_event(Event("alarm", step, data=data))
+
+    def first_not_finite(self, state: TrainState, batch: Any, step: int) -> tuple[str, int | None]:
+        """(name of the first tensor that is not finite, its layer) in the update of the batch of `step`: in the state, the batch, the
+        forward pass, the loss, the gradients. ("", None) if all are finite.
+        """
+        if names := not_finite(state, self._program.mesh):
+            return names[0], None
+        with jax.set_mesh(self._program.mesh):
+            inputs = state.params, state.model_state, batch, jnp.int32(step)
+            for name, whole in named_leaves(jax.device_get(self._batch(batch))).items():
+                if not whole:
+                    return f"batch.{name}", None
+            return self._in_forward(inputs) or self._in_gradients(inputs)
+
+    @cached_property
+    def _batch(self) -> Any:
+        return self._jitted(lambda batch: jax.tree.map(lambda array: jnp.all(jnp.isfinite(array)), batch))
+
+    @cached_property
+    def _forward(self) -> tuple[Any, list[Mark]]:
+        """All rows at once, as an evaluation computes them."""
+        program = self._program
+
+        def forward(params: Parameters, model_state: Parameters, batch: Any, step: jax.Array) -> Any:
+            batch = program.objective.with_randomness(batch, step)
+            total, sums = cast_frozen(program.config, program.objective.loss)(params, model_state, batch)
+            return total, sums.added
+
+        state = program.abstract_state
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        checked, marks = with_checks(forward, state.params, state.model_state, program.abstract_batch, step)
+        return self._jitted(checked), marks
+
+    @cached_property
+    def _gradients(self) -> Any:
+        program = self._program
+
+        def finite(path: Any, leaf: jax.Array) -> jax.Array:
+            place = within_layer(program.config.model, tuple(str(entry.key) for entry in path))
+            stacked = 0 if place is None else place[1].ndim
+            return jnp.all(jnp.isfinite(leaf), axis=tuple(range(stacked, leaf.ndim)))
+
+        def gradients(params: Parameters, model_state: Parameters, batch: Any, step: jax.Array) -> Any:
+            batch = program.objective.with_randomness(batch, step)
+            denominator = jnp.maximum(program.objective.denominator(batch), 1)
+            grads = program.gradients(params, model_state, batch, denominator)[1]
+            return jax.tree_util.tree_map_with_path(finite, grads)
+
+        return self._jitted(gradients)
+
+    def _jitted(self, function: Any) -> Any:
+        whole = NamedSharding(self._program.mesh, PartitionSpec())
+        return jax.jit(function, out_shardings=whole, compiler_options=self._program.compiler_options)
+
+    def _in_forward(self, inputs: Any) -> tuple[str, int | None] | None:
+        run, marks = self._forward
+        outputs, finite = jax.device_get(run(*inputs))
+        layer = -1
+        for name, whole in in_order(marks, finite):
+            layer += name == LAYER_INPUT
+            if not whole:
+                return name, max(layer, 0)
+        return None if all(np.isfinite(output).all() for output in outputs) else ("the loss", None)
+
+    def _in_gradients(self, inputs: Any) -> tuple[str, int | None]:
+        """Backwards: the gradients of the last layer are the first to be computed."""
+        found: list[tuple[int, str]] = []
+        for name, whole in named_leaves(jax.device_get(self._gradients(*inputs))).items():
+            place = within_layer(self._program.config.model, tuple(name.split(".")))
+            depths = place[1] if place is not None else np.array(BELOW if name in EMBEDDINGS else ABOVE)
+            found += [(int(depth), name) for depth in depths[~whole].reshape(-1)]
+        if not found:
+            return "", None
+        depth, name = max(found, key=lambda pair: pair[0])
+        return f"the gradient of {name}", depth if depth not in (BELOW, ABOVE) else None
