@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
+from maxlm.checkpoint import digest, manifest, multihost, orbax_logging, recovery
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
+from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
-from maxlm.config.schema import CheckpointConfig
+from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
 from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Restored:
     state: Any
     data_position: dict[str, Any]
     skipped: tuple[str, ...] = ()
+    source: str = "checkpoint"  # or "memory", or "memory of peers" where a process had lost its part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +82,26 @@ class Checkpoints:
         self._unreported: int | None = None  # step of a save that `ended` has not returned
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
+        self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
+
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
+        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
         return self._listed()[0]
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint that process 0 sees, or None; if there are only strays, the log says so."""
+        """Step of the newest committed checkpoint that process 0 sees, or of a newer copy in memory, or None; if there are only strays, the
+        log says so.
+        """
         steps, strays = self._listed()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        return max(multihost.from_process_0(steps), default=None)  # a process that sees none would begin anew beside those that restore
+        copy = self.memory.newest() if self.memory is not None else None
+        steps = multihost.from_process_0(steps)  # a process that sees none would begin anew beside those that restore
+        return max([*steps, copy.step] if copy is not None else steps, default=None)
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
@@ -172,9 +184,11 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the background threads."""
+        """Wait as `wait` does, and end the background threads. Once all is saved, the copies in memory go."""
         try:
             self.wait()
+            if self.memory is not None:
+                self.memory.close()
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -188,13 +202,31 @@ class Checkpoints:
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        restored = self._restore(abstract_state, step, self._identity)
+        restored = self._from_memory(abstract_state) if step is None else None
+        restored = restored or self._restore(abstract_state, step, self._identity)
         self._resumed_at = restored.step
+        if self.memory is not None:
+            self.memory.forget_newer(restored.step)
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
         return self._restore(abstract_state, step, None)
+
+    def _from_memory(self, abstract_state: Any) -> Restored | None:
+        """The newest state in the memory of the hosts, if it is complete and no older than the newest checkpoint."""
+        copy = self.memory.newest() if self.memory is not None else None
+        if copy is None or copy.step < max(multihost.from_process_0(self.steps()), default=0):
+            return None
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
+        try:
+            loaded = recovery.load(copy, wanted)
+        except DamagedError as error:
+            _log.warning("the copy of step %s in memory is not used: %s", copy.step, error)
+            return None
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.arrays[name] for name in wanted])
+        source = "memory of peers" if loaded.sent else "memory"
+        return Restored(copy.step, state, loaded.data_position, source=source)
 
     def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None) -> Restored:
         self._settle()

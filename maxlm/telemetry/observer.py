@@ -50,7 +50,8 @@ class Event:
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
               command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py)
-    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
+    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
+              memory, memory of peers)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)

@@ -44,7 +44,7 @@ def restore_or_init(program: Program, checkpoints: Checkpoints, init: Callable[[
 def _restore(program: Program, checkpoints: Checkpoints) -> Start:
     began = time.monotonic()
     restored = checkpoints.restore(program.abstract_state)
-    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
+    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
     return Start(restored.state, restored.step, data, restored.data_position)
 
 
