@@ -52,7 +52,7 @@ class MemoryCopies:
         owner: int = 0,
     ) -> None:
         """`owner`: the process that starts this one again if it dies, or 0."""
-        self._config, self._directory, self._identity = config, directory, dict(identity)
+        self.config, self._directory, self._identity = config, directory, dict(identity)
         self._hosts = tuple(hosts) or ("",) * jax.process_count()
         self._owner = owner
         self._folder: RunFolder | None = None
@@ -72,8 +72,8 @@ class MemoryCopies:
 
     def due(self, step: int) -> bool:
         """True if a copy of the state after `step` updates is due. The same in all processes."""
-        if self._config.every_steps is not None:
-            return step % self._config.every_steps == 0 and step != self._at
+        if self.config.every_steps is not None:
+            return step % self.config.every_steps == 0 and step != self._at
         if self._next is None:
             self._next = step + _FIRST_GAP
         return step >= self._next
@@ -84,20 +84,20 @@ class MemoryCopies:
             return None
         if not self._searched:
             run = self._run(make=False)
-            self._searched, self._found = True, recovery.find(RunFolder(self._config.folder, run) if run else None, self._identity)
+            self._searched, self._found = True, recovery.find(RunFolder(self.config.folder, run) if run else None, self._identity)
         return self._found
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
         """Claim the folder, and check that two copies fit. Raises ConfigError."""
-        if self._config.domains is not None and len(self._config.domains) != jax.process_count():
+        if self.config.domains is not None and len(self.config.domains) != jax.process_count():
             rule = f"names the failure domain of each process, and there are {jax.process_count()}"
-            raise ConfigError("memory_checkpoints.domains", list(self._config.domains), rule, "name one for each, or remove it")
+            raise ConfigError("memory_checkpoints.domains", list(self.config.domains), rule, "name one for each, or remove it")
         snapshots = self._snapshots_of(named_leaves(abstract_state))
         try:
             self._check_space(self._claimed(), snapshots.bytes_here * processes_here)
         except OSError as error:
             rule = f"cannot be used ({error.strerror or first_line(error)})"
-            raise ConfigError(host_copies.FIELD, self._config.folder, rule, "name a folder of this host's memory or of its disk") from error
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of this host's memory or of its disk") from error
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Start a copy of `state`, which may be donated as soon as this returns. Waits for the copy before.
@@ -176,13 +176,13 @@ class MemoryCopies:
             run = self._run(make=True)
             if not run:
                 raise OSError(f"{self._directory / _RUN} cannot be read or written")
-            folder = RunFolder(self._config.folder, run)
+            folder = RunFolder(self.config.folder, run)
             folder.claim(self._owner)
             self._folder = folder
         return self._folder
 
     def _snapshots_of(self, leaves: dict[str, Any]) -> Snapshots:
-        self._snapshots = self._snapshots or Snapshots(leaves, self._hosts, self._config.domains, peer=self._config.peer)
+        self._snapshots = self._snapshots or Snapshots(leaves, self._hosts, self.config.domains, peer=self.config.peer)
         return self._snapshots
 
     def _check_space(self, folder: RunFolder, needed: int) -> None:
@@ -191,11 +191,11 @@ class MemoryCopies:
         if _COMPLETE * needed > free:
             rule = f"has {in_bytes(free)} free, and {_COMPLETE} copies of {in_bytes(needed)} must fit, one complete and one being written"
             fix = "enlarge it (for /dev/shm: mount -o remount,size=..., docker run --shm-size), or name a folder of a local disk"
-            raise ConfigError(host_copies.FIELD, self._config.folder, rule, fix)
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, fix)
         available = _available_memory()
         if _in_memory(folder.path) and available is not None and (_COMPLETE + 1) * needed > available:
             rule = f"is memory, of which {in_bytes(available)} are available, and copies take up to {in_bytes((_COMPLETE + 1) * needed)}"
-            raise ConfigError(host_copies.FIELD, self._config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
 
     def _time_step(self, step: int, now: float) -> None:
         if self._copies:
@@ -211,7 +211,7 @@ class MemoryCopies:
             self._complete, self._failing = job.step, False
         elif not self._failing:
             self._failing = True
-            self.failure = f"the copy of step {job.step:,} was not written in {self._config.folder}: {first_line(job.error)}"
+            self.failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
             _log.warning("%s", self.failure)
         self._measured = (self._measured[0], int(min(job.seconds, 2e6) * 1e3), self._measured[2])
         self._agreed = agreed[1:]
@@ -221,7 +221,7 @@ class MemoryCopies:
         blocked, written, a_step = (int(value) for value in self._agreed)
         if self._copies < _UNMEASURED or not a_step:
             return _GAP
-        mtbf_s = self._config.mtbf_hours * 3600 / len(set(self._hosts))
+        mtbf_s = self.config.mtbf_hours * 3600 / len(set(self._hosts))
         return steps_between(blocked / 1e6, written / 1e3, a_step / 1e6, mtbf_s)
 
     def _remove_newer(self, step: int) -> None:

@@ -31,10 +31,10 @@ def state_of(step: int, put=PUT):
     return put({**state, "step": jnp.int32(step)})
 
 
-def opened(folder: Path, identity: dict[str, str] | None = None, **config) -> Checkpoints:
+def opened(work: Path, identity: dict[str, str] | None = None, **config) -> Checkpoints:
     """The checkpoints of a run as a process that starts finds them; its copies are in `memory/`."""
-    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), identity or IDENTITY)
-    checkpoints.add_memory(MemoryCheckpointsConfig(folder=str(folder / "memory"), **{"every_steps": 1, **config}))
+    checkpoints = Checkpoints(work / "checkpoints", CheckpointConfig(), identity or IDENTITY)
+    checkpoints.add_memory(MemoryCheckpointsConfig(**{"every_steps": 1, "folder": str(work / "memory"), **config}))
     return checkpoints
 
 
