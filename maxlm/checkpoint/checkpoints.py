@@ -20,7 +20,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, multihost, orbax_logging, recovery
+from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
@@ -207,6 +207,8 @@ class Checkpoints:
         self._resumed_at = restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
+            said, self.memory.said = self.memory.said, []
+            restored = dataclasses.replace(restored, skipped=(*said, *restored.skipped))
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
@@ -215,14 +217,14 @@ class Checkpoints:
 
     def _from_memory(self, abstract_state: Any) -> Restored | None:
         """The newest state in the memory of the hosts, if it is complete and no older than the newest checkpoint."""
-        copy = self.memory.newest() if self.memory is not None else None
+        if self.memory is None:
+            return None
+        copy = self.memory.newest()
         if copy is None or copy.step < max(multihost.from_process_0(self.steps()), default=0):
             return None
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
-        try:
-            loaded = recovery.load(copy, wanted)
-        except DamagedError as error:
-            _log.warning("the copy of step %s in memory is not used: %s", copy.step, error)
+        loaded = self.memory.restore(wanted)
+        if loaded is None:
             return None
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.arrays[name] for name in wanted])
         source = "memory of peers" if loaded.sent else "memory"

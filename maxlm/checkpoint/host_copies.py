@@ -155,12 +155,11 @@ class RunFolder:
         return Draft(self.path / f"{_DRAFT}{os.getpid()}")
 
     def release(self, *, remove: bool) -> None:
-        """Give up the mark of this process; with `remove` the copies go with the last of those on this host."""
-        if self._lease is None:
-            return
-        Path(self._lease.name).unlink(missing_ok=True)
-        self._lease.close()
-        self._lease = None
+        """Give up the mark of this process, if it has one; with `remove` the copies go with the last process on this host that has."""
+        if self._lease is not None:
+            Path(self._lease.name).unlink(missing_ok=True)
+            self._lease.close()
+            self._lease = None
         if remove and not _in_use(self.path, owners=False):
             _remove(self.path)
 

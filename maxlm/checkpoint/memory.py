@@ -20,11 +20,11 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, host_copies, manifest, multihost, recovery
-from maxlm.checkpoint.errors import first_line
+from maxlm.checkpoint.errors import DamagedError, first_line
 from maxlm.checkpoint.host_copies import Layout, RunFolder, Tile
 from maxlm.checkpoint.interval import steps_between
-from maxlm.checkpoint.recovery import Found
-from maxlm.checkpoint.snapshot import Snapshots
+from maxlm.checkpoint.recovery import Found, Loaded
+from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import MemoryCheckpointsConfig
@@ -33,6 +33,7 @@ from maxlm.hardware.host import in_bytes
 _log = logging.getLogger(__name__)
 _RUN = ".memory-run"  # file beside the checkpoints: the number of the run
 _DIGITS = 7  # of each part of it that processes exchange as an integer
+_NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
 _UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
@@ -63,12 +64,14 @@ class MemoryCopies:
         self._next: int | None = None  # step of the next copy, unless the interval is given
         self._agreed = np.zeros(3, np.int32)  # as `_measured`, some copies ago: the largest of all processes
         self._searched = False
+        self._left: RunFolder | None = None  # that of an attempt before
         self._found: Found | None = None  # before the first copy
         self._ended, self._at = 0.0, 0  # when the newest copy was started, and its step
         self._measured = (0, 0, 0)  # microseconds: training was blocked, milliseconds: the copy took, microseconds: a step
+        self.said: list[str] = []  # why copies were not used
         self.blocked_s = 0.0  # for all copies together
         self.failure = ""  # of the first copy that was not written, until it is taken
-        self._failing = False
+        self._failing = self._small = False
 
     def due(self, step: int) -> bool:
         """True if a copy of the state after `step` updates is due. The same in all processes."""
@@ -82,19 +85,36 @@ class MemoryCopies:
         """The newest copy that is complete and undamaged over all processes, as it was before the first `save`; None afterwards."""
         if self._copies:
             return None
-        if not self._searched:
-            run = self._run(make=False)
-            self._searched, self._found = True, recovery.find(RunFolder(self.config.folder, run) if run else None, self._identity)
+        if not self._searched and (run := self._run(make=False)):
+            self._left = RunFolder(self.config.folder, run)
+            self._found = recovery.find(self._left, self._identity, self._say)
+        self._searched = True
         return self._found
+
+    def restore(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded | None:
+        """The arrays of `newest`, on the shardings of `wanted`; None if there is none, or if its bytes are not those that were written."""
+        found = self.newest()
+        if found is None:
+            return None
+        try:
+            return recovery.load(found, wanted, self._say)
+        except DamagedError as error:
+            self._say(f"the copy of step {found.step} in memory is not used: {error}")
+            return None
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
         """Claim the folder, and check that two copies fit. Raises ConfigError."""
         if self.config.domains is not None and len(self.config.domains) != jax.process_count():
             rule = f"names the failure domain of each process, and there are {jax.process_count()}"
             raise ConfigError("memory_checkpoints.domains", list(self.config.domains), rule, "name one for each, or remove it")
-        snapshots = self._snapshots_of(named_leaves(abstract_state))
+        needed = self._snapshots_of(named_leaves(abstract_state)).bytes_here * processes_here
         try:
-            self._check_space(self._claimed(), snapshots.bytes_here * processes_here)
+            folder = self._claimed()
+            try:
+                self._check_space(folder, needed)
+            except ConfigError:
+                self.close(remove=not folder.steps())
+                raise
         except OSError as error:
             rule = f"cannot be used ({error.strerror or first_line(error)})"
             raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of this host's memory or of its disk") from error
@@ -132,6 +152,17 @@ class MemoryCopies:
             job.put(group.tiles(copies, sent), group.bytes)
             if not fits:  # straight from the state, which the next step overwrites
                 job.wait_for_room(0)
+                self._report_small(group, snapshots.budget)
+
+    def _report_small(self, group: Group, budget: float) -> None:
+        """Report once that peers have no copy for want of device memory."""
+        if any(group.received) and not self._small:
+            self._small = True
+            self.failure = (
+                f"peers have no copy of {group.names[0]}: that takes {in_bytes(group.bytes)} on each device while a step runs, and "
+                f"{in_bytes(budget)} may be used; free device memory (memory.remat, more shards), or set memory_checkpoints.peer=false"
+            )
+            _log.warning("%s", self.failure)
 
     def take_failure(self) -> str:
         """Why a copy was not written, returned once; "" if all were, or if the reason is that of the copy before."""
@@ -143,15 +174,16 @@ class MemoryCopies:
         if self._copies:
             self._settle()
             self._remove_newer(step + 1)
-            self._next, self._complete = None, -1
+            self._next, self._complete, self._at = None, -1, -1
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
         self._settle()
-        if self._folder is not None:
+        for folder in (self._folder, self._left):
             with contextlib.suppress(OSError):
-                self._folder.release(remove=remove)
-            self._folder = None
+                if folder is not None:
+                    folder.release(remove=remove)
+        self._folder = None
 
     def _run(self, *, make: bool) -> str:
         """Number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
@@ -159,16 +191,22 @@ class MemoryCopies:
         if jax.process_index() == 0:
             try:
                 number = file.read_text().strip() if file.exists() else ""
+                if number and not _NUMBER.fullmatch(number):
+                    _log.warning("%s is damaged: copies in memory that were made before are not used", file)
+                    number = ""
                 if not number and make:
                     number = secrets.token_hex(2 * _DIGITS)
                     self._directory.mkdir(parents=True, exist_ok=True)
                     file.write_text(number)
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 _log.warning("%s: %s", file, first_line(error))
                 number = ""
-        number = number if re.fullmatch(f"[0-9a-f]{{{4 * _DIGITS}}}", number) else ""
         parts = [int(number[start : start + _DIGITS], 16) for start in range(0, len(number), _DIGITS)]
         return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        _log.warning("%s", line)
 
     def _claimed(self) -> RunFolder:
         """The folder of this run. Raises OSError, ConfigError."""
@@ -228,8 +266,12 @@ class MemoryCopies:
         """Remove copies of `step` and later ones: of steps that this run takes again."""
         folder = self._claimed()
         for number, process in folder.steps():
-            if number >= step:
-                folder.delete(number, process)
+            try:
+                if number >= step:
+                    folder.delete(number, process)
+            except OSError as error:
+                self.failure = f"the copy of step {number:,} in {folder.path} cannot be removed ({first_line(error)}): remove it"
+                _log.warning("%s", self.failure)
 
 
 class _Job:
@@ -291,6 +333,8 @@ class _Job:
             tiles, size = group
             del group
             try:
+                for _, array in tiles:
+                    array.copy_to_host_async()
                 for tile, array in tiles if draft is not None and self.error is None else ():
                     draft.add(tile, np.asarray(array))  # type: ignore[union-attr]
             except Exception as error:

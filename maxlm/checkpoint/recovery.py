@@ -4,7 +4,6 @@ All processes call `find` and `load`, and all get the same outcome.
 """
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,11 @@ from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, pars
 from maxlm.checkpoint.reader import check_leaves
 from maxlm.checkpoint.tiles import Index, bounded, overlap
 
-_log = logging.getLogger(__name__)
 _CANDIDATES = 4  # copies of a host, newest first, that are looked at
 _WORD = 4  # bytes of a content's digest that processes exchange
 _BLOCK = 16 << 20  # bytes that are sent at a time
 _THREADS = 16  # that read and verify
+Say = Callable[[str], None]
 HEALTHY = "healthy"  # entry of a data position: False where the run was not
 
 
@@ -56,11 +55,9 @@ class Loaded:
     sent: int
 
 
-def find(folder: RunFolder | None, identity: dict[str, str]) -> Found | None:
-    """The newest state of this run that the copies hold completely. Every reason that a newer one is not used is logged, in a line."""
-    if folder is None:
-        return None
-    here = _usable(folder, identity)
+def find(folder: RunFolder, identity: dict[str, str], say: Say) -> Found | None:
+    """The newest state of this run that the copies hold completely. `say` gets a line for every newer one: why it is not used."""
+    here = _usable(folder, identity, say)
     words = [np.frombuffer(content[: 2 * _WORD], np.int32) for content, _, _ in here]
     heads = np.full((_CANDIDATES, 3), -1, np.int32)
     for row, (word, (_, layout, _)) in enumerate(zip(words, here, strict=True)):
@@ -70,19 +67,17 @@ def find(folder: RunFolder | None, identity: dict[str, str]) -> Found | None:
     for candidate in candidates:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
         mine = [item for item, row in zip(here, heads, strict=False) if tuple(map(int, row)) == candidate]
-        found = _complete(mine, holders[0])
+        found = _complete(mine, holders[0], say)
         if found is not None:
             return found
-        _log.warning(
-            "the copies of step %s in memory are not used: they do not hold all of the state (%d of %d processes have one)",
-            candidate[0],
-            len(holders),
-            jax.process_count(),
+        say(
+            f"the copies of step {candidate[0]} in memory are not used: they do not hold all of the state "
+            f"({len(holders)} of {jax.process_count()} processes have one)"
         )
     return None
 
 
-def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded:
+def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loaded:
     """The arrays named in `wanted` on their shardings, verified against the digests that were computed before they were copied.
 
     Raises DamagedError: a tile has changed since `find`; CheckpointError: the state is not that of this run.
@@ -98,7 +93,7 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded:
         for name, leaf in wanted.items():
             arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(found, received, name, leaf))
     except (OSError, DamagedError) as error:
-        _log.warning("%s", error)
+        say(str(error))
         failure = True
     if multihost.max_over_processes(int(failure)):
         raise DamagedError("a copy could not be read, here or in another process")
@@ -111,7 +106,7 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded:
     return Loaded(arrays, described.data_position, sent)
 
 
-def _usable(folder: RunFolder, identity: dict[str, str]) -> list[tuple[bytes, Layout, list[HostCopy]]]:
+def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple[bytes, Layout, list[HostCopy]]]:
     """The states of which this host has copies, newest first: digest of the content, layout, copies."""
     copies, problems = folder.copies()
     states: dict[bytes, tuple[Layout, list[HostCopy]]] = {}
@@ -126,16 +121,16 @@ def _usable(folder: RunFolder, identity: dict[str, str]) -> list[tuple[bytes, La
         else:
             states.setdefault(layout.content, (layout, []))[1].append(copy)
     for problem in problems:
-        _log.warning("%s", problem)
+        say(problem)
     return [(content, layout, group) for content, (layout, group) in states.items()][:_CANDIDATES]
 
 
-def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int) -> Found | None:
+def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say) -> Found | None:
     """The state of these copies, if all tiles are undamaged in one process or another. `holder`: a process that has its layout."""
     text = mine[0][2][0].layout if mine else ""
     layout = parse(_from_process(holder, text))
     found = Found(layout, {})
-    for tile, copy in _verified([copy for _, _, group in mine for copy in group]):
+    for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
         found.here.setdefault(tile, copy)
     held = np.array([tile in found.here for tile in found.tiles], np.uint8)
     return found if bool(multihost.maximum(held).all()) else None
@@ -148,8 +143,8 @@ def _from_process(number: int, text: str) -> str:
     return multihost.maximum(np.pad(content, (0, size - content.size))).tobytes().decode()
 
 
-def _verified(copies: list[HostCopy]) -> Iterator[tuple[Tile, HostCopy]]:
-    """The tiles whose bytes are those that were written; others are logged."""
+def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
+    """The tiles whose bytes are those that were written."""
 
     def check(item: tuple[Tile, HostCopy]) -> str:
         try:
@@ -162,7 +157,7 @@ def _verified(copies: list[HostCopy]) -> Iterator[tuple[Tile, HostCopy]]:
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         problems = list(pool.map(check, items))
     for problem in dict.fromkeys(filter(None, problems)):
-        _log.warning("%s", problem)
+        say(problem)
     return (item for item, problem in zip(items, problems, strict=True) if not problem)
 
 

@@ -52,17 +52,25 @@ class Snapshots:
         named = peers.domains_of(jax.devices(), hosts, domains)
         to = peers.ring(named) if peer and len(hosts) > 1 else None
         self._moves = {name: _moves(leaf, named, to) for name, leaf in abstract.items()}
-        self.budget = _agreed_budget()
-        self.groups = [self._group(names) for names in self._grouped(min(GROUP_BYTES, self.budget / 2))]
+        self._tiles = {name: self._tiles_of(name) for name in abstract}
 
     @property
     def bytes_here(self) -> int:
         """Bytes of a copy of this process, its peer's part included."""
         return sum(
             len([*own, *(received or ())]) * self.tilings[name].elements * self._abstract[name].dtype.itemsize
-            for group in self.groups
-            for name, own, received in zip(group.names, group.own, group.received, strict=True)
+            for name, (own, received) in self._tiles.items()
         )
+
+    @functools.cached_property
+    def budget(self) -> float:
+        """Bytes that copies may take on a device. All processes ask for it first after a step has run, whose memory is then known."""
+        return _agreed_budget()
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The leaves in groups, the same in all processes."""
+        return [self._group(names) for names in self._grouped(min(GROUP_BYTES, self.budget / 2))]
 
     def _grouped(self, most: float) -> list[list[str]]:
         groups: list[list[str]] = []
@@ -78,17 +86,18 @@ class Snapshots:
     def _device_bytes(self, name: str) -> int:
         return self.tilings[name].elements * self._abstract[name].dtype.itemsize * (1 + (self._moves[name] is not None))
 
+    def _tiles_of(self, name: str) -> tuple[Placed, Placed | None]:
+        """The tiles of a leaf that this process keeps: its own, and those that are sent to it and that it lacks."""
+        leaf, tiling, moves = self._abstract[name], self.tilings[name], self._moves[name]
+        own = _placed(leaf, tiling, None)
+        held = {tile for _, tile in own}
+        return own, None if moves is None else [place for place in _placed(leaf, tiling, dict(moves)) if place[1] not in held]
+
     def _group(self, names: list[str]) -> Group:
-        own, received = [], []
-        for name in names:
-            mine = _placed(self._abstract[name], self.tilings[name], None)
-            own.append(mine)
-            moves, held = self._moves[name], {tile for _, tile in mine}
-            arriving = None if moves is None else _placed(self._abstract[name], self.tilings[name], dict(moves))
-            received.append(None if arriving is None else [place for place in arriving if place[1] not in held])
-        leaves = [self._abstract[name] for name in names]
-        program = _program(tuple(leaf.sharding for leaf in leaves), tuple(_frozen(self._moves[name]) for name in names))
-        return Group(tuple(names), tuple(own), tuple(received), sum(map(self._device_bytes, names)), program)
+        own, received = zip(*(self._tiles[name] for name in names), strict=True)
+        moves = tuple(_frozen(self._moves[name]) for name in names)
+        program = _program(tuple(self._abstract[name].sharding for name in names), moves)
+        return Group(tuple(names), own, received, sum(map(self._device_bytes, names)), program)
 
 
 def _agreed_budget() -> float:
