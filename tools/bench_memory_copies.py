@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,60 +64,70 @@ def make_step(seconds: float, state: Any) -> Step:
     return jax.jit(lambda state: step(state, products), donate_argnums=0)
 
 
-def run_round(checkpoints: Checkpoints, step: Step, state: Any, number: int, steps: int, every: int) -> tuple[Any, float, float]:
-    """(state, seconds of `steps` steps, seconds of it inside `save`)."""
+class Round(NamedTuple):
+    """Figures of a round of steps, in seconds."""
+
+    wall: float
+    blocked: float  # inside `save`
+    cpu: float  # of the main thread inside `save`, which other programs on the machine do not change
+
+
+def run_round(checkpoints: Checkpoints, step: Step, state: Any, number: int, steps: int, every: int) -> tuple[Any, Round]:
+    """State after `steps` steps, and what they took."""
     assert checkpoints.memory is not None
-    blocked, before = checkpoints.memory.blocked_s, None
+    blocked, cpu, before = checkpoints.memory.blocked_s, 0.0, None
     began = time.perf_counter()
     for done in range(number, number + steps):
         if every and done % every == 0:
+            cpu -= time.thread_time()
             checkpoints.memory.save(done, state, {"next_step": done})
+            cpu += time.thread_time()
         state, figure = step(state)
         if before is not None:
             float(before)
         before = figure
     jax.block_until_ready(state)
-    return state, time.perf_counter() - began, checkpoints.memory.blocked_s - blocked
+    return state, Round(time.perf_counter() - began, checkpoints.memory.blocked_s - blocked, cpu)
 
 
 def measure(checkpoints: Checkpoints, megabytes: float, step_ms: float, steps: int) -> dict[str, Any]:
     """Medians over rounds."""
     state = make_state(megabytes)
     step = make_step(step_ms / 1e3, state)
-    seconds: dict[int, list[float]] = {every: [] for every in EVERY}
-    blocked: dict[int, list[float]] = {every: [] for every in EVERY}
+    rounds: dict[int, list[Round]] = {every: [] for every in EVERY}
     number = 0
     for counted in range(-1, ROUNDS):
         for every in EVERY:
             length = steps if counted >= 0 else 8
-            state, took, inside = run_round(checkpoints, step, state, number, length, every)
+            state, figures = run_round(checkpoints, step, state, number, length, every)
             number += length
             if counted >= 0:
-                seconds[every].append(took / steps)
-                blocked[every].append(inside / steps)
-    plain = statistics.median(seconds[0])
-    result: dict[str, Any] = {"megabytes": megabytes, "device": jax.devices()[0].device_kind, "step_ms": round(plain * 1e3, 2)}
+                rounds[every].append(figures)
+    plain = statistics.median(one.wall for one in rounds[0])
+    result: dict[str, Any] = {"megabytes": megabytes, "device": jax.devices()[0].device_kind, "step_ms": round(plain / steps * 1e3, 2)}
+    result["cpu_ms_a_copy"] = round(statistics.median(one.cpu for one in rounds[1]) / steps * 1e3, 3)
     for every in EVERY[1:]:
-        result[f"blocked_every_{every}"] = round(statistics.median(blocked[every]) / plain, 5)
-        slower = [with_copies / without - 1 for with_copies, without in zip(seconds[every], seconds[0], strict=True)]
+        result[f"blocked_every_{every}"] = round(statistics.median(one.blocked for one in rounds[every]) / plain, 5)
+        slower = [with_copies.wall / without.wall - 1 for with_copies, without in zip(rounds[every], rounds[0], strict=True)]
         result[f"slower_every_{every}"] = round(statistics.median(slower), 5)
-    return result | restores(checkpoints, state, number)
+    return result | restores(checkpoints, step, state, number)
 
 
-def restores(checkpoints: Checkpoints, state: Any, number: int) -> dict[str, float]:
-    """Seconds to restore the same state from a checkpoint and from memory, each once it has been done before."""
+def restores(checkpoints: Checkpoints, step: Step, state: Any, number: int) -> dict[str, float]:
+    """Seconds to restore a state from a checkpoint and from memory, each once it has been done before."""
     assert checkpoints.memory is not None
     checkpoints.save(number, state, {"next_step": number})
     checkpoints.wait()
+    state, _ = step(state)
     checkpoints.memory.save(number + 1, state, {"next_step": number + 1})
     checkpoints.memory.close(remove=False)
     result = {}
-    for name, step in (("checkpoint", number), ("memory", None)):
+    for name, exactly in (("checkpoint", number), ("memory", None)):
         for _ in range(2):
-            if step is None:
+            if exactly is None:
                 checkpoints.add_memory(checkpoints.memory.config)
             began = time.perf_counter()
-            restored = checkpoints.restore(state, step)
+            restored = checkpoints.restore(state, exactly)
             jax.block_until_ready(restored.state)
             result[f"restore_{name}_s"] = round(time.perf_counter() - began, 3)
             assert restored.source == name, restored.source

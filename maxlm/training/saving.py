@@ -35,9 +35,14 @@ class Saving:
         self._failure_reported = False  # of the newest save
 
     def save_if_due(self, step: int, state: TrainState) -> None:
-        """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once."""
+        """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once. Copy it to
+        memory if that is due.
+        """
         self.poll()
-        self._copy_if_due(step, state)
+        self._save_if_due(step, state)
+        self._copy_if_due(step, state)  # last: what it says of the run's health is then that of the checkpoint
+
+    def _save_if_due(self, step: int, state: TrainState) -> None:
         if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
             return
         problem = self.check(state)
