@@ -37,7 +37,7 @@ _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
 _UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
-_Group = tuple[list[tuple[Tile, jax.Array]], int]  # tiles that this process keeps, and their bytes on a device
+_Arrays = Sequence[jax.Array | None]
 
 
 class MemoryCopies:
@@ -107,7 +107,11 @@ class MemoryCopies:
         if self.config.domains is not None and len(self.config.domains) != jax.process_count():
             rule = f"names the failure domain of each process, and there are {jax.process_count()}"
             raise ConfigError("memory_checkpoints.domains", list(self.config.domains), rule, "name one for each, or remove it")
-        needed = self._snapshots_of(named_leaves(abstract_state)).bytes_here * processes_here
+        try:
+            needed = self._snapshots_of(named_leaves(abstract_state)).bytes_here * processes_here
+        except ValueError as error:
+            fix = "name domains of at most half of the processes each, or write false"
+            raise ConfigError("memory_checkpoints.peer", self.config.peer, f"finds no peer for each process: {error}", fix) from error
         try:
             folder = self._claimed()
             try:
@@ -126,7 +130,8 @@ class MemoryCopies:
         """
         began = time.monotonic()
         self._settle()
-        leaves = named_leaves(state)
+        known = self._snapshots
+        leaves = named_leaves(state) if known is None else dict(zip(known.kinds, jax.tree.leaves(state), strict=True))
         snapshots = self._snapshots_of(leaves)
         if self._copies == 0:
             self._remove_newer(step)
@@ -135,7 +140,7 @@ class MemoryCopies:
         job = self._job = _Job(self._claimed(), step, agreed)
         try:
             self._start(job, snapshots, leaves)
-            job.finish(digest.start(leaves), leaves, snapshots, self._identity, position)
+            job.finish(digest.start(leaves), snapshots, self._identity, position)
         except Exception as error:  # any, such as a lack of device memory: training goes on without the copy
             job.abandon(error)
         self._next = step + self._gap()
@@ -149,7 +154,7 @@ class MemoryCopies:
             job.wait_for_room(snapshots.budget - group.bytes)
             taken = tuple(leaves[name] for name in group.names)
             copies, sent = group.program(taken) if fits else (taken, (None,) * len(taken))
-            job.put(group.tiles(copies, sent), group.bytes)
+            job.put(group, copies, sent)
             if not fits:  # straight from the state, which the next step overwrites
                 job.wait_for_room(0)
                 self._report_small(group, snapshots.budget)
@@ -237,7 +242,8 @@ class MemoryCopies:
 
     def _time_step(self, step: int, now: float) -> None:
         if self._copies:
-            self._measured = (*self._measured[:2], int(min((now - self._ended) / max(step - self._at, 1), 2e3) * 1e6))
+            a_step = min((now - self._ended) / max(step - self._at, 1), 2e3)
+            self._measured = (*self._measured[:2], max(int(a_step * 1e6), 1))
 
     def _settle(self) -> None:
         """Wait for the copy that is being written."""
@@ -278,7 +284,7 @@ class _Job:
     """One copy: groups of tiles that the main thread has started to copy, and the thread that writes them."""
 
     def __init__(self, folder: RunFolder, step: int, agreed: Any) -> None:
-        self.step, self._groups = step, SimpleQueue[_Group | None]()
+        self.step, self._groups = step, SimpleQueue[tuple[Group, Sequence[jax.Array], _Arrays] | None]()
         self.error: Exception | None = None
         self.seconds = 0.0
         self._folder, self._agreed = folder, agreed
@@ -287,25 +293,22 @@ class _Job:
         self._thread = threading.Thread(target=self._work, name="maxlm-memory-copy", daemon=True)
         self._thread.start()
 
-    def finish(
-        self, sums: digest.Sums, leaves: dict[str, Any], snapshots: Snapshots, identity: dict[str, str], position: dict[str, Any]
-    ) -> None:
+    def finish(self, sums: digest.Sums, snapshots: Snapshots, identity: dict[str, str], position: dict[str, Any]) -> None:
         """All groups are queued: complete the copy once they are written."""
-        kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}
 
         def layout() -> str:
             done = digest.fetch(sums)
-            described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
+            described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in snapshots.kinds.items()}
             return Layout(manifest.Manifest(self.step, identity, position, described), snapshots.tilings).to_text()
 
         self._finish = layout
         self._groups.put(None)
 
-    def put(self, tiles: list[tuple[Tile, jax.Array]], size: int) -> None:
-        """Queue a group, which takes `size` bytes of a device until it is fetched."""
+    def put(self, group: Group, copies: Sequence[jax.Array], sent: _Arrays) -> None:
+        """Queue a group, which takes memory of the devices until it is fetched."""
         with self._changed:
-            self._on_device += size
-        self._groups.put((tiles, size))
+            self._on_device += group.bytes
+        self._groups.put((group, copies, sent))
 
     def abandon(self, error: Exception) -> None:
         """No more groups come, and the copy is not completed."""
@@ -329,17 +332,14 @@ class _Job:
             draft = self._folder.draft()
         except Exception as error:  # any: training goes on without the copy
             self.error = error
-        while (group := self._groups.get()) is not None:
-            tiles, size = group
-            del group
+        while (queued := self._groups.get()) is not None:
+            size = queued[0].bytes
             try:
-                for _, array in tiles:
-                    array.copy_to_host_async()
-                for tile, array in tiles if draft is not None and self.error is None else ():
-                    draft.add(tile, np.asarray(array))  # type: ignore[union-attr]
+                if draft is not None and self.error is None:
+                    _write(draft, queued[0].tiles(*queued[1:]))
             except Exception as error:
                 self.error = error
-            del tiles
+            del queued  # and with it the arrays
             with self._changed:
                 self._on_device -= size
                 self._changed.notify_all()
@@ -359,6 +359,14 @@ class _Job:
         for step, process in steps:
             if step < kept or (step != kept and process == jax.process_index()):
                 self._folder.delete(step, process)
+
+
+def _write(draft: host_copies.Draft, tiles: list[tuple[Tile, jax.Array]]) -> None:
+    """Bring tiles to the host, and write them. Raises OSError."""
+    for _, array in tiles:
+        array.copy_to_host_async()
+    for tile, array in tiles:
+        draft.add(tile, np.asarray(array))
 
 
 def _available_memory() -> int | None:

@@ -37,8 +37,9 @@ class Group:
         found = []
         for name, own, received, copy, arrived in zip(self.names, self.own, self.received, copies, sent, strict=True):
             for placed, array in ((own, copy), (received, arrived)):
-                shards = {shard.device: shard.data for shard in array.addressable_shards} if placed and array is not None else {}
-                found += [((name, tile), shards[device]) for device, tile in placed or ()]
+                if placed and array is not None:
+                    shards = {shard.device: shard.data for shard in array.addressable_shards}
+                    found += [((name, tile), shards[device]) for device, tile in placed]
         return found
 
 
@@ -48,6 +49,7 @@ class Snapshots:
     def __init__(self, abstract: Mapping[str, Any], hosts: Sequence[str], domains: Sequence[int] | None, *, peer: bool) -> None:
         """`abstract`: the leaves with their shardings; `hosts`: the host of each process; `peer`: send a copy to another domain."""
         self.tilings = {name: Tiling.of(leaf) for name, leaf in abstract.items()}
+        self.kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in abstract.items()}
         self._abstract = abstract
         named = peers.domains_of(jax.devices(), hosts, domains)
         to = peers.ring(named) if peer and len(hosts) > 1 else None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from checkpoint_cases import IDENTITY, bits, layout, make_state
 
-from maxlm.checkpoint import Checkpoints, host_copies, peers
+from maxlm.checkpoint import Checkpoints, host_copies, peers, snapshot
 from maxlm.checkpoint.interval import daly, steps_between
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError
@@ -82,6 +82,23 @@ def test_two_copies_are_kept_and_nobody_else_may_read_them(crashed):
     assert entries(folder) == ["5-0", "6-0"], "4 went when 5 was complete in all processes"
     for path in (folder / "memory").rglob("*"):
         assert path.is_dir() <= (path.stat().st_mode & 0o077 == 0)
+
+
+@pytest.mark.parametrize("budget", [2000, 300])
+def test_where_device_memory_is_short_the_state_is_copied_in_parts(tmp_path, monkeypatch, budget):
+    """In 2000 bytes of a device several groups fit; in 300 the largest leaf does not, and is fetched before the next step overwrites it."""
+    monkeypatch.setattr(snapshot, "_agreed_budget", lambda: budget)
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    checkpoints, state, expected = opened(tmp_path), state_of(0), []
+    for number in range(3):
+        expected = bits(state)
+        checkpoints.memory.save(number, state, {"next_step": number})
+        state = step(state)
+    checkpoints.memory.close(remove=False)
+    assert not checkpoints.memory.take_failure()
+    restored = opened(tmp_path).restore(state_of(99))
+    assert (restored.step, restored.source) == (2, "memory")
+    assert bits(restored.state) == expected
 
 
 def flip(path: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 from small_run import environment, free_port
 
 PROGRAM = """
-import json, logging, pathlib, shutil, sys
+import json, logging, pathlib, re, shutil, sys
 import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import Checkpoints
-from maxlm.checkpoint.memory import MemoryCopies
+from maxlm.checkpoint.snapshot import Snapshots
+from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
 
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
@@ -52,6 +53,11 @@ def restored(name, fsdp=8):
 
 
 report = {}
+leaves = named_leaves(numbers(0))
+(group,) = Snapshots(leaves, ("host0", "host1"), None, peer=True).groups
+compiled = group.program.lower(tuple(leaves[name] for name in group.names)).compile().as_text()
+operations = re.findall(r" ([a-z-]+)[(]", compiled)
+report["collectives"] = [one for one in operations if one.startswith(("all-", "collective-", "reduce-"))]
 for name, peer in (("peer", True), ("alone", False)):
     checkpoints = opened(name, peer)
     checkpoints.memory.prepare(numbers(0), 1)
@@ -123,6 +129,11 @@ def test_all_processes_restore_the_newest_step_that_the_hosts_hold_together(repo
 def test_without_a_common_step_the_copies_are_not_used(reports):
     assert [report["nothing in common"] for report in reports] == [None, None]
     assert "do not hold all of the state (1 of 2 processes have one)" in reports[0]["said"]
+
+
+def test_each_leaf_that_is_sent_is_one_permute_of_the_compiled_program(reports):
+    """The scalar lies on both hosts already."""
+    assert [report["collectives"] for report in reports] == [["collective-permute"] * 2] * 2
 
 
 def test_a_peer_gets_only_what_it_lacks(reports):
