@@ -8,27 +8,25 @@ import contextlib
 import logging
 import re
 import secrets
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, manifest, multihost, recovery
+from maxlm.checkpoint import digest, host_copies, multihost, recovery
+from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, first_line
-from maxlm.checkpoint.host_copies import Layout, RunFolder, Tile
+from maxlm.checkpoint.host_copies import RunFolder
 from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import MemoryCheckpointsConfig
-from maxlm.hardware.host import in_bytes
+from maxlm.hardware.host import available_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
 _RUN = ".memory-run"  # file beside the checkpoints: the number of the run
@@ -37,7 +35,6 @@ _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
 _UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
-_Arrays = Sequence[jax.Array | None]
 
 
 class MemoryCopies:
@@ -58,7 +55,7 @@ class MemoryCopies:
         self._owner = owner
         self._folder: RunFolder | None = None
         self._snapshots: Snapshots | None = None
-        self._job: _Job | None = None
+        self._job: CopyJob | None = None
         self._complete = -1  # step of the newest complete copy of this attempt
         self._copies = 0
         self._next: int | None = None  # step of the next copy, unless the interval is given
@@ -137,7 +134,7 @@ class MemoryCopies:
             self._remove_newer(step)
         self._time_step(step, began)
         agreed = multihost.start_maximum(np.array([-self._complete, *self._measured], np.int32))
-        job = self._job = _Job(self._claimed(), step, agreed)
+        job = self._job = CopyJob(self._claimed(), step, agreed)
         try:
             self._start(job, snapshots, leaves)
             job.finish(digest.start(leaves), snapshots, self._identity, position)
@@ -148,7 +145,7 @@ class MemoryCopies:
         self._measured = (int(min(self._ended - began, 2e3) * 1e6), *self._measured[1:])
         self.blocked_s += self._ended - began
 
-    def _start(self, job: "_Job", snapshots: Snapshots, leaves: dict[str, Any]) -> None:
+    def _start(self, job: CopyJob, snapshots: Snapshots, leaves: dict[str, Any]) -> None:
         for group in snapshots.groups:
             fits = group.bytes <= snapshots.budget
             job.wait_for_room(snapshots.budget - group.bytes)
@@ -235,8 +232,8 @@ class MemoryCopies:
             rule = f"has {in_bytes(free)} free, and {_COMPLETE} copies of {in_bytes(needed)} must fit, one complete and one being written"
             fix = "enlarge it (for /dev/shm: mount -o remount,size=..., docker run --shm-size), or name a folder of a local disk"
             raise ConfigError(host_copies.FIELD, self.config.folder, rule, fix)
-        available = _available_memory()
-        if _in_memory(folder.path) and available is not None and (_COMPLETE + 1) * needed > available:
+        available = available_memory()
+        if in_memory(folder.path) and available is not None and (_COMPLETE + 1) * needed > available:
             rule = f"is memory, of which {in_bytes(available)} are available, and copies take up to {in_bytes((_COMPLETE + 1) * needed)}"
             raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
 
@@ -278,110 +275,3 @@ class MemoryCopies:
             except OSError as error:
                 self.failure = f"the copy of step {number:,} in {folder.path} cannot be removed ({first_line(error)}): remove it"
                 _log.warning("%s", self.failure)
-
-
-class _Job:
-    """One copy: groups of tiles that the main thread has started to copy, and the thread that writes them."""
-
-    def __init__(self, folder: RunFolder, step: int, agreed: Any) -> None:
-        self.step, self._groups = step, SimpleQueue[tuple[Group, Sequence[jax.Array], _Arrays] | None]()
-        self.error: Exception | None = None
-        self.seconds = 0.0
-        self._folder, self._agreed = folder, agreed
-        self._on_device, self._changed = 0, threading.Condition()
-        self._finish: Any = None
-        self._thread = threading.Thread(target=self._work, name="maxlm-memory-copy", daemon=True)
-        self._thread.start()
-
-    def finish(self, sums: digest.Sums, snapshots: Snapshots, identity: dict[str, str], position: dict[str, Any]) -> None:
-        """All groups are queued: complete the copy once they are written."""
-
-        def layout() -> str:
-            done = digest.fetch(sums)
-            described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in snapshots.kinds.items()}
-            return Layout(manifest.Manifest(self.step, identity, position, described), snapshots.tilings).to_text()
-
-        self._finish = layout
-        self._groups.put(None)
-
-    def put(self, group: Group, copies: Sequence[jax.Array], sent: _Arrays) -> None:
-        """Queue a group, which takes memory of the devices until it is fetched."""
-        with self._changed:
-            self._on_device += group.bytes
-        self._groups.put((group, copies, sent))
-
-    def abandon(self, error: Exception) -> None:
-        """No more groups come, and the copy is not completed."""
-        self.error = error
-        self._groups.put(None)
-
-    def wait_for_room(self, most: float) -> None:
-        """Wait until earlier groups take no more than `most` bytes of a device."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._on_device <= max(most, 0))
-
-    def join(self) -> np.ndarray:
-        """Wait for the end of the copy. Returns the figures on which all processes agree."""
-        self._thread.join()
-        return multihost.fetched(self._agreed)
-
-    def _work(self) -> None:
-        began, draft = time.monotonic(), None
-        try:
-            self._remove_older(-int(multihost.fetched(self._agreed)[0]))
-            draft = self._folder.draft()
-        except Exception as error:  # any: training goes on without the copy
-            self.error = error
-        while (queued := self._groups.get()) is not None:
-            size = queued[0].bytes
-            try:
-                if draft is not None and self.error is None:
-                    _write(draft, queued[0].tiles(*queued[1:]))
-            except Exception as error:
-                self.error = error
-            del queued  # and with it the arrays
-            with self._changed:
-                self._on_device -= size
-                self._changed.notify_all()
-        try:
-            if draft is not None and self.error is None:
-                draft.commit(self._finish(), f"{self.step}-{jax.process_index()}")
-        except Exception as error:
-            self.error = error
-        if self.error is not None and draft is not None:
-            draft.discard()
-        self.seconds = time.monotonic() - began
-
-    def _remove_older(self, common: int) -> None:
-        """Keep one complete copy: of step `common`, the newest that every process has, or else the newest of this host."""
-        steps = self._folder.steps()
-        kept = common if common >= 0 else max((step for step, _ in steps), default=-1)
-        for step, process in steps:
-            if step < kept or (step != kept and process == jax.process_index()):
-                self._folder.delete(step, process)
-
-
-def _write(draft: host_copies.Draft, tiles: list[tuple[Tile, jax.Array]]) -> None:
-    """Bring tiles to the host, and write them. Raises OSError."""
-    for _, array in tiles:
-        array.copy_to_host_async()
-    for tile, array in tiles:
-        draft.add(tile, np.asarray(array))
-
-
-def _available_memory() -> int | None:
-    """Bytes of memory that could be given to programs now; None if the system does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _in_memory(folder: Path) -> bool:
-    """True if `folder` lies on a file system in memory."""
-    with contextlib.suppress(OSError):
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        inside = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
-        return max(inside)[1] in ("tmpfs", "ramfs") if inside else False
-    return False

@@ -35,7 +35,9 @@ def start_maximum(values: np.ndarray) -> Any:
     rows, everywhere = _one_device_a_process()
     mine = jax.device_put(values[None], rows.mesh.local_devices[0])
     whole = jax.make_array_from_single_device_arrays((jax.process_count(), *values.shape), rows, [mine])
-    return _largest(everywhere)(whole)
+    assert isinstance(everywhere.mesh, Mesh), "of devices"
+    with jax.set_mesh(everywhere.mesh):  # training may have set its own
+        return _largest(everywhere)(whole)
 
 
 def fetched(started: Any) -> np.ndarray:

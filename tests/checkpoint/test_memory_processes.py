@@ -61,8 +61,9 @@ report["collectives"] = [one for one in operations if one.startswith(("all-", "c
 for name, peer in (("peer", True), ("alone", False)):
     checkpoints = opened(name, peer)
     checkpoints.memory.prepare(numbers(0), 1)
-    for step in (1, 2, 3):
-        checkpoints.memory.save(step, numbers(step), {"next_step": step})
+    with jax.set_mesh(meshes[8]):  # as in training
+        for step in (1, 2, 3):
+            checkpoints.memory.save(step, numbers(step), {"next_step": step})
     checkpoints.memory.close(remove=False)
     report[f"{name} bytes"] = [sum(f.stat().st_size for f in folder.glob("data")) for folder in copies(name, 3)]
 report["both"] = restored("peer")
