@@ -52,6 +52,13 @@ def restored(name, fsdp=8):
     return [found.step, found.source, all(jax.tree.leaves(same)), found.data_position]
 
 
+def flip_first_bit_on_host0():
+    for folder in copies("peer", 3) if rank == 0 else ():
+        content = bytearray((folder / "data").read_bytes())
+        content[0] ^= 1
+        (folder / "data").write_bytes(content)
+
+
 report = {}
 leaves = named_leaves(numbers(0))
 (group,) = Snapshots(leaves, ("host0", "host1"), None, peer=True).groups
@@ -67,14 +74,14 @@ for name, peer in (("peer", True), ("alone", False)):
     checkpoints.memory.close(remove=False)
     report[f"{name} bytes"] = [sum(f.stat().st_size for f in folder.glob("data")) for folder in copies(name, 3)]
 report["both"] = restored("peer")
+flip_first_bit_on_host0()
+report["damaged tile"] = restored("peer")
+flip_first_bit_on_host0()
 if rank == 1:
     shutil.rmtree(mine / "peer")  # a fresh host
 report["fresh host"] = restored("peer")
 report["fresh host, other mesh"] = restored("peer", 2)
-for folder in copies("peer", 3) if rank == 0 else ():
-    content = bytearray((folder / "data").read_bytes())
-    content[0] ^= 1
-    (folder / "data").write_bytes(content)
+flip_first_bit_on_host0()
 report["no other copy of a tile"] = restored("peer")
 if rank == 1:
     for folder in copies("alone", 3):
@@ -117,6 +124,7 @@ def reports(tmp_path_factory) -> list[dict]:
     ("case", "step", "source"),
     [
         ("both", 3, "memory"),
+        ("damaged tile", 3, "memory of peers"),
         ("fresh host", 3, "memory of peers"),
         ("fresh host, other mesh", 3, "memory of peers"),
         ("no other copy of a tile", 2, "memory of peers"),
