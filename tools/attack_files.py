@@ -1,12 +1,12 @@
-"""Damage token stores and checkpoints in many ways, and check that no damage goes unnoticed.
+"""Damage token stores, checkpoints and copies in memory in many ways, and check that no damage goes unnoticed.
 
     python tools/attack_files.py [--trials 2000] [--seed 0] [--directory DIR]
 
-Every trial damages one file or folder of a small store or of the newest of three checkpoints, reads everything in this process, and puts
-the files back. Outcomes: `noticed` (one line names the damage; an older checkpoint was restored to the bit), `harmless` (everything
-read equals what was written), `silent` (different content was read without an error) and `traceback` (an error of another kind). Exit code
-1 if any trial was silent or a traceback. Two things are not damage, since users do them: deleting a checkpoint, and starting a run from
-the checkpoint of another.
+Every trial damages one file or folder of a small store, of the newest of three checkpoints or of the newer of two copies in memory, reads
+everything in this process, and puts the files back. Outcomes: `noticed` (one line names the damage; an older state was restored to the
+bit), `harmless` (everything read equals what was written), `silent` (different content was read without an error) and `traceback` (an error
+of another kind). Exit code 1 if any trial was silent or a traceback. Two things are not damage, since users do them: deleting a
+checkpoint, and starting a run from the checkpoint of another.
 """
 
 import collections
@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import transient
 from maxlm.config.errors import UserError
-from maxlm.config.schema import CheckpointConfig, DataConfig
+from maxlm.config.schema import CheckpointConfig, DataConfig, MemoryCheckpointsConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe
@@ -150,31 +150,56 @@ def checkpoint_target(folder: Path) -> Target:
     """Three checkpoints; the one restored must equal what was saved under that step, and be the last unless a reason is given."""
     make_checkpoints(folder / "checkpoints", 0)
     make_checkpoints(folder / "other-checkpoints", 1)
-    states = {step: bits(make_state(step, 0)) for step in STEPS}
-    like = make_state(0, 0)
 
     def read() -> tuple[str, str]:
-        checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=3), {"model.d_model": "32"})
-        try:
-            restored = checkpoints.restore(like)
-        except UserError as error:
-            return ("noticed" if "\n" not in str(error) else "traceback"), str(error)
-        reason = "; ".join(restored.skipped)
-        if bits(restored.state) != states.get(restored.step) or restored.data_position != {"next_step": restored.step}:
-            return "silent", f"step {restored.step} is not what was saved; {reason}"
-        if restored.step != STEPS[-1] and not reason:
-            return "silent", f"step {restored.step} was restored without a reason"
-        return ("noticed", reason) if reason else ("harmless", "")
+        return _restored(Checkpoints(folder / "checkpoints", CheckpointConfig(keep=3), {"model.d_model": "32"}))
 
     return Target("checkpoint", folder / "checkpoints", folder / "other-checkpoints", read)
+
+
+def _restored(checkpoints: Checkpoints) -> tuple[str, str]:
+    """Outcome and reason of a restore."""
+    try:
+        restored = checkpoints.restore(make_state(0, 0))
+    except UserError as error:
+        return ("noticed" if "\n" not in str(error) else "traceback"), str(error)
+    reason = "; ".join(restored.skipped)
+    if restored.step not in STEPS or bits(restored.state) != bits(make_state(restored.step, 0)):
+        return "silent", f"step {restored.step} is not what was saved; {reason}"
+    if restored.data_position != {"next_step": restored.step}:
+        return "silent", f"step {restored.step} has another data position; {reason}"
+    if restored.step != STEPS[-1] and not reason:
+        return "silent", f"step {restored.step} was restored without a reason"
+    return ("noticed", reason) if reason else ("harmless", "")
+
+
+def memory_target(folder: Path) -> Target:
+    """Two copies in memory, and a checkpoint of an older step; the state restored must be the last, unless a reason is given."""
+    identity = {"model.d_model": "32"}
+
+    def opened(name: str) -> Checkpoints:
+        checkpoints = Checkpoints(folder / name, CheckpointConfig(keep=3), identity)
+        checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=1, folder=str(folder / f"{name}-memory")))
+        return checkpoints
+
+    for seed, name in enumerate(("copied", "other-copied")):
+        checkpoints = opened(name)
+        assert checkpoints.memory is not None, "added"
+        checkpoints.save(STEPS[0], make_state(STEPS[0], seed), {"next_step": STEPS[0]})
+        checkpoints.wait()
+        for step in STEPS[1:]:
+            checkpoints.memory.save(step, make_state(step, seed), {"next_step": step})
+        checkpoints.memory.close(remove=False)
+    (root,), (other,) = ((folder / f"{name}-memory").glob("*/*") for name in ("copied", "other-copied"))
+    return Target("memory", root, other, lambda: _restored(opened("copied")))
 
 
 # --- kinds of damage: each changes a file or folder below `root` and returns a description
 
 
 def files_of(target: Target) -> list[Path]:
-    """The files of the store, or of the newest checkpoint."""
-    root = target.root / str(STEPS[-1]) if target.name == "checkpoint" else target.root
+    """The files of the store, or of the newest checkpoint or copy."""
+    root = target.root / {"checkpoint": f"{STEPS[-1]}", "memory": f"{STEPS[-1]}-0"}.get(target.name, "")
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
@@ -273,6 +298,8 @@ def foreign(target: Target, chance: random.Random) -> str:
     sources = [target.other / relative]
     if target.name == "checkpoint":
         sources += [root / str(step) / Path(*relative.parts[1:]) for root in (target.root, target.other) for step in STEPS[:-1]]
+    if target.name == "memory":
+        sources += [root / f"{STEPS[-2]}-0" / path.name for root in (target.root, target.other)]
     existing = [source for source in sources if source.is_file() and source != path]
     if not existing:  # array files have names of their own
         existing = [source for source in sorted(target.other.rglob("*")) if source.is_file() and source.parent.name == path.parent.name]
@@ -345,10 +372,11 @@ def no_right(target: Target, chance: random.Random) -> str:
     return f"{path} may not be read"
 
 
-DAMAGES = (
-    *(flip_bit, flip_bit, flip_bit, truncate, delete, delete_folder, swap, zero_block, grow, edit_json, edit_json, foreign, foreign),
-    *(foreign_folder, rename_folder, duplicate, replace_by_folder, replace_by_link, no_right),
+OF_FILES = (
+    *(flip_bit, flip_bit, flip_bit, truncate, delete, swap, zero_block, grow, edit_json, edit_json, foreign, foreign),
+    *(replace_by_folder, replace_by_link, no_right),
 )
+OF_FOLDERS = (delete_folder, foreign_folder, rename_folder, duplicate)
 
 
 # --- the trials
@@ -370,13 +398,15 @@ def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], No
     """Run the trials; one row each: `target damage outcome what reason`."""
     rows = []
     with small_shards():
-        targets = [store_target(directory), checkpoint_target(directory)]
+        targets = [store_target(directory), checkpoint_target(directory), memory_target(directory)]
         for target in targets:
             assert target.read() == ("harmless", ""), f"the undamaged {target.name} is not read: {target.read()}"
             shutil.copytree(target.root, directory / "undamaged" / target.name)
         for number in range(trials):
             chance = random.Random(f"{seed} {number}")
-            target, damage = targets[number % 2], DAMAGES[number // 2 % len(DAMAGES)]
+            target = targets[number % len(targets)]
+            damages = OF_FILES if target.name == "memory" else OF_FILES + OF_FOLDERS  # a copy is two files
+            damage = damages[number // len(targets) % len(damages)]
             what = damage(target, chance)
             try:
                 outcome, reason = target.read()

@@ -11,7 +11,7 @@ import errno
 import json
 import logging
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
+from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
+from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
-from maxlm.config.schema import CheckpointConfig
+from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
 from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Restored:
     state: Any
     data_position: dict[str, Any]
     skipped: tuple[str, ...] = ()
+    source: str = "checkpoint"  # or "memory", or "memory of peers" where a process had lost its part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,29 +85,39 @@ class Checkpoints:
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
+        self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
+
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
+        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
         return self._listed()[0]
 
     def latest(self, unfit: Container[int] = ()) -> int | None:
-        """Step of the newest committed checkpoint that process 0 sees, but for the `unfit`, or None; if there are only strays, the log
-        says so.
+        """Step of the newest committed checkpoint that process 0 sees, or of a newer copy in memory, but for the `unfit`, or None; if there
+        are only strays, the log says so.
         """
         steps, strays = self._listed()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        fit = [step for step in multihost.from_process_0(steps) if step not in unfit]
-        return max(fit, default=None)  # a process that sees none would begin anew beside those that restore
+        steps = self._fit(steps, unfit)
+        copy = self._newer_copy(steps, unfit)
+        return max(steps, default=None) if copy is None else copy.step
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
         return self._listed()[1]
 
     def positions(self) -> dict[int, dict[str, Any]]:
-        """Step -> data position of every checkpoint whose manifest process 0 can read. Raises UnreachableError."""
+        """Step -> data position of every checkpoint whose manifest process 0 can read, and of a copy in memory of another step.
+
+        Raises UnreachableError.
+        """
         self._settle()
-        found = {}
+        copy = self.memory.newest() if self.memory is not None else None
+        found = {} if copy is None else {copy.step: copy.layout.described.data_position}
         for step in self.steps() if jax.process_index() == 0 else ():
             with contextlib.suppress(CheckpointError, DamagedError, OSError):  # reported when it is restored
                 found[step] = manifest.read(self.directory / str(step)).data_position
@@ -193,9 +206,11 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the background threads."""
+        """Wait as `wait` does, and end the background threads. Once all is saved, the copies in memory go."""
         try:
             self.wait()
+            if self.memory is not None:
+                self.memory.close()
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -211,13 +226,44 @@ class Checkpoints:
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        restored = self._restore(abstract_state, step, self._identity, unfit or {})
+        restored = self._from_memory(abstract_state, unfit or {}) if step is None else None
+        restored = restored or self._restore(abstract_state, step, self._identity, unfit or {})
         self._resumed_at = restored.step
+        if self.memory is not None:
+            self.memory.forget_newer(restored.step)
+            said, self.memory.said = self.memory.said, []
+            restored = dataclasses.replace(restored, skipped=(*said, *restored.skipped))
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
         return self._restore(abstract_state, step, None, {})
+
+    def _fit(self, steps: list[int], unfit: Container[int]) -> list[int]:
+        """Those of process 0: one that sees none would begin anew beside those that restore."""
+        return [step for step in multihost.from_process_0(steps) if step not in unfit]
+
+    def _newer_copy(self, steps: list[int], unfit: Container[int]) -> Found | None:
+        """The newest copy in memory, if it may be continued and is newer than all checkpoints of `steps`."""
+        copy = self.memory.newest() if self.memory is not None else None
+        return copy if copy is not None and copy.step not in unfit and copy.step > max(steps, default=-1) else None
+
+    def _from_memory(self, abstract_state: Any, unfit: Mapping[int, str]) -> Restored | None:
+        """The newest state in the memory of the hosts, if it is complete and newer than the newest checkpoint."""
+        if self.memory is None:
+            return None
+        copy = self._newer_copy(self._fit(self.steps(), unfit), unfit)
+        if copy is None:
+            return None
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
+        known = copy.layout.described.leaves.keys() >= wanted.keys()  # else of other settings: a checkpoint may lack optional leaves
+        loaded = self.memory.restore(wanted) if known else None
+        if loaded is None:
+            return None
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.arrays[name] for name in wanted])
+        source = "memory of peers" if loaded.sent else "memory"
+        passed_over = tuple(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())
+        return Restored(copy.step, state, loaded.data_position, passed_over, source=source)
 
     def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None, unfit: Mapping[int, str]) -> Restored:
         self._settle()

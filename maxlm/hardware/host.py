@@ -1,5 +1,6 @@
 """The machine that runs this process. No jax here."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,6 +19,24 @@ def host_memory(root: Path = Path("/")) -> int | None:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that could be given to programs now; None if the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def in_memory(folder: Path) -> bool:
+    """True if `folder` lies on a file system in memory."""
+    with contextlib.suppress(OSError):
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        inside = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+        return max(inside)[1] in ("tmpfs", "ramfs") if inside else False
+    return False
 
 
 def in_bytes(count: float) -> str:

@@ -17,6 +17,7 @@ from rich.console import Console
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import first_line
+from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ConfigError, ExitCode, as_user_error
 from maxlm.config.loader import dump, flatten
@@ -164,7 +165,7 @@ def _run(
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
-    checkpoints = _checkpoints(config, directory, data)
+    checkpoints = _checkpoints(config, directory, data, here)
     server = metrics_server(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
@@ -173,6 +174,8 @@ def _run(
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
     log.write_to(directory.log if phases.primary else None)
+    if checkpoints.memory is not None and start.step < config.total_steps:
+        _prepare_memory(checkpoints.memory, program, here.local_processes)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
         attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
@@ -221,15 +224,28 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
 
 
-def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline) -> Checkpoints:
+def _checkpoints(config: Config, directory: RunDirectory, data: Pipeline, here: Cluster) -> Checkpoints:
     """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
     folder = config.checkpoint.dir or str(directory.checkpoints)
     check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, data.tokenizer_hash))
+    if config.memory_checkpoints is not None:
+        supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
+        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
     missing = checkpoints.latest() is None and directory.primary
     problem = lost_checkpoints(directory, folder, checkpoints.strays()) if missing else ""
     require_equal({}, UserError(problem) if problem else None)
     return checkpoints
+
+
+def _prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:
+    """Raise UserError on all hosts if one has no room for its copies, or cannot write them."""
+    problem = None
+    try:
+        memory.prepare(program.abstract_state, local_processes)
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
 
 
 def _start(

@@ -51,7 +51,8 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
               command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py), `attempt`
               (its id), `restarts` (attempts before)
-    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
+    restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
+              memory, memory of peers)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and

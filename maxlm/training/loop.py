@@ -66,7 +66,7 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
     began = time.monotonic()
     with goodput.measure("restore") if goodput is not None else contextlib.nullcontext():
         restored = checkpoints.restore(program.abstract_state, unfit=unfit)
-    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped)}
+    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
     return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
 
 

@@ -29,14 +29,21 @@ class Saving:
 
     def __init__(self, session: Session, meter: Meter, start: int) -> None:
         self._session, self._meter = session, meter
+        self._start = start
         self._saved = start  # step of the newest save, or of the checkpoint that training continues
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure_reported = False  # of the newest save
 
     def save_if_due(self, step: int, state: TrainState) -> None:
-        """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once."""
+        """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once. Copy it to
+        memory if that is due.
+        """
         self.poll()
+        self._save_if_due(step, state)
+        self._copy_if_due(step, state)  # last: what it says of the run's health is then that of the checkpoint
+
+    def _save_if_due(self, step: int, state: TrainState) -> None:
         if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
             return
         problem = self.check(state)
@@ -61,12 +68,9 @@ class Saving:
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
-        health, left_out = self._meter.health, session.data.left_out
-        position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
-        position |= session.journal.position(left_out)
         with session.goodput.measure("save"):
             self.poll(None)
-            begun = session.checkpoints.save(step, state, position)
+            begun = session.checkpoints.save(step, state, self._position(step))
         if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
@@ -100,6 +104,22 @@ class Saving:
         else:
             data = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
             self._session.observers.on_event(Event("save", ended.step, data=data))
+
+    def _copy_if_due(self, step: int, state: TrainState) -> None:
+        """Start a copy of `state` in memory if one is due. Its health is that of the updates read so far: nothing waits for the device."""
+        memory = self._session.checkpoints.memory
+        if memory is None or step == self._start:
+            return
+        if memory.due(step) and not self._meter.health.problem:
+            with self._session.goodput.measure("save"):
+                memory.save(step, state, self._position(step))
+        if failure := memory.take_failure():
+            self._alarm("memory_save_failed", step, failure)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        session, health = self._session, self._meter.health
+        position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
+        return position | session.journal.position(session.data.left_out)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))

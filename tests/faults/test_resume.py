@@ -69,6 +69,22 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
     assert "in 3 attempts: " in printed
 
 
+def test_kill_9_loses_no_step_of_which_memory_holds_a_copy(straight, workspace, tmp_path):
+    """The state is that of a run that was left alone, to the bit, though no checkpoint was saved before; at the end the copies are gone."""
+    memory = f"memory_checkpoints={{every_steps: 1, folder: {tmp_path / 'memory'}}}"
+    process = start(workspace, f"train.steps={STEPS}", "checkpoint.every_steps=1000", memory, under=("launch", "--backoff", "0.1", "--"))
+    wait_for_step(workspace, 13, process)
+    os.kill(child(process), signal.SIGKILL)
+    (killed,) = {metrics(workspace)[-1]["step"]}
+    finish(process)
+    (restored,) = events(workspace, "restore")
+    assert restored["source"] == "memory"
+    assert restored["step"] >= killed - 1, "an update is logged while the next one runs, and its copy is written meanwhile"
+    assert exact(metrics(workspace)) == exact(metrics(straight))
+    assert saved_state(workspace, STEPS) == saved_state(straight, STEPS)
+    assert not list((tmp_path / "memory").glob("*/*"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, workspace, number):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=1000")

@@ -31,6 +31,7 @@ HARMLESS = {
     "checkpoint.every_steps": "the state is saved at the end",
     "checkpoint.keep": "all checkpoints are kept",
     "checkpoint.keep_every": "no checkpoint is kept for ever",
+    "memory_checkpoints.every_steps": "no copy is made",
     "run.log_every": "the last step is logged",
     "data.skip_bad_chunks.at_most": "no store has more chunks",
     "data.prepare.tokenizer.train_bytes": "there is no more text than there is",

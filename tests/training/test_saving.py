@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import UserError
+from maxlm.config.schema import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import Sums, build_objective
 from maxlm.telemetry.goodput import Goodput
@@ -398,3 +400,55 @@ def test_a_save_comes_before_tasks_that_fail(tmp_path):
         train(session, restore_or_init(script, checkpoints))
     checkpoints.close()
     assert saved_in(tmp_path) == [EVERY]
+
+
+def copied(folder, script, events, data=None):
+    """Train with copies in memory every 5 steps, as checkpoints; the process dies as training ends or fails."""
+    checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=EVERY, folder=str(folder / "memory")))
+    start = restore_or_init(script, checkpoints)
+    try:
+        train(Session(script, data or Data(), None, checkpoints, events, Goodput()), start)
+    finally:
+        checkpoints.memory.close(remove=False)
+    return start
+
+
+class Broken(Data):
+    """Batches until the program that makes them crashes."""
+
+    def batches(self, start, sharding, stop):
+        def read(n):
+            if n == 23:
+                raise RuntimeError("crash")
+            return n
+
+        return Prefetcher(read, range(start, stop), 1)
+
+
+def test_a_copy_in_memory_holds_what_the_checkpoint_of_its_step_holds(tmp_path):
+    script = Script(loss=lambda n: 4.0 - n / 100)
+    with pytest.raises(RuntimeError, match="crash"):
+        copied(tmp_path, script, Events(), Broken())
+    saved = manifest.parse((tmp_path / "c" / "20" / "manifest" / "manifest.json").read_text())
+    checkpoints = Checkpoints(tmp_path / "c", script.config.checkpoint, {})
+    checkpoints.add_memory(MemoryCheckpointsConfig(folder=str(tmp_path / "memory")))
+    assert checkpoints.memory.newest().layout.described == saved
+    start = restore_or_init(script, checkpoints)
+    assert (start.step, start.position, start.restored["source"]) == (20, saved.data_position, "memory")
+
+
+def test_no_copy_is_made_of_an_unhealthy_state_and_a_failure_is_an_alarm(tmp_path, monkeypatch):
+    events, script = Events(), Script(loss=lambda n: math.nan if n == 9 else 4.0, total=17)
+    copied(tmp_path, script, events)
+    (run,) = (tmp_path / "memory").glob("*/*")
+    assert sorted(entry.name for entry in run.iterdir()) == ["15-0", "5-0"], "that of step 10 was not healthy"
+    assert not [event for event in events.of("alarm") if event.data["cause"] == "memory_save_failed"]
+
+    def full(self, tile, array):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Draft, "add", full)
+    copied(tmp_path / "full", Script(), events)
+    (alarm,) = [event for event in events.of("alarm") if event.data["cause"] == "memory_save_failed"]
+    assert "copy of step 5 was not written" in alarm.data["reason"] and "No space left" in alarm.data["reason"]

@@ -1,0 +1,274 @@
+"""Copies of this host's part of the state, in a folder of its memory or local disk: `FOLDER/maxlm-UID/RUN/STEP-PROCESS/`.
+
+Each holds `data`, the tiles one after another, and `manifest.json`, which describes the whole state as a checkpoint's manifest does,
+and the tiles in `data`, each with its checksum. A copy is written under another name and renamed when it is complete. Nobody else on the
+machine may read or write here. RUN is a random number that the run has stored beside its checkpoints: no other run's copies are read.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from maxlm.checkpoint import manifest
+from maxlm.checkpoint.errors import DamagedError
+from maxlm.checkpoint.manifest import Manifest
+from maxlm.checkpoint.tiles import Tiling
+from maxlm.config.errors import ConfigError, UserError
+
+FIELD = "memory_checkpoints.folder"
+_DATA, _MANIFEST = "data", "manifest.json"
+_COPY = re.compile(r"([0-9]{1,10})-([0-9]{1,6})")
+_DRAFT, _LEASE = ".draft-", ".lease-"
+Tile = tuple[str, int]  # name of the leaf, number of the tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Place of a tile in `data`, in bytes, and its CRC-32."""
+
+    offset: int
+    size: int
+    checksum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """A complete copy that one process wrote. `layout`: description of the whole state, the same text in all processes."""
+
+    folder: Path
+    layout: str
+    tiles: dict[Tile, Stored]
+
+    def read(self, tile: Tile) -> np.ndarray:
+        """Bytes of a tile as uint8. Raises OSError, DamagedError."""
+        place = self.tiles[tile]
+        content = np.fromfile(self.folder / _DATA, np.uint8, place.size, offset=place.offset)
+        if content.size != place.size or zlib.crc32(content.data) != place.checksum:
+            raise DamagedError(f"the bytes of {tile[0]} are not the ones that were written")
+        return content
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The whole state of a copy: what a checkpoint's manifest says, and the tiles of each leaf."""
+
+    described: Manifest
+    tilings: dict[str, Tiling]
+
+    def to_text(self) -> str:
+        return json.dumps({"manifest": self.described.to_text(), "tiles": {name: one.tile for name, one in self.tilings.items()}})
+
+    @property
+    def content(self) -> bytes:
+        """Digest of step, run and arrays: equal only for the same state."""
+        described = self.described
+        leaves = {name: dataclasses.astuple(leaf) for name, leaf in described.leaves.items()}
+        tiles = {name: one.tile for name, one in self.tilings.items()}
+        return hashlib.sha256(json.dumps([described.step, described.identity, leaves, tiles], sort_keys=True).encode()).digest()
+
+
+def parse(text: str) -> Layout:
+    """The layout in `text`. Raises DamagedError."""
+    try:
+        body = json.loads(text)
+        described = manifest.parse(body["manifest"])
+        tilings = {name: Tiling(leaf.shape, tuple(body["tiles"][name])) for name, leaf in described.leaves.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        raise DamagedError("its manifest is unreadable") from error
+    return Layout(described, tilings)
+
+
+class RunFolder:
+    """The copies of one run on this host."""
+
+    def __init__(self, root: str, run: str) -> None:
+        self._root = root
+        self._all = Path(root) / f"maxlm-{os.geteuid()}"  # of all runs of this user
+        self.path = self._all / run
+        self._lease: IO[str] | None = None
+
+    def copies(self) -> tuple[list[HostCopy], list[str]]:
+        """The complete copies, newest first, and why others are not used. Reads no tile."""
+        found, problems = [], []
+        folders = self._folders()
+        try:
+            for folder in (self._all, self.path) if folders else ():
+                self._check_private(folder)
+        except UserError as error:
+            return [], [str(error)]
+        for folder in folders:
+            try:
+                found.append(_open(folder))
+            except (OSError, DamagedError) as error:
+                problems.append(f"the copy {folder.name} in {self.path} is not used: {error}")
+        return found, problems
+
+    def claim(self, owner: int) -> None:
+        """Make the folder, mark it as in use by this process and by `owner` (the process that starts it again, or 0), and remove those of
+        runs that nobody uses any more, and unfinished copies. Raises ConfigError, OSError.
+        """
+        with contextlib.suppress(FileExistsError):
+            Path(self._root).mkdir(parents=True)
+        for folder in (self._all, self.path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            self._check_private(folder)
+        if self._lease is None:
+            self._lease = (self.path / f"{_LEASE}{os.getpid()}").open("w")
+            fcntl.flock(self._lease, fcntl.LOCK_EX)
+            json.dump({"owner": owner, "started": _started(owner)}, self._lease)
+            self._lease.flush()
+        for other in self._all.iterdir():
+            if other != self.path and other.is_dir() and not other.is_symlink() and not _in_use(other):
+                _remove(other)
+        for draft in self.path.glob(f"{_DRAFT}*"):
+            pid = draft.name.removeprefix(_DRAFT)
+            if pid == str(os.getpid()) or not _started(int(pid) if pid.isdecimal() else 0):
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def steps(self) -> list[tuple[int, int]]:
+        """(step, process) of the complete copies, newest first."""
+        return [(int(step), int(process)) for step, _, process in (folder.name.partition("-") for folder in self._folders())]
+
+    def delete(self, step: int, process: int) -> None:
+        """Remove a copy, if it is there."""
+        _remove(self.path / f"{step}-{process}")
+
+    def free_bytes(self) -> int:
+        """Bytes that copies of this run can take: those that are free, and those that its copies take now."""
+        taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
+        return shutil.disk_usage(self.path).free + taken
+
+    def draft(self) -> "Draft":
+        """A new copy, which `Draft.commit` completes."""
+        return Draft(self.path / f"{_DRAFT}{os.getpid()}")
+
+    def release(self, *, remove: bool) -> None:
+        """Give up the mark of this process, if it has one; with `remove` the copies go with the last process on this host that has."""
+        if self._lease is not None:
+            Path(self._lease.name).unlink(missing_ok=True)
+            self._lease.close()
+            self._lease = None
+        if remove and not _in_use(self.path, owners=False):
+            _remove(self.path)
+
+    def _check_private(self, folder: Path) -> None:
+        """Raise ConfigError unless only this user can read and write in `folder`."""
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ConfigError(
+                FIELD, self._root, f"{folder} there is not a folder of this user alone (mode 0700)", "remove it, or name another"
+            )
+
+    def _folders(self) -> list[Path]:
+        try:
+            names = [(int(match[1]), int(match[2])) for entry in self.path.iterdir() if (match := _COPY.fullmatch(entry.name))]
+        except OSError:
+            return []
+        return [self.path / f"{step}-{process}" for step, process in sorted(names, reverse=True)]
+
+
+class Draft:
+    """A copy that is being written."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        self._folder = folder
+        self._file = (folder / _DATA).open("wb")
+        self._tiles: dict[str, list[list[int]]] = {}
+        self.size = 0  # bytes so far
+
+    def add(self, tile: Tile, array: np.ndarray) -> None:
+        """Append a tile. Raises OSError."""
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._tiles.setdefault(tile[0], []).append([tile[1], self.size, content.size, zlib.crc32(content.data)])
+        self._file.write(content.data)
+        self.size += content.size
+
+    def commit(self, layout: str, name: str) -> None:
+        """Complete the copy as `name`, instead of one of that name. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())  # free in memory; on a disk it may fail only here
+        self._file.close()
+        body = {"layout": layout, "tiles": self._tiles}
+        with (self._folder / _MANIFEST).open("w") as file:
+            file.write(json.dumps({**body, "sha256": _checksum(body)}))
+            file.flush()
+            os.fsync(file.fileno())
+        target = self._folder.with_name(name)
+        _remove(target)
+        self._folder.rename(target)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _open(folder: Path) -> HostCopy:
+    """Raises OSError, DamagedError."""
+    try:
+        body = json.loads((folder / _MANIFEST).read_text())
+        if body.pop("sha256") != _checksum(body):
+            raise DamagedError("its manifest does not match its checksum")
+        tiles = {(name, tile): Stored(*place) for name, places in body["tiles"].items() for tile, *place in places}
+        copy = HostCopy(folder, body["layout"], tiles)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError("its manifest is unreadable") from error
+    end = max((place.offset + place.size for place in tiles.values()), default=0)
+    if (folder / _DATA).stat().st_size != end:
+        raise DamagedError("its data has another length than was written")
+    step = parse(copy.layout).described.step
+    if not folder.name.startswith(f"{step}-"):
+        raise DamagedError(f"its manifest is of step {step}")
+    return copy
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _in_use(folder: Path, *, owners: bool = True) -> bool:
+    """True if a process has marked the run's folder, or, with `owners`, if the one that starts such a process again is alive."""
+    for lease in folder.glob(f"{_LEASE}*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), lease.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            body = json.load(file)
+            if owners and body["started"] and _started(int(body["owner"])) == body["started"]:
+                return True
+    return False
+
+
+def _started(pid: int) -> str:
+    """When a living process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, which nobody takes for a copy meanwhile."""
+    gone = folder.with_name(f"{_DRAFT}{os.getpid()}-{folder.name}")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)

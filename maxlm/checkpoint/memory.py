@@ -1,0 +1,277 @@
+"""Copies of the state in host memory: this process's part, and that of a peer, so that neither a crash nor a lost host costs many steps.
+
+The main thread only starts copies on the devices; a background thread brings them to the host and writes them to a `host_copies.RunFolder`,
+where they outlive this process. All processes take part in every copy, in the same order, because a peer's part is sent by a collective.
+"""
+
+import contextlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from maxlm.checkpoint import digest, host_copies, multihost, recovery
+from maxlm.checkpoint.copy_job import CopyJob
+from maxlm.checkpoint.errors import DamagedError, first_line
+from maxlm.checkpoint.host_copies import RunFolder
+from maxlm.checkpoint.interval import steps_between
+from maxlm.checkpoint.recovery import Found, Loaded
+from maxlm.checkpoint.snapshot import Group, Snapshots
+from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.errors import ConfigError
+from maxlm.config.schema import MemoryCheckpointsConfig
+from maxlm.hardware.host import available_memory, in_bytes, in_memory
+
+_log = logging.getLogger(__name__)
+_RUN = ".memory-run"  # file beside the checkpoints: the number of the run
+_DIGITS = 7  # of each part of it that processes exchange as an integer
+_NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
+_FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
+_UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
+_COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
+
+
+class MemoryCopies:
+    """Makes, finds and removes the copies of one run. `directory`: that of its checkpoints; `hosts`: the host of each process."""
+
+    def __init__(
+        self,
+        config: MemoryCheckpointsConfig,
+        directory: ocp.path.Path,
+        identity: dict[str, str],
+        *,
+        hosts: Sequence[str] = (),
+        owner: int = 0,
+    ) -> None:
+        """`owner`: the process that starts this one again if it dies, or 0."""
+        self.config, self._directory, self._identity = config, directory, dict(identity)
+        self._hosts = tuple(hosts) or ("",) * jax.process_count()
+        self._owner = owner
+        self._folder: RunFolder | None = None
+        self._snapshots: Snapshots | None = None
+        self._job: CopyJob | None = None
+        self._complete = -1  # step of the newest complete copy of this attempt
+        self._copies = 0
+        self._next: int | None = None  # step of the next copy, unless the interval is given
+        self._agreed = np.zeros(3, np.int32)  # as `_measured`, some copies ago: the largest of all processes
+        self._searched = False
+        self._left: RunFolder | None = None  # that of an attempt before
+        self._found: Found | None = None  # before the first copy
+        self._ended, self._at = 0.0, 0  # when the newest copy was started, and its step
+        self._measured = (0, 0, 0)  # microseconds: training was blocked, milliseconds: the copy took, microseconds: a step
+        self.said: list[str] = []  # why copies were not used
+        self.blocked_s = 0.0  # for all copies together
+        self.failure = ""  # of the first copy that was not written, until it is taken
+        self._failing = self._small = False
+
+    def due(self, step: int) -> bool:
+        """True if a copy of the state after `step` updates is due. The same in all processes."""
+        if self.config.every_steps is not None:
+            return step % self.config.every_steps == 0 and step != self._at
+        if self._next is None:
+            self._next = step + _FIRST_GAP
+        return step >= self._next
+
+    def newest(self) -> Found | None:
+        """The newest copy that is complete and undamaged over all processes, as it was before the first `save`; None afterwards."""
+        if self._copies:
+            return None
+        if not self._searched and (run := self._run(make=False)):
+            self._left = RunFolder(self.config.folder, run)
+            self._found = recovery.find(self._left, self._identity, self._say)
+        self._searched = True
+        return self._found
+
+    def restore(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded | None:
+        """The arrays of `newest`, on the shardings of `wanted`; None if there is none, or if its bytes are not those that were written."""
+        found = self.newest()
+        if found is None:
+            return None
+        try:
+            return recovery.load(found, wanted, self._say)
+        except DamagedError as error:
+            self._say(f"the copy of step {found.step} in memory is not used: {error}")
+            return None
+
+    def prepare(self, abstract_state: Any, processes_here: int) -> None:
+        """Claim the folder, and check that two copies fit. Raises ConfigError."""
+        if self.config.domains is not None and len(self.config.domains) != jax.process_count():
+            rule = f"names the failure domain of each process, and there are {jax.process_count()}"
+            raise ConfigError("memory_checkpoints.domains", list(self.config.domains), rule, "name one for each, or remove it")
+        try:
+            needed = self._snapshots_of(named_leaves(abstract_state)).bytes_here * processes_here
+        except ValueError as error:
+            fix = "name domains of at most half of the processes each, or write false"
+            raise ConfigError("memory_checkpoints.peer", self.config.peer, f"finds no peer for each process: {error}", fix) from error
+        try:
+            folder = self._claimed()
+            try:
+                self._check_space(folder, needed)
+            except ConfigError:
+                self.close(remove=not folder.steps())
+                raise
+        except OSError as error:
+            rule = f"cannot be used ({error.strerror or first_line(error)})"
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of this host's memory or of its disk") from error
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Start a copy of `state`, which may be donated as soon as this returns. Waits for the copy before.
+
+        A failure is stored in `failure`: training goes on without the copy.
+        """
+        began = time.monotonic()
+        self._settle()
+        known = self._snapshots
+        leaves = named_leaves(state) if known is None else dict(zip(known.kinds, jax.tree.leaves(state), strict=True))
+        snapshots = self._snapshots_of(leaves)
+        if self._copies == 0:
+            self._remove_newer(step)
+        self._time_step(step, began)
+        agreed = multihost.start_maximum(np.array([-self._complete, *self._measured], np.int32))
+        job = self._job = CopyJob(self._claimed(), step, agreed)
+        try:
+            self._start(job, snapshots, leaves)
+            job.finish(digest.start(leaves), snapshots, self._identity, position)
+        except Exception as error:  # any, such as a lack of device memory: training goes on without the copy
+            job.abandon(error)
+        self._next = step + self._gap()
+        self._copies, self._at, self._ended, self._found = self._copies + 1, step, time.monotonic(), None
+        self._measured = (int(min(self._ended - began, 2e3) * 1e6), *self._measured[1:])
+        self.blocked_s += self._ended - began
+
+    def _start(self, job: CopyJob, snapshots: Snapshots, leaves: dict[str, Any]) -> None:
+        for group in snapshots.groups:
+            fits = group.bytes <= snapshots.budget
+            job.wait_for_room(snapshots.budget - group.bytes)
+            taken = tuple(leaves[name] for name in group.names)
+            copies, sent = group.program(taken) if fits else (taken, (None,) * len(taken))
+            job.put(group, copies, sent)
+            if not fits:  # straight from the state, which the next step overwrites
+                job.wait_for_room(0)
+                self._report_small(group, snapshots.budget)
+
+    def _report_small(self, group: Group, budget: float) -> None:
+        """Report once that peers have no copy for want of device memory."""
+        if any(group.received) and not self._small:
+            self._small = True
+            self.failure = (
+                f"peers have no copy of {group.names[0]}: that takes {in_bytes(group.bytes)} on each device while a step runs, and "
+                f"{in_bytes(budget)} may be used; free device memory (memory.remat, more shards), or set memory_checkpoints.peer=false"
+            )
+            _log.warning("%s", self.failure)
+
+    def take_failure(self) -> str:
+        """Why a copy was not written, returned once; "" if all were, or if the reason is that of the copy before."""
+        failure, self.failure = self.failure, ""
+        return failure
+
+    def forget_newer(self, step: int) -> None:
+        """Remove copies newer than `step`, from which training continues: it has gone back."""
+        if self._copies:
+            self._settle()
+            self._remove_newer(step + 1)
+            self._next, self._complete, self._at = None, -1, -1
+
+    def close(self, *, remove: bool = True) -> None:
+        """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
+        self._settle()
+        for folder in (self._folder, self._left):
+            with contextlib.suppress(OSError):
+                if folder is not None:
+                    folder.release(remove=remove)
+        self._folder = None
+
+    def _run(self, *, make: bool) -> str:
+        """Number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
+        file, number = self._directory / _RUN, ""
+        if jax.process_index() == 0:
+            try:
+                number = file.read_text().strip() if file.exists() else ""
+                if number and not _NUMBER.fullmatch(number):
+                    _log.warning("%s is damaged: copies in memory that were made before are not used", file)
+                    number = ""
+                if not number and make:
+                    number = secrets.token_hex(2 * _DIGITS)
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                    file.write_text(number)
+            except (OSError, UnicodeDecodeError) as error:
+                _log.warning("%s: %s", file, first_line(error))
+                number = ""
+        parts = [int(number[start : start + _DIGITS], 16) for start in range(0, len(number), _DIGITS)]
+        return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        _log.warning("%s", line)
+
+    def _claimed(self) -> RunFolder:
+        """The folder of this run. Raises OSError, ConfigError."""
+        if self._folder is None:
+            run = self._run(make=True)
+            if not run:
+                raise OSError(f"{self._directory / _RUN} cannot be read or written")
+            folder = RunFolder(self.config.folder, run)
+            folder.claim(self._owner)
+            self._folder = folder
+        return self._folder
+
+    def _snapshots_of(self, leaves: dict[str, Any]) -> Snapshots:
+        self._snapshots = self._snapshots or Snapshots(leaves, self._hosts, self.config.domains, peer=self.config.peer)
+        return self._snapshots
+
+    def _check_space(self, folder: RunFolder, needed: int) -> None:
+        """Raise ConfigError unless two copies of `needed` bytes fit into the folder, and into memory if it is one."""
+        free = folder.free_bytes()
+        if _COMPLETE * needed > free:
+            rule = f"has {in_bytes(free)} free, and {_COMPLETE} copies of {in_bytes(needed)} must fit, one complete and one being written"
+            fix = "enlarge it (for /dev/shm: mount -o remount,size=..., docker run --shm-size), or name a folder of a local disk"
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, fix)
+        available = available_memory()
+        if in_memory(folder.path) and available is not None and (_COMPLETE + 1) * needed > available:
+            rule = f"is memory, of which {in_bytes(available)} are available, and copies take up to {in_bytes((_COMPLETE + 1) * needed)}"
+            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
+
+    def _time_step(self, step: int, now: float) -> None:
+        if self._copies:
+            a_step = min((now - self._ended) / max(step - self._at, 1), 2e3)
+            self._measured = (*self._measured[:2], max(int(a_step * 1e6), 1))
+
+    def _settle(self) -> None:
+        """Wait for the copy that is being written."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        agreed = job.join()
+        if job.error is None:
+            self._complete, self._failing = job.step, False
+        elif not self._failing:
+            self._failing = True
+            self.failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
+            _log.warning("%s", self.failure)
+        self._measured = (self._measured[0], int(min(job.seconds, 2e6) * 1e3), self._measured[2])
+        self._agreed = agreed[1:]
+
+    def _gap(self) -> int:
+        """Steps until the next copy. The same in all processes, since it follows from figures on which they agree."""
+        blocked, written, a_step = (int(value) for value in self._agreed)
+        if self._copies < _UNMEASURED or not a_step:
+            return _GAP
+        mtbf_s = self.config.mtbf_hours * 3600 / len(set(self._hosts))
+        return steps_between(blocked / 1e6, written / 1e3, a_step / 1e6, mtbf_s)
+
+    def _remove_newer(self, step: int) -> None:
+        """Remove copies of `step` and later ones: of steps that this run takes again."""
+        folder = self._claimed()
+        for number, process in folder.steps():
+            try:
+                if number >= step:
+                    folder.delete(number, process)
+            except OSError as error:
+                self.failure = f"the copy of step {number:,} in {folder.path} cannot be removed ({first_line(error)}): remove it"
+                _log.warning("%s", self.failure)

@@ -1,0 +1,164 @@
+"""Copies of a state on the devices, taken before the next step overwrites it, and sent to the peers of their processes."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from maxlm.checkpoint import multihost, peers
+from maxlm.checkpoint.host_copies import Tile
+from maxlm.checkpoint.tiles import Tiling
+
+GROUP_BYTES = 256 << 20  # of a device, copied by one program
+_SHARE = 0.5  # of the memory that the step leaves free
+_UNLIMITED = 2**31 - 1  # MiB
+
+Placed = list[tuple[jax.Device, int]]  # a device of this process, and the number of the tile that lies there
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that are copied together. `own` and `received`: the tiles of each that this process keeps; `bytes`: on one device."""
+
+    names: tuple[str, ...]
+    own: tuple[Placed, ...]
+    received: tuple[Placed | None, ...]  # None: not sent, since another failure domain holds all of it anyway
+    bytes: int
+    program: Callable[..., Any]
+
+    def tiles(self, copies: Sequence[jax.Array], sent: Sequence[jax.Array | None]) -> list[tuple[Tile, jax.Array]]:
+        """Each tile that this process keeps, as an array on one device."""
+        found = []
+        for name, own, received, copy, arrived in zip(self.names, self.own, self.received, copies, sent, strict=True):
+            for placed, array in ((own, copy), (received, arrived)):
+                if placed and array is not None:
+                    shards = {shard.device: shard.data for shard in array.addressable_shards}
+                    found += [((name, tile), shards[device]) for device, tile in placed]
+        return found
+
+
+class Snapshots:
+    """Programs that copy a state in groups of leaves, and how many bytes they may take on a device."""
+
+    def __init__(self, abstract: Mapping[str, Any], hosts: Sequence[str], domains: Sequence[int] | None, *, peer: bool) -> None:
+        """`abstract`: the leaves with their shardings; `hosts`: the host of each process; `peer`: send a copy to another domain."""
+        self.tilings = {name: Tiling.of(leaf) for name, leaf in abstract.items()}
+        self.kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in abstract.items()}
+        self._abstract = abstract
+        named = peers.domains_of(jax.devices(), hosts, domains)
+        to = peers.ring(named) if peer and len(hosts) > 1 else None
+        self._moves = {name: _moves(leaf, named, to) for name, leaf in abstract.items()}
+        self._tiles = {name: self._tiles_of(name) for name in abstract}
+
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of a copy of this process, its peer's part included."""
+        return sum(
+            len([*own, *(received or ())]) * self.tilings[name].elements * self._abstract[name].dtype.itemsize
+            for name, (own, received) in self._tiles.items()
+        )
+
+    @functools.cached_property
+    def budget(self) -> float:
+        """Bytes that copies may take on a device. All processes ask for it first after a step has run, whose memory is then known."""
+        return _agreed_budget()
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The leaves in groups, the same in all processes."""
+        return [self._group(names) for names in self._grouped(min(GROUP_BYTES, self.budget / 2))]
+
+    def _grouped(self, most: float) -> list[list[str]]:
+        groups: list[list[str]] = []
+        size = math.inf
+        for name in self._abstract:
+            size += self._device_bytes(name)
+            if size > most:
+                groups.append([])
+                size = self._device_bytes(name)
+            groups[-1].append(name)
+        return groups
+
+    def _device_bytes(self, name: str) -> int:
+        return self.tilings[name].elements * self._abstract[name].dtype.itemsize * (1 + (self._moves[name] is not None))
+
+    def _tiles_of(self, name: str) -> tuple[Placed, Placed | None]:
+        """The tiles of a leaf that this process keeps: its own, and those that are sent to it and that it lacks."""
+        leaf, tiling, moves = self._abstract[name], self.tilings[name], self._moves[name]
+        own = _placed(leaf, tiling, None)
+        held = {tile for _, tile in own}
+        return own, None if moves is None else [place for place in _placed(leaf, tiling, dict(moves)) if place[1] not in held]
+
+    def _group(self, names: list[str]) -> Group:
+        own, received = zip(*(self._tiles[name] for name in names), strict=True)
+        moves = tuple(_frozen(self._moves[name]) for name in names)
+        program = _program(tuple(self._abstract[name].sharding for name in names), moves)
+        return Group(tuple(names), own, received, sum(map(self._device_bytes, names)), program)
+
+
+def _agreed_budget() -> float:
+    """Bytes that copies may take on a device of any process: a share of what the step has never used. Infinite where the runtime does not
+    say: on a CPU the copies are host memory, which is checked beforehand.
+    """
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    free = [one["bytes_limit"] - one.get("peak_bytes_in_use", one["bytes_in_use"]) for one in stats if one and "bytes_limit" in one]
+    least = min([*(size >> 20 for size in free), _UNLIMITED])
+    agreed = -int(multihost.maximum(np.array([-least], np.int32))[0])
+    return math.inf if agreed == _UNLIMITED else (agreed << 20) * _SHARE
+
+
+def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> list[tuple[int, int]] | None:
+    """Where each device of the leaf's mesh sends its part; None if every tile lies in two failure domains already."""
+    if to is None:
+        return None
+    tiling = Tiling.of(leaf)
+    holders: dict[int, set[str]] = {}
+    for device, index in leaf.sharding.devices_indices_map(tuple(leaf.shape)).items():
+        holders.setdefault(tiling.number(index), set()).add(domains[device.process_index])
+    if min(map(len, holders.values())) > 1:
+        return None
+    return peers.device_moves(list(leaf.sharding.mesh.devices.flat), to)
+
+
+def _placed(leaf: Any, tiling: Tiling, moves: dict[int, int] | None) -> Placed:
+    """The distinct tiles on this process's devices, or after `moves` those that have arrived there."""
+    indices = leaf.sharding.devices_indices_map(tuple(leaf.shape))
+    devices = list(leaf.sharding.mesh.devices.flat) if moves is not None else []
+    source = {devices[target]: devices[origin] for origin, target in moves.items()} if moves is not None else {}
+    here = [device for device in indices if device.process_index == jax.process_index()]
+    tiles: dict[int, jax.Device] = {}
+    for device in here:
+        tiles.setdefault(tiling.number(indices[source.get(device, device)]), device)
+    return [(device, tile) for tile, device in tiles.items()]
+
+
+def _frozen(moves: list[tuple[int, int]] | None) -> tuple[tuple[int, int], ...] | None:
+    return None if moves is None else tuple(moves)
+
+
+@functools.cache
+def _program(shardings: tuple[NamedSharding, ...], moves: tuple[tuple[tuple[int, int], ...] | None, ...]) -> Any:
+    """A program that returns copies of leaves, and those that were sent along `moves`, with the same shardings."""
+
+    def copy(leaves: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+        sent = tuple(
+            None if move is None else _send(leaf, sharding, move) for leaf, sharding, move in zip(leaves, shardings, moves, strict=True)
+        )
+        return tuple(jnp.copy(leaf) for leaf in leaves), sent
+
+    arriving = tuple(None if move is None else sharding for sharding, move in zip(shardings, moves, strict=True))
+    return jax.jit(copy, out_shardings=(shardings, arriving))
+
+
+def _send(leaf: jax.Array, sharding: NamedSharding, moves: tuple[tuple[int, int], ...]) -> jax.Array:
+    """Each device's part of the leaf, on another device: one collective permute over the whole mesh."""
+    mesh: Mesh = sharding.mesh  # type: ignore[assignment]
+    axes = tuple(mesh.axis_names)
+    part = functools.partial(jax.lax.ppermute, axis_name=axes, perm=moves)
+    return jax.shard_map(part, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)(leaf)

@@ -1,0 +1,151 @@
+"""Copies in the memory of two hosts, each with four devices: one is lost, or damaged, and the other has its part."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from small_run import environment, free_port
+
+PROGRAM = """
+import json, logging, pathlib, re, shutil, sys
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.snapshot import Snapshots
+from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
+
+address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+jax.distributed.initialize(address, num_processes=2, process_id=rank)
+logging.basicConfig(level=logging.WARNING)
+meshes = {fsdp: jax.make_mesh((fsdp, 8 // fsdp), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2) for fsdp in (8, 2)}
+mine = root / f"host{rank}"
+
+
+def numbers(step, fsdp=8):
+    spread, whole = (NamedSharding(meshes[fsdp], PartitionSpec(*spec)) for spec in (("fsdp", "tensor"), ()))
+    matrix = jax.device_put((jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32) * step).astype(jnp.bfloat16), spread)
+    halves = jax.device_put(jnp.arange(64.0) + step, NamedSharding(meshes[fsdp], PartitionSpec("fsdp")))
+    return {"params": {"w": matrix, "v": halves}, "step": jax.device_put(jnp.int32(step), whole)}
+
+
+def opened(name, peer=True):
+    checkpoints = Checkpoints(root / name, CheckpointConfig(), {"model.d_model": "32"})
+    checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=1, folder=str(mine / name), peer=peer), ("host0", "host1"))
+    return checkpoints
+
+
+def copies(name, step):
+    return mine.glob(f"{name}/*/*/{step}-*")
+
+
+def restored(name, fsdp=8):
+    multihost_utils.sync_global_devices(name)
+    checkpoints = opened(name)
+    if checkpoints.latest() is None:
+        return None
+    found = checkpoints.restore(numbers(0, fsdp))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), found.state, numbers(found.step, fsdp))
+    return [found.step, found.source, all(jax.tree.leaves(same)), found.data_position]
+
+
+def flip_first_bit_on_host0():
+    for folder in copies("peer", 3) if rank == 0 else ():
+        content = bytearray((folder / "data").read_bytes())
+        content[0] ^= 1
+        (folder / "data").write_bytes(content)
+
+
+report = {}
+leaves = named_leaves(numbers(0))
+(group,) = Snapshots(leaves, ("host0", "host1"), None, peer=True).groups
+compiled = group.program.lower(tuple(leaves[name] for name in group.names)).compile().as_text()
+operations = re.findall(r" ([a-z-]+)[(]", compiled)
+report["collectives"] = [one for one in operations if one.startswith(("all-", "collective-", "reduce-"))]
+for name, peer in (("peer", True), ("alone", False)):
+    checkpoints = opened(name, peer)
+    checkpoints.memory.prepare(numbers(0), 1)
+    with jax.set_mesh(meshes[8]):  # as in training
+        for step in (1, 2, 3):
+            checkpoints.memory.save(step, numbers(step), {"next_step": step})
+    checkpoints.memory.close(remove=False)
+    report[f"{name} bytes"] = [sum(f.stat().st_size for f in folder.glob("data")) for folder in copies(name, 3)]
+report["both"] = restored("peer")
+flip_first_bit_on_host0()
+report["damaged tile"] = restored("peer")
+flip_first_bit_on_host0()
+if rank == 1:
+    shutil.rmtree(mine / "peer")  # a fresh host
+report["fresh host"] = restored("peer")
+report["fresh host, other mesh"] = restored("peer", 2)
+flip_first_bit_on_host0()
+report["no other copy of a tile"] = restored("peer")
+if rank == 1:
+    for folder in copies("alone", 3):
+        shutil.rmtree(folder)
+report["without a peer"] = restored("alone")
+for folder in copies("alone", 2) if rank == 0 else ():
+    shutil.rmtree(folder)
+report["nothing in common"] = restored("alone")
+checkpoints = opened("alone")
+checkpoints.close()
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict]:
+    """The report of each process."""
+    root = tmp_path_factory.mktemp("hosts")
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(rank), str(root)],
+            env=environment(4),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs[0][1][-3000:] + outputs[1][1][-3000:]
+    return [json.loads(out.splitlines()[-1]) | {"said": err} for out, err in outputs]
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "source"),
+    [
+        ("both", 3, "memory"),
+        ("damaged tile", 3, "memory of peers"),
+        ("fresh host", 3, "memory of peers"),
+        ("fresh host, other mesh", 3, "memory of peers"),
+        ("no other copy of a tile", 2, "memory of peers"),
+        ("without a peer", 2, "memory"),
+    ],
+)
+def test_all_processes_restore_the_newest_step_that_the_hosts_hold_together(reports, case, step, source):
+    assert [report[case] for report in reports] == [[step, source, True, {"next_step": step}]] * 2
+
+
+def test_without_a_common_step_the_copies_are_not_used(reports):
+    assert [report["nothing in common"] for report in reports] == [None, None]
+    assert "do not hold all of the state (1 of 2 processes have one)" in reports[0]["said"]
+
+
+def test_each_leaf_that_is_sent_is_one_permute_of_the_compiled_program(reports):
+    """The scalar lies on both hosts already."""
+    assert [report["collectives"] for report in reports] == [["collective-permute"] * 2] * 2
+
+
+def test_a_peer_gets_only_what_it_lacks(reports):
+    """Of 64 x 32 numbers in bfloat16 and 64 in float32, half lies on each host, and a scalar on both."""
+    assert [report["alone bytes"] for report in reports] == [[(64 * 32 * 2 + 64 * 4) // 2 + 4]] * 2
+    assert [report["peer bytes"] for report in reports] == [[64 * 32 * 2 + 64 * 4 + 4]] * 2
