@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
+from maxlm.runtime.host_allgather import text_of_process_0
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
@@ -45,13 +47,20 @@ from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
-from maxlm.training import fits
+from maxlm.training import bit_flips, findings, fits, integrity
+from maxlm.training.integrity import Integrity
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
 from maxlm.training.session import Outcome, Session, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
 
-EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
+EXIT_CODES = {
+    "done": ExitCode.DONE,
+    "nothing_left": ExitCode.DONE,
+    "preempted": ExitCode.STOPPED,
+    "unhealthy": ExitCode.UNHEALTHY,
+    "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
+}
 
 # Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
 IDENTITY = (
@@ -132,7 +141,9 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
     program = build_program(config, build_mesh(config))
+    integrity.check_mesh(config, program.mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    flips = bit_flips.from_environment(directory.path)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
     start = _start(config, phases, program, checkpoints, data, here.local_processes)
@@ -149,9 +160,14 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
+            if flips is not None:
+                bit_flips.inject(program, flips)
+                reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
+                observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
+            checks = _integrity(config, program, directory, here, start, observers)
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
-                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
+                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere, checks), start
             )
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
@@ -201,6 +217,19 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
     return start
+
+
+def _integrity(
+    config: Config, program: Program, directory: RunDirectory, here: Cluster, start: Start, observers: Observers
+) -> Integrity | None:
+    """The checks for silent corruption, compiled, if the config asks for them. All processes go on from what process 0 finds on record."""
+    if config.integrity is None or start.step >= config.total_steps:
+        return None
+    record = json.loads(text_of_process_0(json.dumps(findings.read(directory.path) if directory.primary else {})))
+    found = findings.Findings(record, directory.path if directory.primary else None)
+    checks = Integrity(program, findings.device_names(program.mesh, here.hosts), found, start.step, observers.on_event)
+    checks.compile()
+    return checks
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:

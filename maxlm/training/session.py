@@ -11,7 +11,7 @@ from maxlm.telemetry.observer import Observers
 from maxlm.training.program import Program
 from maxlm.training.step import TrainState
 
-Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
+Status = Literal["done", "nothing_left", "preempted", "unhealthy", "corrupted"]
 
 
 class Tasks(Protocol):
@@ -22,6 +22,26 @@ class Tasks(Protocol):
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Data of the event `tasks`. None once `gives_up()`, which all processes ask equally often."""
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Go back to the newest healthy checkpoint of step `before` or earlier, and leave out these batches."""
+
+    reason: str
+    cause: str  # as in an `alarm` event
+    before: int
+    batches: tuple[int, ...] = ()
+
+
+class StateChecks(Protocol):
+    """Checks for silent corruption (`integrity.Integrity`). Every process makes the same calls and gets the same answers."""
+
+    def check(self, step: int, state: TrainState, *, now: bool) -> "RollBack | Outcome | None":
+        """Call before update `step` and after the last; `now`: the state is about to be saved."""
+
+    def replay(self, step: int, state: TrainState, batch: Any) -> "RollBack | Outcome | None":
+        """Call before the update from `batch`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,7 @@ class Session:
     named: Mapping[str, Pipeline] = field(default_factory=dict)
     tasks: Tasks | None = None
     all_give_up: Callable[[], bool] = lambda: False
+    integrity: StateChecks | None = None
 
 
 @dataclass(frozen=True)
