@@ -535,6 +535,7 @@ class IntegrityConfig(Section):
 
     every_steps: Positive = 100  # between two comparisons of the copies of parameters and optimizer state
     replay_every: Positive | None = None  # steps after which devices repeat each other's work; None: never
+    repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
 
 
 class SamplesConfig(Section):

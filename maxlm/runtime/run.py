@@ -48,7 +48,7 @@ from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import bit_flips, findings, fits, integrity
-from maxlm.training.integrity import Integrity
+from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
 from maxlm.training.session import Outcome, Session, Start, Tasks
@@ -216,6 +216,7 @@ def _start(config: Config, phases: Phases, program: Program, checkpoints: Checkp
         start = restore_or_init(program, checkpoints, init)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
+            integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start
 
 
@@ -227,9 +228,7 @@ def _integrity(
         return None
     record = json.loads(text_of_process_0(json.dumps(findings.read(directory.path) if directory.primary else {})))
     found = findings.Findings(record, directory.path if directory.primary else None)
-    checks = Integrity(program, findings.device_names(program.mesh, here.hosts), found, start.step, observers.on_event)
-    checks.compile()
-    return checks
+    return build_integrity(program, here.hosts, found, start.step, observers.on_event)
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:

@@ -5,21 +5,25 @@ Every `integrity.every_steps` updates, and before every save, the copies of the 
 goes back to where all agreed. docs/integrity.md says what each check can see.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, IntegrityConfig
 from maxlm.telemetry.observer import Event
-from maxlm.training.findings import DeviceName, Findings, Unsettled
+from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
 from maxlm.training.program import Program
 from maxlm.training.replay import FURTHER, Replay, comparable, judge_cells, wrong_work
 from maxlm.training.replicas import Compared, Element, Replicas, Verdict, judge_by, judge_copies
 from maxlm.training.session import Outcome, RollBack
-from maxlm.training.step import TrainState
+from maxlm.training.step import Metrics, TrainState
 
 LATE = 2  # calls after which a comparison is read: the update behind it has been dispatched, so the devices do not wait
 LOOKED_AT = 8  # leaves that differ, of which the one with the clearest difference is kept
@@ -30,31 +34,37 @@ class _Running(NamedTuple):
     compared: Compared
 
 
+Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
 class Integrity:
     """The checks of one attempt; see `session.StateChecks` for the calls. `report` takes the alarms."""
 
     def __init__(
-        self, program: Program, devices: tuple[DeviceName, ...], findings: Findings, start: int, report: Callable[[Event], None]
+        self,
+        settings: IntegrityConfig,
+        replicas: Replicas,
+        replay: Replay | None,
+        devices: tuple[DeviceName, ...],
+        findings: Findings,
+        start: int,
+        report: Callable[[Event], None],
     ) -> None:
-        settings = program.config.integrity
-        assert settings is not None, "it is made for runs that set it"
-        self._settings, self._devices, self._findings, self._report = settings, devices, findings, report
-        self._replicas = Replicas(program.mesh, program.abstract_state)
-        self._replay = Replay(program) if settings.replay_every is not None else None
+        """`devices`: in the order of `mesh.devices.flat`; `start`: step of the first call, whose state is good."""
+        self._settings, self._replicas, self._replay = settings, replicas, replay
+        self._devices, self._findings, self._report = devices, findings, report
         self._running: _Running | None = None
         self._called = self._agreed = self._replayed = start
-
-    def compile(self) -> None:
-        """Compile what runs at every check."""
-        _ = self._replicas.program
-        if self._replay is not None:
-            _ = self._replay.program
+        self._unequal: int | None = None  # step whose update gave two results
 
     def check(self, step: int, state: TrainState, *, now: bool) -> RollBack | Outcome | None:
         """Read the comparison that was started `LATE` calls ago; start one if it is due, and read it `now` if the state will be saved."""
         if step < self._called:  # training has gone back
             self._running, self._agreed, self._replayed = None, min(self._agreed, step), min(self._replayed, step)
         self._called = step
+        if self._unequal is not None:
+            wrong, self._unequal, self._running = self._unequal, None, None
+            return self._corrupted(wrong, f"computed update {wrong:,} twice with two results", Verdict(), wrong - 1)
         unsettled = self._findings.unsettled
         now = now or (unsettled is not None and unsettled.step == step)
         if self._running is not None and (now or step >= self._running.step + LATE) and (end := self._read(step, state)):
@@ -85,6 +95,22 @@ class Integrity:
         cells = judge_cells(sums)
         odd, suspects = (frozenset(d for cell in found for d in self._replay.devices(cell)) for found in cells)
         return self._corrupted(step, "computed other bits than others from the same numbers", Verdict(odd, suspects), self._replayed)
+
+    def update(self, advance: Advance, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """`advance(state, batch)`; once in `repeat_every` updates from a copy of the state as well, so a wrong gradient is seen though all
+        devices apply the same sum. Waits for the devices then; the next `check` says what was found.
+        """
+        every, done = self._settings.repeat_every, self._called + 1
+        if every is None or done % every:
+            return advance(state, batch)
+        kept = jax.tree.map(jnp.copy, state)
+        first, _ = advance(state, batch)
+        sums = digest(first)
+        jax.tree.map(lambda leaf: leaf.delete(), first)  # before the second needs its place
+        state, metrics = advance(kept, batch)
+        if digest(state) != sums:
+            self._unequal = done
+        return state, metrics
 
     def _read(self, step: int, state: TrainState) -> RollBack | Outcome | None:
         """Wait for the running comparison. `state` is that of `step`, at most `LATE` updates later."""
@@ -130,7 +156,7 @@ class Integrity:
         """Report and record a finding. The end of the run if a device was named too often, else the way back."""
         named = [self._devices[position] for position in sorted(verdict.odd)]
         suspects = [self._devices[position] for position in sorted(verdict.suspects)]
-        who = ", ".join(map(str, named)) or f"one of {', '.join(map(str, suspects))}"
+        who = ", ".join(map(str, named)) or (f"one of {', '.join(map(str, suspects))}" if suspects else "some device")
         reason = f"{who} {did}, at step {step:,}"
         if 2 * len(named) > len(self._devices):
             reason, named = f"{len(named)} devices {did}, at step {step:,}: too many to be broken, so it is the program", []
@@ -146,6 +172,18 @@ class Integrity:
         self._report(Event("alarm", step, data={"cause": cause, "reason": reason, **data}))
 
 
+def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, start: int, report: Callable[[Event], None]) -> Integrity:
+    """The checks that the config of `program` asks for, compiled. `hosts`: of each process."""
+    settings = program.config.integrity
+    assert settings is not None, "the config sets it"
+    replicas, replay = Replicas(program.mesh, program.abstract_state), None
+    if settings.replay_every is not None:
+        replay = Replay(program)
+        _ = replay.program
+    _ = replicas.program
+    return Integrity(settings, replicas, replay, device_names(program.mesh, hosts), findings, start, report)
+
+
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError if a check could compare nothing on this mesh."""
     settings, sizes = config.integrity, mesh.shape
@@ -156,9 +194,24 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     if settings.replay_every is not None and cells == 1:
         rule = "needs several devices along mesh.data, mesh.stage or mesh.fsdp, which repeat each other's work"
         raise ConfigError("integrity.replay_every", settings.replay_every, rule, "leave it out")
-    if settings.replay_every is None and not copied:
-        fix = "set integrity.replay_every" if cells > 1 else "leave `integrity` out"
+    if settings.repeat_every is not None and mesh.devices.flat[0].platform == "gpu":
+        rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
+        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out")
+    if settings.replay_every is None and settings.repeat_every is None and not copied:
+        fix = "set integrity.replay_every" if cells > 1 else "set integrity.repeat_every"
         raise ConfigError("integrity", "set", "no device of this mesh holds a copy of another's parameters", fix)
+
+
+def check_memory(program: Program, limit: int | None) -> None:
+    """Raise ConfigError if `integrity.repeat_every` is set, and a device with `limit` bytes holds no copy of the state beside the step."""
+    settings, memory = program.config.integrity, program.step.memory_analysis()
+    if settings is None or settings.repeat_every is None or limit is None or memory is None:
+        return
+    state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
+    needed = state + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    if needed > limit:
+        rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
+        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")
 
 
 def _join(verdicts: Iterable[Verdict]) -> Verdict:

@@ -4,6 +4,7 @@ Order is an invariant: a checkpoint of step n is taken before batch n is fetched
 The loop never waits for the device to log: figures of step n - 1 are read while step n runs. Only a healthy state is saved.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -73,6 +74,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
     state, eval_loss = start.state, None
+    advance = program.step if session.integrity is None else functools.partial(session.integrity.update, program.step)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
@@ -99,7 +101,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if end := _corrupted(session, step, state, batch):
                 return replace(end, eval_loss=eval_loss)
             with goodput.measure("step"):
-                state, metrics = program.step(state, batch)
+                state, metrics = advance(state, batch)
                 meter.stepped(step + 1, metrics, waited)
             if step == start.step:
                 goodput.started()

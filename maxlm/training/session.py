@@ -43,6 +43,9 @@ class StateChecks(Protocol):
     def replay(self, step: int, state: TrainState, batch: Any) -> "RollBack | Outcome | None":
         """Call before the update from `batch`."""
 
+    def update(self, advance: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> Any:
+        """`advance(state, batch)`."""
+
 
 @dataclass(frozen=True)
 class Session:
