@@ -19,8 +19,8 @@ from maxlm.config.schema import IntegrityConfig  # noqa: E402
 from maxlm.cost.step_cost import program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hlo.parser import read  # noqa: E402
+from maxlm.training.cell_replay import CellReplay  # noqa: E402
 from maxlm.training.program import Program  # noqa: E402
-from maxlm.training.replay import Replay  # noqa: E402
 from maxlm.training.replicas import Replicas  # noqa: E402
 
 REPLAY_EVERY = 1000  # where the config has none
@@ -36,7 +36,7 @@ def main(run: str, *overrides: str) -> None:
     replicas = Replicas(program.mesh, program.abstract_state)
     _show("comparison of copies", program, replicas.program, step.total_s, settings.every_steps, topology)
     print(f"    reads {replicas.bytes_on_a_device / GIB:.3f} GiB of a device, {len(replicas.names)} leaves")
-    _show("replay", program, Replay(program).program, step.total_s, settings.replay_every or REPLAY_EVERY, topology)
+    _show("replay", program, CellReplay(program).program, step.total_s, settings.replay_every or REPLAY_EVERY, topology)
 
 
 def _show(name: str, program: Program, compiled: jax.stages.Compiled, step_s: float, every: int, topology: rules.Topology) -> None:

@@ -19,3 +19,8 @@ def from_process_0(numbers: list[int]) -> list[int]:
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
     padded = np.resize(np.asarray(numbers or [0], np.int32), max(count, 1))
     return [int(number) for number in multihost_utils.broadcast_one_to_all(padded)][:count]
+
+
+def text_from_process_0(text: str) -> str:
+    """Process 0's text in every process."""
+    return bytes(from_process_0(list(text.encode()))).decode()

@@ -21,12 +21,3 @@ def allgather_lines(text: str) -> list[list[str]]:
     """Return the lines of `text` of each process."""
     padded = text.encode()[:_WIDTH].ljust(_WIDTH, b"\0")
     return [bytes(row).rstrip(b"\0").decode(errors="replace").split("\n") for row in allgather(np.frombuffer(padded, np.uint8))]
-
-
-def text_of_process_0(text: str) -> str:
-    """Return process 0's `text`, of any length."""
-    if jax.process_count() == 1:
-        return text
-    data = np.frombuffer(text.encode(), np.uint8)
-    length = int(allgather(np.array([data.size], np.int32))[0, 0])
-    return bytes(allgather(np.resize(data, length))[0]).decode()

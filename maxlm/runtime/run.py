@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import maxlm
-from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ConfigError, ExitCode, as_user_error
@@ -31,7 +31,6 @@ from maxlm.parallel import build_mesh
 from maxlm.runtime import cluster, deadline, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
-from maxlm.runtime.host_allgather import text_of_process_0
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
@@ -226,8 +225,8 @@ def _integrity(
     """The checks for silent corruption, compiled, if the config asks for them. All processes go on from what process 0 finds on record."""
     if config.integrity is None or start.step >= config.total_steps:
         return None
-    record = json.loads(text_of_process_0(json.dumps(findings.read(directory.path) if directory.primary else {})))
-    found = findings.Findings(record, directory.path if directory.primary else None)
+    record = multihost.text_from_process_0(json.dumps(findings.read(directory) if directory.primary else {}))
+    found = findings.Findings(json.loads(record), directory)
     return build_integrity(program, here.hosts, found, start.step, observers.on_event)
 
 

@@ -44,6 +44,8 @@ class RunDirectory:
     tensorboard = _Entry("tensorboard")
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("evaluations")
+    integrity = _Entry("integrity.json")  # findings of the checks for silent corruption
+    unhealthy_hosts = _Entry("unhealthy_hosts.json")  # for schedulers: hosts with a device that was named there
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
@@ -69,7 +71,7 @@ class RunDirectory:
 
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
-        names = (self.config, self.metrics, self.routing, self.report)
+        names = (self.config, self.metrics, self.routing, self.report, self.integrity, self.unhealthy_hosts)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 

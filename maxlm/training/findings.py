@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.replicas import Element
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class Unsettled:
 class Findings:
     """All findings of a run. Every process has the same; the primary one writes them."""
 
-    def __init__(self, record: Mapping[str, Any], folder: Path | None) -> None:
-        """`record`: what `read` returned on process 0; `folder`: the run directory, on the primary process only."""
-        self._folder = folder
+    def __init__(self, record: Mapping[str, Any], run: RunDirectory) -> None:
+        """`record`: what `read` returned on process 0."""
+        self._run = run
         self._findings: list[dict[str, Any]] = list(record.get("findings", []))
         self.strikes: dict[str, int] = dict(record.get("strikes", {}))
         self._hosts: dict[str, Any] = dict(record.get("hosts", {}))
@@ -99,27 +99,27 @@ class Findings:
 
     def write(self) -> None:
         """Write both files. A failure is logged: the run goes on with what is in memory."""
-        if self._folder is None:
+        if not self._run.primary:
             return
         unsettled = self.unsettled
         saved = unsettled and {"step": unsettled.step, "element": unsettled.element._asdict()}
         record = {"findings": self._findings, "strikes": self.strikes, "hosts": self._hosts, "unsettled": saved}
         try:
-            write_text(self._folder / "integrity.json", json.dumps(record, indent=1) + "\n")
+            write_text(self._run.integrity, json.dumps(record, indent=1) + "\n")
             if self._hosts:
-                write_text(self._folder / "unhealthy_hosts.json", json.dumps({"hosts": self._hosts}, indent=1) + "\n")
+                write_text(self._run.unhealthy_hosts, json.dumps({"hosts": self._hosts}, indent=1) + "\n")
         except OSError as error:
             log.warning("the findings cannot be written: %s", error)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(run: RunDirectory) -> dict[str, Any]:
     """The record of earlier attempts; {} if there is none, or none that can be read, which is logged."""
     try:
-        record = json.loads((folder / "integrity.json").read_text(encoding="utf-8"))
-        Findings(record, None)
+        record = json.loads(run.integrity.read_text(encoding="utf-8"))
+        Findings(record, run)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s/integrity.json cannot be read, and is begun anew: %s", folder, error)
+        log.warning("%s cannot be read, and is begun anew: %s", run.integrity, error)
         return {}
     return dict(record)

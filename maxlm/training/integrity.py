@@ -1,8 +1,9 @@
 """Checks for silent corruption: a device that holds or computes wrong bits, and says nothing.
 
-Every `integrity.every_steps` updates, and before every save, the copies of the state are compared (replicas.py); every
-`integrity.replay_every` updates devices repeat the work of others (replay.py). After a disagreement the wrong device is named, and training
-goes back to where all agreed. docs/integrity.md says what each check can see.
+Every `integrity.every_steps` updates, and before every save, the copies of the state are compared (replicas.py). Every
+`integrity.replay_every` updates devices repeat the work of others (cell_replay.py), and every `integrity.repeat_every` one update is
+computed twice. After a disagreement the wrong device is named, as far as it can be, and training goes back to where all agreed.
+docs/integrity.md says what each check can see.
 """
 
 import math
@@ -18,9 +19,9 @@ from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config, IntegrityConfig
 from maxlm.telemetry.observer import Event
+from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
 from maxlm.training.program import Program
-from maxlm.training.replay import FURTHER, Replay, comparable, judge_cells, wrong_work
 from maxlm.training.replicas import Compared, Element, Replicas, Verdict, judge_by, judge_copies
 from maxlm.training.session import Outcome, RollBack
 from maxlm.training.step import Metrics, TrainState
@@ -44,7 +45,7 @@ class Integrity:
         self,
         settings: IntegrityConfig,
         replicas: Replicas,
-        replay: Replay | None,
+        replay: CellReplay | None,
         devices: tuple[DeviceName, ...],
         findings: Findings,
         start: int,
@@ -57,7 +58,7 @@ class Integrity:
         self._called = self._agreed = self._replayed = start
         self._unequal: int | None = None  # step whose update gave two results
 
-    def check(self, step: int, state: TrainState, *, now: bool) -> RollBack | Outcome | None:
+    def check(self, step: int, state: TrainState, *, now: bool) -> Outcome | None:
         """Read the comparison that was started `LATE` calls ago; start one if it is due, and read it `now` if the state will be saved."""
         if step < self._called:  # training has gone back
             self._running, self._agreed, self._replayed = None, min(self._agreed, step), min(self._replayed, step)
@@ -75,7 +76,7 @@ class Integrity:
                 return self._read(step, state) or self._settle(step, state)
         return None
 
-    def replay(self, step: int, state: TrainState, batch: Any) -> RollBack | Outcome | None:
+    def replay(self, step: int, state: TrainState, batch: Any) -> Outcome | None:
         """Replay work of this batch if that is due. Waits for the devices: once in `replay_every` updates."""
         every = self._settings.replay_every
         if self._replay is None or every is None or step % every or step == self._replayed:
@@ -112,7 +113,7 @@ class Integrity:
             self._unequal = done
         return state, metrics
 
-    def _read(self, step: int, state: TrainState) -> RollBack | Outcome | None:
+    def _read(self, step: int, state: TrainState) -> Outcome | None:
         """Wait for the running comparison. `state` is that of `step`, at most `LATE` updates later."""
         running, self._running = self._running, None
         assert running is not None, "there is one to read"
@@ -150,9 +151,9 @@ class Integrity:
             self._alarm(step, "corrupted", f"computing step {step:,} again did not tell which device was wrong")
             return None
         end = self._corrupted(step, f"held a wrong {unsettled.element.leaf} before training went back", verdict, step)
-        return end if isinstance(end, Outcome) else None
+        return end if end.roll_back is None else None
 
-    def _corrupted(self, step: int, did: str, verdict: Verdict, before: int) -> RollBack | Outcome:
+    def _corrupted(self, step: int, did: str, verdict: Verdict, before: int) -> Outcome:
         """Report and record a finding. The end of the run if a device was named too often, else the way back."""
         named = [self._devices[position] for position in sorted(verdict.odd)]
         suspects = [self._devices[position] for position in sorted(verdict.suspects)]
@@ -166,7 +167,7 @@ class Integrity:
         if out := self._findings.struck_out(named):
             hosts = ", ".join(sorted({device.host for device in out}))
             return Outcome("corrupted", step, f"{reason}; not for the first time: replace host {hosts}")
-        return RollBack(reason, "corrupted", before)
+        return Outcome("corrupted", step, reason, roll_back=RollBack(reason, "corrupted", before))
 
     def _alarm(self, step: int, cause: str, reason: str, **data: Any) -> None:
         self._report(Event("alarm", step, data={"cause": cause, "reason": reason, **data}))
@@ -178,7 +179,7 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
     assert settings is not None, "the config sets it"
     replicas, replay = Replicas(program.mesh, program.abstract_state), None
     if settings.replay_every is not None:
-        replay = Replay(program)
+        replay = CellReplay(program)
         _ = replay.program
     _ = replicas.program
     return Integrity(settings, replicas, replay, device_names(program.mesh, hosts), findings, start, report)

@@ -23,7 +23,7 @@ from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.saving import Saving
-from maxlm.training.session import Outcome, RollBack, Session, Start
+from maxlm.training.session import Outcome, Session, Start
 from maxlm.training.step import TrainState
 
 
@@ -124,8 +124,6 @@ def _corrupted(session: Session, step: int, state: TrainState, batch: Any = None
     with session.goodput.measure("step"):
         checks = session.integrity
         end = checks.check(step, state, now=now) if batch is None else checks.replay(step, state, batch)
-    if isinstance(end, RollBack):  # to the newest checkpoint, by starting again: no state is saved before its copies were compared
-        end = Outcome("corrupted", step, end.reason)
     return None if end is None else replace(end, state=state)
 
 
@@ -135,11 +133,9 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     assert state is not None, "the steps end with a state"
     saving.check(state)
     corrupted = end if end.status == "corrupted" else _corrupted(session, end.step, state, now=True)
-    wrong = corrupted.message if corrupted else meter.health.at_end()
-    if corrupted and end.status == "done":
-        end = replace(end, status="corrupted", message=wrong)
-    elif wrong and not corrupted and (meter.health.unhealthy or end.status == "done"):
-        end = replace(end, status="unhealthy", message=wrong)
+    wrong = meter.health.unhealthy or (corrupted.message if corrupted else meter.health.at_end())
+    if wrong and (meter.health.unhealthy or end.status == "done"):
+        end = replace(end, status="corrupted" if corrupted and not meter.health.unhealthy else "unhealthy", message=wrong)
     if not wrong:
         saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
     if end.status == "done":

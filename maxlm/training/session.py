@@ -24,23 +24,13 @@ class Tasks(Protocol):
         """Data of the event `tasks`. None once `gives_up()`, which all processes ask equally often."""
 
 
-@dataclass(frozen=True)
-class RollBack:
-    """Go back to the newest healthy checkpoint of step `before` or earlier, and leave out these batches."""
-
-    reason: str
-    cause: str  # as in an `alarm` event
-    before: int
-    batches: tuple[int, ...] = ()
-
-
 class StateChecks(Protocol):
     """Checks for silent corruption (`integrity.Integrity`). Every process makes the same calls and gets the same answers."""
 
-    def check(self, step: int, state: TrainState, *, now: bool) -> "RollBack | Outcome | None":
+    def check(self, step: int, state: TrainState, *, now: bool) -> "Outcome | None":
         """Call before update `step` and after the last; `now`: the state is about to be saved."""
 
-    def replay(self, step: int, state: TrainState, batch: Any) -> "RollBack | Outcome | None":
+    def replay(self, step: int, state: TrainState, batch: Any) -> "Outcome | None":
         """Call before the update from `batch`."""
 
     def update(self, advance: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> Any:
@@ -80,11 +70,24 @@ class Start:
 
 
 @dataclass(frozen=True)
+class RollBack:
+    """Request to go back to the newest healthy checkpoint of step `before` or earlier, and to leave out the batches of the steps `batches`,
+    counted from 0. `cause`: one word, as of alarms.
+    """
+
+    reason: str
+    cause: str
+    before: int
+    batches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """End of training: after `step` updates, and why."""
+    """End of training: after `step` updates, and why. `roll_back`: not the end, if training can go back."""
 
     status: Status
     step: int
     message: str
     eval_loss: float | None = None
     state: TrainState | None = None
+    roll_back: RollBack | None = None

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,13 +15,13 @@ from tiny import tiny_batch, tiny_program
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import IntegrityConfig
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import bit_flips, findings
 from maxlm.training.bit_flips import Flip, flipped
+from maxlm.training.cell_replay import FURTHER, ROTATIONS, CellReplay, comparable, judge_cells, wrong_work
 from maxlm.training.findings import Findings, Unsettled, device_names
 from maxlm.training.integrity import Integrity, check_mesh
-from maxlm.training.replay import FURTHER, ROTATIONS, Replay, comparable, judge_cells, wrong_work
 from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
-from maxlm.training.session import Outcome, RollBack
 
 
 def with_flip(state, flip):
@@ -78,7 +79,8 @@ class Checks:
         program, _, replicas = copied
         self.alarms = []
         self.devices = device_names(program.mesh, ["host-a"])
-        self.findings = Findings(findings.read(folder) if folder else {}, folder)
+        run = RunDirectory(folder or Path("nowhere"), primary=folder is not None)
+        self.findings = Findings(findings.read(run), run)
         section = IntegrityConfig(every_steps=every, **settings)
         self.checks = Integrity(section, replicas, replay, self.devices, self.findings, start, self.alarms.append)
 
@@ -97,12 +99,12 @@ def test_a_comparison_is_read_two_steps_later_or_at_once_before_a_save(copied, t
     late = Checks(copied, every=2)
     assert [late.check(step, one) for step, one in enumerate([state, state, bad, bad])] == [None] * 4
     found = late.check(4, bad)
-    assert isinstance(found, RollBack) and found.before == 0 and found.cause == "corrupted"
+    assert found.roll_back and found.roll_back.before == 0 and found.roll_back.cause == "corrupted"
     at_once = Checks(copied, tmp_path, every=100, start=7)
     assert at_once.check(8, state) is None and at_once.check(9, state, now=True) is None
     found = at_once.check(12, bad, now=True)
-    assert isinstance(found, RollBack) and found.before == 9
-    assert "params.final_norm.scale_D" in found.reason and "device 5 (host host-a, process 0, its device 5)" in found.reason
+    assert found.roll_back and found.roll_back.before == 9
+    assert "params.final_norm.scale_D" in found.message and "device 5 (host host-a, process 0, its device 5)" in found.message
     (alarm,) = at_once.alarms
     assert (alarm.kind, alarm.data["cause"], alarm.data["devices"], alarm.data["certain"]) == ("alarm", "corrupted", [5], True)
     unhealthy = json.loads((tmp_path / "unhealthy_hosts.json").read_text())["hosts"]
@@ -111,11 +113,11 @@ def test_a_comparison_is_read_two_steps_later_or_at_once_before_a_save(copied, t
 
 def test_a_device_named_twice_ends_the_run_also_after_a_restart(copied, tmp_path):
     _, state, _ = copied
-    assert isinstance(Checks(copied, tmp_path).check(1, with_flip(state, flip_of(copied)), now=True), RollBack)
+    assert Checks(copied, tmp_path).check(1, with_flip(state, flip_of(copied)), now=True).roll_back
     other = Checks(copied, tmp_path).check(3, with_flip(state, flip_of(copied, position=2)), now=True)
-    assert isinstance(other, RollBack), "another device"
+    assert other.roll_back, "another device"
     again = Checks(copied, tmp_path).check(9, with_flip(state, flip_of(copied, leaf="step", bit=0, element=0)), now=True)
-    assert isinstance(again, Outcome) and again.status == "corrupted" and "replace host host-a" in again.message
+    assert again.roll_back is None and again.status == "corrupted" and "replace host host-a" in again.message
 
 
 def test_training_that_has_gone_back_is_compared_from_there(copied):
@@ -125,7 +127,7 @@ def test_training_that_has_gone_back_is_compared_from_there(copied):
     assert checks.check(10, state) is None  # running
     assert checks.check(2, state) is None, "what was running belongs to steps that are gone"
     found = checks.check(4, with_flip(state, flip_of(copied)), now=True)
-    assert isinstance(found, RollBack) and found.before == 2
+    assert found.roll_back and found.roll_back.before == 2
 
 
 def test_many_devices_are_no_broken_device(copied):
@@ -135,7 +137,7 @@ def test_many_devices_are_no_broken_device(copied):
         state = with_flip(state, flip_of(copied, position=position, element=position))
     checks = Checks(copied)
     found = checks.check(1, state, now=True)
-    assert isinstance(found, RollBack) and not checks.findings.strikes
+    assert found.roll_back and not checks.findings.strikes
 
 
 def test_of_two_copies_the_wrong_one_is_known_when_the_step_is_computed_again(copied, tmp_path):
@@ -146,7 +148,7 @@ def test_of_two_copies_the_wrong_one_is_known_when_the_step_is_computed_again(co
     two = SimpleNamespace(mesh=mesh), state, Replicas(mesh, state)
     right = Checks(two, tmp_path)
     found = right.check(6, with_flip(state, flip_of(two, position=3, leaf="w", element=17, bit=18)), now=True)
-    assert isinstance(found, RollBack) and found.reason.startswith("one of device 1 (") and ", device 3 (" in found.reason
+    assert found.roll_back and found.message.startswith("one of device 1 (") and ", device 3 (" in found.message
     assert not right.findings.strikes
     restarted = Checks(two, tmp_path, every=100, start=5)
     unsettled = restarted.findings.unsettled
@@ -196,7 +198,7 @@ def test_an_update_with_two_results_goes_back_to_before_it(copied):
         after, _ = checks.checks.update(advance, twice, batch)
     assert differing(replicas, after) == []
     found = checks.check(4, after)
-    assert isinstance(found, RollBack) and found.before == 3 and "update 4 twice with two results" in found.reason
+    assert found.roll_back and found.roll_back.before == 3 and "update 4 twice with two results" in found.message
     assert checks.check(5, after) is None and not checks.findings.strikes
 
 
@@ -250,7 +252,7 @@ def test_a_wrong_replay_goes_back_to_the_last_that_agreed(copied):
     assert good.ran == [(1, ROTATIONS), (2, ROTATIONS)], "two rotations are enough, and the layers change"
     good.sums = votes(4, lambda cell, rotation: int(cell == 1))
     found = checks.checks.replay(9, state, None)
-    assert isinstance(found, RollBack) and found.before == 6 and good.ran[-1] == (3, FURTHER)
+    assert found.roll_back and found.roll_back.before == 6 and good.ran[-1] == (3, FURTHER)
     assert checks.alarms[0].data["devices"] == [2, 3]
 
 
@@ -276,7 +278,7 @@ def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied):
     """What cells compute agrees to the bit on other devices, and one flipped bit on one cell does not. Copies of the state stay equal."""
     program, state, _ = copied
     batch = jax.device_put(tiny_batch(0), program.batch_sharding)
-    replay = Replay(program, corrupt=one_wrong_bit)
+    replay = CellReplay(program, corrupt=one_wrong_bit)
     sums = np.concatenate([replay.run(0, state, batch), replay.run(0, state, batch, FURTHER)])
     assert wrong_work(sums[:2]) == [1, 2]
     assert judge_cells(sums) == Verdict(odd=frozenset({2}))
@@ -287,7 +289,7 @@ def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied):
 
 
 def test_cells_are_the_devices_at_one_place_along_the_axes_of_batches():
-    replay = Replay(tiny_program(8, mesh={"data": 2, "fsdp": 2, "tensor": 2}))
+    replay = CellReplay(tiny_program(8, mesh={"data": 2, "fsdp": 2, "tensor": 2}))
     assert [replay.devices(cell) for cell in range(replay.cells)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
@@ -331,13 +333,14 @@ def test_bits_are_flipped_in_the_run_that_was_meant_and_as_often_as_asked(copied
 
 
 def test_a_record_that_cannot_be_read_is_begun_anew(tmp_path):
+    run = RunDirectory(tmp_path, primary=True)
     for text in ("", "[]", '{"unsettled": {"step": 3}}', '{"findings": 3}'):
         (tmp_path / "integrity.json").write_text(text)
-        assert findings.read(tmp_path) == {}
-    kept = Findings({}, tmp_path)
+        assert findings.read(run) == {}
+    kept = Findings({}, run)
     kept.unsettled = Unsettled(6, Element("params.a", 17, {1: 0.5, 3: -0.25}))
     kept.write()
-    assert Findings(findings.read(tmp_path), None).unsettled == kept.unsettled
+    assert Findings(findings.read(run), run).unsettled == kept.unsettled
 
 
 # Every layout.
@@ -365,7 +368,7 @@ def test_no_layout_raises_a_false_alarm(layout):
     """Every copy agrees after every step, and so does all work that is replayed; with workers, what differs by design is no copy."""
     mesh, sections = LAYOUTS[layout]
     program = tiny_program(8, mesh=mesh, **sections)
-    replicas, replay, state = Replicas(program.mesh, program.abstract_state), Replay(program), program.init()
+    replicas, replay, state = Replicas(program.mesh, program.abstract_state), CellReplay(program), program.init()
     assert len(replicas.names) < len(jax.tree.leaves(state)) if layout in ("fsdp", "workers") else replicas.names
     with jax.set_mesh(program.mesh):
         for n in range(4):

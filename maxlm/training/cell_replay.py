@@ -35,7 +35,7 @@ FURTHER = (2, 3)
 SCATTERED = "embedding_VD"  # on GPUs XLA sums its gradient in any order, so it is left out
 
 
-class Replay:
+class CellReplay:
     """The replay of `program`. `corrupt`, for tests, changes the gradients of a cell: (number of the cell, gradients) -> gradients."""
 
     def __init__(self, program: Program, corrupt: Callable[[jax.Array, Parameters], Parameters] | None = None) -> None:
@@ -62,7 +62,7 @@ class Replay:
         places before. `number`: of the replay, which chooses the layers. Waits for the devices.
         """
         periods = self._periods(self._program.config.model)
-        arguments = jnp.int32(number % max(periods, 1)), jnp.asarray(rotations, jnp.int32)
+        arguments = np.asarray(number % max(periods, 1), np.int32), np.asarray(rotations, np.int32)
         sums = self.program(state.params, state.model_state, state.step, batch, *arguments)
         return np.asarray(sums.addressable_data(0)).swapaxes(0, 1)
 
@@ -135,7 +135,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
 
 
 def wrong_work(sums: NDArray[np.uint32]) -> list[int]:
-    """Cells whose rows gave different sums on different cells. `sums`: as of `Replay.run`, with rotations 0, 1, ..."""
+    """Cells whose rows gave different sums on different cells. `sums`: as of `CellReplay.run`, with rotations 0, 1, ..."""
     own = np.stack([np.roll(of_rotation, -rotation, 0) for rotation, of_rotation in enumerate(sums)])
     return [int(cell) for cell in np.flatnonzero(np.any(own != own[0], (0, 2, 3)))]
 
