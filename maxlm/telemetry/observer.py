@@ -53,7 +53,8 @@ class Event:
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py)
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py); of cause
+              `corrupted`: `devices` (ids), `hosts`, and `certain` if these are the wrong ones and not suspects (see integrity.py)
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`

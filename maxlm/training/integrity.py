@@ -65,7 +65,7 @@ class Integrity:
         self._called = step
         if self._unequal is not None:
             wrong, self._unequal, self._running = self._unequal, None, None
-            return self._corrupted(wrong, f"computed update {wrong:,} twice with two results", Verdict(), wrong - 1)
+            return self._corrupted(wrong, "computed the update twice with two results", Verdict(), wrong - 1)
         unsettled = self._findings.unsettled
         now = now or (unsettled is not None and unsettled.step == step)
         if self._running is not None and (now or step >= self._running.step + LATE) and (end := self._read(step, state)):

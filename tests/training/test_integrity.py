@@ -198,7 +198,7 @@ def test_an_update_with_two_results_goes_back_to_before_it(copied):
         after, _ = checks.checks.update(advance, twice, batch)
     assert differing(replicas, after) == []
     found = checks.check(4, after)
-    assert found.roll_back and found.roll_back.before == 3 and "update 4 twice with two results" in found.message
+    assert found.roll_back and found.roll_back.before == 3 and "computed the update twice with two results, at step 4" in found.message
     assert checks.check(5, after) is None and not checks.findings.strikes
 
 
