@@ -594,6 +594,14 @@ class RunConfig(Section):
     alerts: AlertsConfig | None = None
 
 
+class IntegrityConfig(Section):
+    """Checks for silent corruption by a device. Copies of the state are compared before every save, too."""
+
+    every_steps: Positive = 100  # between two comparisons of the copies of parameters and optimizer state
+    replay_every: Positive | None = None  # steps after which devices repeat each other's work; None: never
+    repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
+
+
 class SamplesConfig(Section):
     """Texts that the model writes at the end of the run, printed."""
 
@@ -662,6 +670,7 @@ class Config(Section):
     pipeline: PipelineConfig | None = None
     ema: EmaConfig | None = None  # evaluated beside the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
+    integrity: IntegrityConfig | None = None
     samples: SamplesConfig | None = None
     watchdog: WatchdogConfig | None = None  # None: with its defaults
     wandb: WandbConfig | None = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import secrets
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import maxlm
-from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError, directory_lock
@@ -55,7 +56,8 @@ from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
-from maxlm.training import fits
+from maxlm.training import bit_flips, findings, fits, integrity
+from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
@@ -63,7 +65,13 @@ from maxlm.training.session import Outcome, Session, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
 from maxlm.training.step import TrainState
 
-EXIT_CODES = {"done": ExitCode.DONE, "nothing_left": ExitCode.DONE, "preempted": ExitCode.STOPPED, "unhealthy": ExitCode.UNHEALTHY}
+EXIT_CODES = {
+    "done": ExitCode.DONE,
+    "nothing_left": ExitCode.DONE,
+    "preempted": ExitCode.STOPPED,
+    "unhealthy": ExitCode.UNHEALTHY,
+    "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
+}
 
 # Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
 IDENTITY = (
@@ -163,7 +171,9 @@ def _run(
     data = opened.train
     watchdog.follow(goodput)
     program = build_program(config, build_mesh(config))
+    integrity.check_mesh(config, program.mesh)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    flips = bit_flips.from_environment(directory.path)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data, here)
     server = metrics_server(config, directory, phases)
@@ -192,11 +202,16 @@ def _run(
             facts["restarts"] = sum(item.get("kind") == "start" for item in read_objects(directory.events)) if phases.primary else 0
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
+            if flips is not None:
+                bit_flips.inject(program, flips)
+                reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
+                observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
+            checks = _integrity(config, program, directory, here, start, observers)
             watched = observers, goodput, stop, stop.abandon_batch
             outcome = train(
                 Session(
                     program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere,
-                    watchdog.progress, init, journal, directory.path if phases.primary else None,
+                    watchdog.progress, init, journal, directory.path if phases.primary else None, checks,
                 ),
                 start,
             )  # fmt: skip
@@ -272,7 +287,19 @@ def _start(
         start = restore_or_init(program, checkpoints, init, journal, goodput)
         if start.step < config.total_steps:
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
+            integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init
+
+
+def _integrity(
+    config: Config, program: Program, directory: RunDirectory, here: Cluster, start: Start, observers: Observers
+) -> Integrity | None:
+    """The checks for silent corruption, compiled, if the config asks for them. All processes go on from what process 0 finds on record."""
+    if config.integrity is None or start.step >= config.total_steps:
+        return None
+    record = multihost.text_from_process_0(json.dumps(findings.read(directory) if directory.primary else {}))
+    found = findings.Findings(json.loads(record), directory)
+    return build_integrity(program, here.hosts, found, start.step, observers.on_event)
 
 
 def _record_start(config: Config, directory: RunDirectory, data: Pipeline, start: Start) -> Start:

@@ -48,6 +48,8 @@ class RunDirectory:
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("evaluations")
     roll_backs = _Entry("roll_backs.json")  # where training went back, and the batches that were left out
+    integrity = _Entry("integrity.json")  # findings of the checks for silent corruption
+    unhealthy_hosts = _Entry("unhealthy_hosts.json")  # for schedulers: hosts with a device that was named there
 
     @classmethod
     def create(cls, dir: str | Path, name: str, *, primary: bool = True) -> "RunDirectory":
@@ -73,7 +75,8 @@ class RunDirectory:
 
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
-        names = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report, self.roll_backs)
+        files = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)
+        names = (*files, self.roll_backs, self.integrity, self.unhealthy_hosts)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 

@@ -6,11 +6,13 @@ A run that goes back restores an earlier state and continues from there, without
 """
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -139,10 +141,13 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
     state, eval_loss, replay = start.state, None, Replay(program)
+    advance = program.step if session.integrity is None else functools.partial(session.integrity.update, program.step)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
             reason = session.stop(step + start.undone)
+            if end := _corrupted(session, step, state, now=saving.due(step)):
+                return replace(end, eval_loss=eval_loss)
             if reason is None:
                 saving.save_if_due(step, state)
             if meter.health.roll_back is not None:
@@ -162,8 +167,10 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
             _report_problems(session, session.data, step)
             waited = time.monotonic() - waiting
+            if end := _corrupted(session, step, state, batch):
+                return replace(end, eval_loss=eval_loss)
             with goodput.measure("step"):
-                state, metrics = program.step(state, batch)
+                state, metrics = advance(state, batch)
                 meter.stepped(step + 1, metrics, waited)
             if (bad := meter.health.take_replay()) is not None:
                 replay.report(session, state, bad)
@@ -173,6 +180,8 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if settings.eval_every and (step + 1) % settings.eval_every == 0 and step + 1 < total:
                 eval_loss = _evaluate(session, meter, saving, step + 1, state)
             if session.tasks is not None and session.tasks.every and (step + 1) % session.tasks.every == 0 and step + 1 < total:
+                if end := _corrupted(session, step + 1, state, now=True):
+                    return replace(end, eval_loss=eval_loss)
                 saving.save_if_due(step + 1, state)  # first: tasks may take long, and no failure of theirs may cost it
                 _run_tasks(session, meter, saving, step + 1, state)
         meter.flush()
@@ -181,14 +190,25 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     return Outcome("done", total, f"all {total:,} steps are done", state=state, roll_back=meter.health.roll_back)
 
 
+def _corrupted(session: Session, step: int, state: TrainState, batch: Any = None, *, now: bool = False) -> Outcome | None:
+    """End of the run if a check for silent corruption finds any: of the copies of the state, or, with a batch, of what devices compute."""
+    if session.integrity is None:
+        return None
+    with session.goodput.measure("step"):
+        checks = session.integrity
+        end = checks.check(step, state, now=now) if batch is None else checks.replay(step, state, batch)
+    return None if end is None else replace(end, state=state)
+
+
 def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> Outcome:
     """Save the last state if it is healthy, and evaluate it meanwhile; else report why not, and which checkpoint is left."""
     state = end.state
     assert state is not None, "the steps end with a state"
     saving.check(state)
-    wrong = meter.health.at_end()
+    corrupted = end if end.status == "corrupted" else _corrupted(session, end.step, state, now=True)
+    wrong = meter.health.unhealthy or (corrupted.message if corrupted else meter.health.at_end())
     if wrong and (meter.health.unhealthy or end.status == "done"):
-        end = replace(end, status="unhealthy", message=wrong)
+        end = replace(end, status="corrupted" if corrupted and not meter.health.unhealthy else "unhealthy", message=wrong)
     if not wrong:
         saving.save(end.step, state)  # first: no evaluation that fails, or that a signal cuts short, may cost it
     if end.status == "unhealthy":

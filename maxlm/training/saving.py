@@ -44,7 +44,7 @@ class Saving:
         self._copy_if_due(step, state)  # last: what it says of the run's health is then that of the checkpoint
 
     def _save_if_due(self, step: int, state: TrainState) -> None:
-        if step <= self._saved or not (self._postponed or step % self._session.program.config.checkpoint.every_steps == 0):
+        if not self.due(step):
             return
         problem = self.check(state)
         if not problem:
@@ -52,6 +52,11 @@ class Saving:
         elif not self._postponed:
             self._postponed = True
             self._alarm("save_postponed", step, f"the checkpoint of step {step:,} is postponed until training is healthy: {problem}")
+
+    def due(self, step: int) -> bool:
+        """True if the state of `step` is to be saved."""
+        scheduled = step % self._session.program.config.checkpoint.every_steps == 0
+        return step > self._saved and (self._postponed or scheduled)
 
     def check(self, state: TrainState) -> str:
         """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
@@ -85,7 +90,8 @@ class Saving:
 
     def before_error(self, step: int, state: TrainState) -> None:
         """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""
-        if jax.process_count() == 1 and not self.check(state):
+        integrity = self._session.integrity
+        if jax.process_count() == 1 and not self.check(state) and (integrity is None or integrity.check(step, state, now=True) is None):
             with contextlib.suppress(CheckpointError):  # the error that ends training is the one to report
                 self.save(step, state)
 

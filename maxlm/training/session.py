@@ -14,7 +14,7 @@ from maxlm.training.progress import LoopProgress
 from maxlm.training.rollback import Journal
 from maxlm.training.step import TrainState
 
-Status = Literal["done", "nothing_left", "preempted", "unhealthy"]
+Status = Literal["done", "nothing_left", "preempted", "unhealthy", "corrupted"]
 
 
 class Tasks(Protocol):
@@ -25,6 +25,19 @@ class Tasks(Protocol):
 
     def run(self, state: TrainState, step: int, gives_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Data of the event `tasks`. None once `gives_up()`, which all processes ask equally often."""
+
+
+class StateChecks(Protocol):
+    """Checks for silent corruption (`integrity.Integrity`). Every process makes the same calls and gets the same answers."""
+
+    def check(self, step: int, state: TrainState, *, now: bool) -> "Outcome | None":
+        """Call before update `step` and after the last; `now`: the state is about to be saved."""
+
+    def replay(self, step: int, state: TrainState, batch: Any) -> "Outcome | None":
+        """Call before the update from `batch`."""
+
+    def update(self, advance: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> Any:
+        """`advance(state, batch)`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Session:
     init: Callable[[], TrainState] | None = None  # the first state, where that is not drawn from the seed
     journal: Journal = field(default_factory=Journal)
     folder: Path | None = None  # for pages of evidence; None: none are written
+    integrity: StateChecks | None = None
 
 
 @dataclass(frozen=True)

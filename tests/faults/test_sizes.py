@@ -32,6 +32,8 @@ HARMLESS = {
     "checkpoint.keep": "all checkpoints are kept",
     "checkpoint.keep_every": "no checkpoint is kept for ever",
     "memory_checkpoints.every_steps": "no copy is made",
+    "integrity.every_steps": "copies are compared at the end",
+    "integrity.repeat_every": "no update is computed twice",
     "run.log_every": "the last step is logged",
     "data.skip_bad_chunks.at_most": "no store has more chunks",
     "data.prepare.tokenizer.train_bytes": "there is no more text than there is",
@@ -52,12 +54,14 @@ MOSTLY = {  # up to a limit that a rule or the memory sets, here above the first
     "model.latent.value_dim": 1,
     "data.seq_len": 1,  # the compiled step is refused
     "samples.tokens": 1,
+    "integrity.replay_every": 4,  # of no concern to one device, which is refused later
     "data.prepare.tokenizer.vocab_size": 1,
 }
 NEEDED = {  # what a field needs beside itself
     "model.moe.": ["model.moe={n_experts: 4, top_k: 2, d_ff: 32, n_shared: 1}"],
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
     "diloco.": ["diloco={workers: 1, every: 2}"],
+    "integrity.": ["integrity={}"],
     "evaluation.": ["evaluation={tasks: [prose]}"],
     "model.window": ["model.layer_pattern=[local]"],
     "checkpoint.keep_every": ["checkpoint.every_steps=1"],
@@ -151,6 +155,7 @@ def test_harmless_sizes_train(workspace):
     beside = [
         "diloco={workers: 1, every: 2}",
         "evaluation={tasks: [prose]}",
+        "integrity={}",
         "model.layer_pattern=[local]",
         "run.name=harmless",
         "data.store=other",

@@ -1,0 +1,125 @@
+"""Findings of the checks for silent corruption: which device, on which host, how often. Kept in the run directory across attempts.
+
+`integrity.json` holds every finding, the strikes of each device and the element by which a device may still be found.
+`unhealthy_hosts.json` is for schedulers: the hosts with a device that was named, and nothing else.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.replicas import Element
+
+log = logging.getLogger(__name__)
+
+STRIKES = 2  # findings that name one device, after which its host is to be replaced
+KEPT = 100  # findings in the file, the newest
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """A device as a person, or a scheduler, can find it."""
+
+    id: int
+    host: str
+    process: int
+    local: int  # number of the device on its host
+    coords: tuple[int, ...]  # in the torus; () where there is none
+
+    @property
+    def key(self) -> str:
+        """Name that stays the same when the run is started again."""
+        return f"{self.host}:{self.local}"
+
+    def __str__(self) -> str:
+        at = f", at {self.coords}" if self.coords else ""
+        return f"device {self.id} (host {self.host}, process {self.process}, its device {self.local}{at})"
+
+
+def device_names(mesh: Mesh, hosts: Sequence[str]) -> tuple[DeviceName, ...]:
+    """The devices in the order of `mesh.devices.flat`. `hosts`: of each process."""
+    seen: dict[str, int] = {}
+    numbers = {}
+    for device in sorted(mesh.devices.flat, key=lambda device: device.id):
+        host = hosts[device.process_index]
+        numbers[device.id] = seen[host] = seen.get(host, -1) + 1
+    return tuple(_name(device, hosts[device.process_index], numbers[device.id]) for device in mesh.devices.flat)
+
+
+def _name(device: jax.Device, host: str, local: int) -> DeviceName:
+    return DeviceName(device.id, host, device.process_index, local, tuple(getattr(device, "coords", None) or ()))
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """Copies of which one is wrong, as they were at `step`: once training has come there again, `element` says which."""
+
+    step: int
+    element: Element
+
+
+class Findings:
+    """All findings of a run. Every process has the same; the primary one writes them."""
+
+    def __init__(self, record: Mapping[str, Any], run: RunDirectory) -> None:
+        """`record`: what `read` returned on process 0."""
+        self._run = run
+        self._findings: list[dict[str, Any]] = list(record.get("findings", []))
+        self.strikes: dict[str, int] = dict(record.get("strikes", {}))
+        self._hosts: dict[str, Any] = dict(record.get("hosts", {}))
+        self.unsettled: Unsettled | None = None
+        if saved := record.get("unsettled"):
+            element = saved["element"]
+            values = {int(position): value for position, value in element["values"].items()}
+            self.unsettled = Unsettled(saved["step"], Element(element["leaf"], element["place"], values))
+
+    def add(self, step: int, reason: str, named: Sequence[DeviceName], suspects: Sequence[DeviceName]) -> None:
+        """Add a finding: a strike for each device that is `named`, none for suspects."""
+        now = round(time.time(), 3)
+        devices = {"named": [asdict(device) for device in named], "suspects": [asdict(device) for device in suspects]}
+        self._findings = [*self._findings, {"time": now, "step": step, "reason": reason, **devices}][-KEPT:]
+        for device in named:
+            self.strikes[device.key] = self.strikes.get(device.key, 0) + 1
+            host = self._hosts.setdefault(device.host, {"devices": [], "since": now, "strikes": 0})
+            host["devices"] = sorted({*host["devices"], device.local})
+            host |= {"strikes": max(host["strikes"], self.strikes[device.key]), "last": now, "reason": reason}
+        self.write()
+
+    def struck_out(self, named: Sequence[DeviceName]) -> list[DeviceName]:
+        """Those among `named` whose hosts are to be replaced."""
+        return [device for device in named if self.strikes.get(device.key, 0) >= STRIKES]
+
+    def write(self) -> None:
+        """Write both files. A failure is logged: the run goes on with what is in memory."""
+        if not self._run.primary:
+            return
+        unsettled = self.unsettled
+        saved = unsettled and {"step": unsettled.step, "element": unsettled.element._asdict()}
+        record = {"findings": self._findings, "strikes": self.strikes, "hosts": self._hosts, "unsettled": saved}
+        try:
+            write_text(self._run.integrity, json.dumps(record, indent=1) + "\n")
+            if self._hosts:
+                write_text(self._run.unhealthy_hosts, json.dumps({"hosts": self._hosts}, indent=1) + "\n")
+        except OSError as error:
+            log.warning("the findings cannot be written: %s", error)
+
+
+def read(run: RunDirectory) -> dict[str, Any]:
+    """The record of earlier attempts; {} if there is none, or none that can be read, which is logged."""
+    try:
+        record = json.loads(run.integrity.read_text(encoding="utf-8"))
+        Findings(record, run)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be read, and is begun anew: %s", run.integrity, error)
+        return {}
+    return dict(record)

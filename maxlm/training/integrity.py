@@ -1,0 +1,228 @@
+"""Checks for silent corruption: a device that holds or computes wrong bits, and says nothing.
+
+Every `integrity.every_steps` updates, and before every save, the copies of the state are compared (replicas.py). Every
+`integrity.replay_every` updates devices repeat the work of others (cell_replay.py), and every `integrity.repeat_every` one update is
+computed twice. After a disagreement the wrong device is named, as far as it can be, and training goes back to where all agreed.
+docs/integrity.md says what each check can see.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxlm.checkpoint.digest import digest
+from maxlm.config.errors import ConfigError
+from maxlm.config.schema import Config, IntegrityConfig
+from maxlm.telemetry.observer import Event
+from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, judge_cells, wrong_work
+from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
+from maxlm.training.program import Program
+from maxlm.training.replicas import Compared, Element, Replicas, Verdict, judge_by, judge_copies
+from maxlm.training.session import Outcome, RollBack
+from maxlm.training.step import Metrics, TrainState
+
+LATE = 2  # calls after which a comparison is read: the update behind it has been dispatched, so the devices do not wait
+LOOKED_AT = 8  # leaves that differ, of which the one with the clearest difference is kept
+
+
+class _Running(NamedTuple):
+    step: int
+    compared: Compared
+
+
+Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
+class Integrity:
+    """The checks of one attempt; see `session.StateChecks` for the calls. `report` takes the alarms."""
+
+    def __init__(
+        self,
+        settings: IntegrityConfig,
+        replicas: Replicas,
+        replay: CellReplay | None,
+        devices: tuple[DeviceName, ...],
+        findings: Findings,
+        start: int,
+        report: Callable[[Event], None],
+    ) -> None:
+        """`devices`: in the order of `mesh.devices.flat`; `start`: step of the first call, whose state is good."""
+        self._settings, self._replicas, self._replay = settings, replicas, replay
+        self._devices, self._findings, self._report = devices, findings, report
+        self._running: _Running | None = None
+        self._called = self._agreed = self._replayed = start
+        self._unequal: int | None = None  # step whose update gave two results
+
+    def check(self, step: int, state: TrainState, *, now: bool) -> Outcome | None:
+        """Read the comparison that was started `LATE` calls ago; start one if it is due, and read it `now` if the state will be saved."""
+        if step < self._called:  # training has gone back
+            self._running, self._agreed, self._replayed = None, min(self._agreed, step), min(self._replayed, step)
+        self._called = step
+        if self._unequal is not None:
+            wrong, self._unequal, self._running = self._unequal, None, None
+            return self._corrupted(wrong, "computed the update twice with two results", Verdict(), wrong - 1)
+        unsettled = self._findings.unsettled
+        now = now or (unsettled is not None and unsettled.step == step)
+        if self._running is not None and (now or step >= self._running.step + LATE) and (end := self._read(step, state)):
+            return end
+        if (now or step % self._settings.every_steps == 0) and step > self._agreed and self._running is None:
+            self._running = _Running(step, self._replicas.compare(state))
+            if now:
+                return self._read(step, state) or self._settle(step, state)
+        return None
+
+    def replay(self, step: int, state: TrainState, batch: Any) -> Outcome | None:
+        """Replay work of this batch if that is due. Waits for the devices: once in `replay_every` updates."""
+        every = self._settings.replay_every
+        if self._replay is None or every is None or step % every or step == self._replayed:
+            return None
+        number = step // every
+        sums = self._replay.run(number, state, batch)
+        if not wrong_work(sums):
+            self._replayed = step
+            return None
+        if not comparable(sums):
+            reason = "most devices compute other bits than their neighbours from the same numbers: this platform is not deterministic, or"
+            reason += " many devices are broken; integrity.replay_every is off until the next start"
+            self._replay = None
+            self._alarm(step, "replay_not_comparable", reason)
+            return None
+        sums = np.concatenate([sums, self._replay.run(number, state, batch, FURTHER)])
+        cells = judge_cells(sums)
+        odd, suspects = (frozenset(d for cell in found for d in self._replay.devices(cell)) for found in cells)
+        return self._corrupted(step, "computed other bits than others from the same numbers", Verdict(odd, suspects), self._replayed)
+
+    def update(self, advance: Advance, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """`advance(state, batch)`; once in `repeat_every` updates from a copy of the state as well, so a wrong gradient is seen though all
+        devices apply the same sum. Waits for the devices then; the next `check` says what was found.
+        """
+        every, done = self._settings.repeat_every, self._called + 1
+        if every is None or done % every:
+            return advance(state, batch)
+        kept = jax.tree.map(jnp.copy, state)
+        first, _ = advance(state, batch)
+        sums = digest(first)
+        jax.tree.map(lambda leaf: leaf.delete(), first)  # before the second needs its place
+        state, metrics = advance(kept, batch)
+        if digest(state) != sums:
+            self._unequal = done
+        return state, metrics
+
+    def _read(self, step: int, state: TrainState) -> Outcome | None:
+        """Wait for the running comparison. `state` is that of `step`, at most `LATE` updates later."""
+        running, self._running = self._running, None
+        assert running is not None, "there is one to read"
+        differs = np.asarray(running.compared.differs.addressable_data(0))
+        if not differs.any():
+            self._agreed = running.step
+            return None
+        sums = self._replicas.gather(running.compared)
+        names = [name for name, differ in zip(self._replicas.names, differs, strict=True) if differ]
+        disagreeing = [(name, values) for name in names for values in self._disagreeing(name, sums)]
+        verdict = _join(judge_copies(values) for _, values in disagreeing)
+        if not verdict.odd:
+            groups = [(name, list(values)) for name, values in disagreeing][:LOOKED_AT]
+            clearest = max((self._replicas.widest(state, name, group) for name, group in groups), key=_clarity)
+            self._findings.unsettled = Unsettled(step, clearest)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return self._corrupted(running.step, f"held other bits of {names[0]}{more} than its copies", verdict, self._agreed)
+
+    def _disagreeing(self, name: str, sums: Any) -> list[dict[int, bytes]]:
+        """The sums of the leaf by position of the device, for every shard whose copies differ."""
+        leaf = self._replicas.names.index(name)
+        groups = [{position: sums[position, leaf].tobytes() for position in group} for group in self._replicas.groups(name)]
+        return [values for values in groups if len(set(values.values())) > 1]
+
+    def _settle(self, step: int, state: TrainState) -> Outcome | None:
+        """Name the device that was wrong at this step the last time, now that the copies agree here."""
+        unsettled = self._findings.unsettled
+        if unsettled is None or unsettled.step != step:
+            return None
+        self._findings.unsettled = None
+        right = min(self._replicas.values_at(state, unsettled.element).values())  # all are equal
+        verdict = judge_by(right, unsettled.element.values)
+        if not verdict.odd:
+            self._findings.write()
+            self._alarm(step, "corrupted", f"computing step {step:,} again did not tell which device was wrong")
+            return None
+        end = self._corrupted(step, f"held a wrong {unsettled.element.leaf} before training went back", verdict, step)
+        return end if end.roll_back is None else None
+
+    def _corrupted(self, step: int, did: str, verdict: Verdict, before: int) -> Outcome:
+        """Report and record a finding. The end of the run if a device was named too often, else the way back."""
+        named = [self._devices[position] for position in sorted(verdict.odd)]
+        suspects = [self._devices[position] for position in sorted(verdict.suspects)]
+        who = ", ".join(map(str, named)) or (f"one of {', '.join(map(str, suspects))}" if suspects else "some device")
+        reason = f"{who} {did}, at step {step:,}"
+        if 2 * len(named) > len(self._devices):
+            reason, named = f"{len(named)} devices {did}, at step {step:,}: too many to be broken, so it is the program", []
+        self._findings.add(step, reason, named, suspects)
+        found = {"devices": [device.id for device in named or suspects], "hosts": sorted({device.host for device in named or suspects})}
+        self._alarm(step, "corrupted", reason, **found, certain=bool(named))
+        if out := self._findings.struck_out(named):
+            hosts = ", ".join(sorted({device.host for device in out}))
+            return Outcome("corrupted", step, f"{reason}; not for the first time: replace host {hosts}")
+        return Outcome("corrupted", step, reason, roll_back=RollBack(reason, "corrupted", before))
+
+    def _alarm(self, step: int, cause: str, reason: str, **data: Any) -> None:
+        self._report(Event("alarm", step, data={"cause": cause, "reason": reason, **data}))
+
+
+def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, start: int, report: Callable[[Event], None]) -> Integrity:
+    """The checks that the config of `program` asks for, compiled. `hosts`: of each process."""
+    settings = program.config.integrity
+    assert settings is not None, "the config sets it"
+    replicas, replay = Replicas(program.mesh, program.abstract_state), None
+    if settings.replay_every is not None:
+        replay = CellReplay(program)
+        _ = replay.program
+    _ = replicas.program
+    return Integrity(settings, replicas, replay, device_names(program.mesh, hosts), findings, start, report)
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError if a check could compare nothing on this mesh."""
+    settings, sizes = config.integrity, mesh.shape
+    if settings is None:
+        return
+    copied = (sizes["data"] > 1 and config.diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
+    cells = sizes["data"] * sizes["stage"] * sizes["fsdp"]
+    if settings.replay_every is not None and cells == 1:
+        rule = "needs several devices along mesh.data, mesh.stage or mesh.fsdp, which repeat each other's work"
+        raise ConfigError("integrity.replay_every", settings.replay_every, rule, "leave it out")
+    if settings.repeat_every is not None and mesh.devices.flat[0].platform == "gpu":
+        rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
+        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out")
+    if settings.replay_every is None and settings.repeat_every is None and not copied:
+        fix = "set integrity.replay_every" if cells > 1 else "set integrity.repeat_every"
+        raise ConfigError("integrity", "set", "no device of this mesh holds a copy of another's parameters", fix)
+
+
+def check_memory(program: Program, limit: int | None) -> None:
+    """Raise ConfigError if `integrity.repeat_every` is set, and a device with `limit` bytes holds no copy of the state beside the step."""
+    settings, memory = program.config.integrity, program.step.memory_analysis()
+    if settings is None or settings.repeat_every is None or limit is None or memory is None:
+        return
+    state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
+    needed = state + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    if needed > limit:
+        rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
+        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")
+
+
+def _join(verdicts: Iterable[Verdict]) -> Verdict:
+    """Devices that any verdict names; only if none does, all suspects."""
+    all_of_them = list(verdicts)
+    odd = frozenset(position for verdict in all_of_them for position in verdict.odd)
+    return Verdict(odd, frozenset() if odd else frozenset(position for verdict in all_of_them for position in verdict.suspects))
+
+
+def _clarity(element: Element) -> float:
+    """Distance between the values of an element, as a share of the largest."""
+    values = list(element.values.values())
+    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)
