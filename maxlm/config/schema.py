@@ -550,6 +550,16 @@ class WandbConfig(Section):
     project: Text
 
 
+class ElasticConfig(Section):
+    """Going on without hosts that stay away, on a smaller mesh at the same global batch, until they return."""
+
+    min_hosts: Annotated[
+        int, Strict(), Field(ge=1, le=15_000)
+    ]  # fewer never go on; nor do fewer than half of the configured hosts, or half of them without process 0
+    wait_s: PositiveFloat = 300.0  # that hosts are waited for
+    grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
+
+
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
@@ -577,6 +587,7 @@ class Config(Section):
     samples: SamplesConfig | None = None
     wandb: WandbConfig | None = None
     evaluation: EvaluationConfig | None = None
+    elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
 
     @property
     def tokens_per_step(self) -> int:

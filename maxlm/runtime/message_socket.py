@@ -34,6 +34,7 @@ MAX_HELLO_BYTES = 4096  # of a line, until the peer is accepted
 MAX_BYTES = 2**20  # of a line after that: the names of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
 MAX_NAME = 64  # characters of a host's name: Linux's limit
+MAX_REASON = 1000  # characters of a reason to join anew
 _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
 _PROTOCOL = "maxlm-rendezvous/1"
 OTHER_PROTOCOL = "another program answers there"
@@ -49,10 +50,16 @@ def _printable(text: str) -> str:
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
-    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name},
+    # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
+    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool},
     "ping": {},  # is the peer still alive?
     "pong": {},
-    "members": {"hosts": list[_Name]},
+    "members": {"hosts": list[_Name], "numbers": list[_Number]},  # those that go on, in the order of the numbers they were started with
+    "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
+    "elsewhere": {},  # another process coordinates: look for it
+    "running": {},  # a run goes on without the receiver, which is told when it may join
+    "finished": {},  # the run that the receiver waited for is done
+    "regroup": {"reason": Annotated[str, Field(max_length=MAX_REASON), AfterValidator(_printable)]},  # save, end in order and join anew
     "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
     "heartbeat": {"suspects": list[_Number]},  # process numbers from which process 0 had no recent heartbeat
     # lost: label of the process whose loss is the reason, or ""

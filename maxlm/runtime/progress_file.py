@@ -14,6 +14,7 @@ from typing import Any
 from maxlm.config.errors import UserError
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
+ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Progress:
     step: int | None = None  # the last one logged; None before the first
     error: str = ""  # one line; "" where none is on record
     lost: tuple[str, ...] = ()  # labels of the processes whose loss ended the run
+    absent: tuple[int, ...] = ()  # numbers of the processes without which it went on
+    regroup: bool = False  # it was saved and has ended so that the processes join anew
 
 
 _current = Progress()
@@ -36,7 +39,8 @@ def read(path: Path) -> Progress:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Progress()
-    return Progress(tuple(fields["hosts"]), fields["step"], fields["error"], tuple(fields["lost"]))
+    lists = {name: tuple(fields[name]) for name in ("hosts", "lost", "absent")}
+    return Progress(**{**fields, **lists})
 
 
 def record_error(error: str | BaseException, lost: str = "") -> None:

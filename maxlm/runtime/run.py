@@ -27,7 +27,7 @@ from maxlm.models import count_parameters, count_trained
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster, deadline, progress_file
+from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
@@ -122,20 +122,30 @@ def run_training(
         check_wandb(config.wandb.project)
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
-    with cluster.joined(named or {}, say) as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
-        return _run(config, phases, print_samples, open_tasks, here, log)
+    joined = cluster.joined(named or {}, say, quorum_of=functools.partial(elastic.quorum_of, config, say))
+    with joined as here, RunLog() as log, _locked(config, say), fits.explain_out_of_memory("training"):
+        code = _run(config, phases, print_samples, open_tasks, here, log)
+        if code == ExitCode.DONE:
+            here.finish()
+        return code
 
 
-def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_tasks: OpenTasks | None, here: Cluster, log: RunLog) -> int:
+def _run(asked: Config, phases: Phases, print_samples: SamplePrinter, open_tasks: OpenTasks | None, here: Cluster, log: RunLog) -> int:
+    """`asked`: the config for all hosts, also if some are absent."""
     goodput = Goodput(began=phases.began)
-    _check_machine(config, phases, here)
+    config = elastic.on_present(asked, here)
+    with elastic.waiting_if_too_large(here):
+        _check_machine(config, phases, here)
+    if here.absent and phases.primary:
+        phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
     program = build_program(config, build_mesh(config))
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data)
-    start = _start(config, phases, program, checkpoints, data, here.local_processes)
+    with elastic.waiting_if_too_large(here):
+        start = _start(config, phases, program, checkpoints, data, here.local_processes)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -143,10 +153,12 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
         attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
-    with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
+    with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
-            start = _record_start(config, directory, data, start)
+            here.when_larger(stop.request)
+            start = _record_start(asked, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3)}
+            facts |= elastic.facts(config, here)
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
@@ -156,6 +168,7 @@ def _run(config: Config, phases: Phases, print_samples: SamplePrinter, open_task
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
+        progress_file.record(regroup=outcome.status == "preempted" and bool(here.regrouping()))
         if phases.primary:
             _conclude(
                 config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)

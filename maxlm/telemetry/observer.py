@@ -49,7 +49,8 @@ class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
-              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py)
+              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py), without some
+              hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`

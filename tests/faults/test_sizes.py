@@ -57,6 +57,7 @@ NEEDED = {  # what a field needs beside itself
     "model.moe.": ["model.moe={n_experts: 4, top_k: 2, d_ff: 32, n_shared: 1}"],
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
     "diloco.": ["diloco={workers: 1, every: 2}"],
+    "elastic.": ["elastic={min_hosts: 1}"],
     "evaluation.": ["evaluation={tasks: [prose]}"],
     "model.window": ["model.layer_pattern=[local]"],
     "checkpoint.keep_every": ["checkpoint.every_steps=1"],

@@ -1,0 +1,88 @@
+"""Hosts that are gone for good: the others go on without them on a smaller mesh, with the same samples and losses, until they return."""
+
+import shutil
+import time
+
+import numpy as np
+import pytest
+from hosts import Hosts, Run, can_make_hosts
+from small_run import checkpoint_steps, events, finish, make_workspace, metrics, start
+
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
+
+STEPS, EVERY = 80, 5
+SETTINGS = ("train.global_batch=12", "mesh.data=3", "mesh.fsdp=1", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}")
+ELASTIC = "elastic={min_hosts: 2, wait_s: 5, grow_after_s: 5}"
+# Batches come slowly, so that there is time for what happens between two steps.
+SLOW = """
+import os, time
+if os.environ.get("SLOW_BATCH"):
+    from maxlm.data import input_pipeline
+    read = input_pipeline.Pipeline.host_batch
+    def host_batch(self, *arguments, **named):
+        time.sleep(float(os.environ["SLOW_BATCH"]))
+        return read(self, *arguments, **named)
+    input_pipeline.Pipeline.host_batch = host_batch
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Texts, store and config, and a straight run of one process on three devices."""
+    folder = make_workspace(tmp_path_factory.mktemp("prepared"))
+    finish(start(folder, *SETTINGS, devices=3))
+    (folder / "sitecustomize.py").write_text(SLOW)
+    return folder
+
+
+@pytest.fixture
+def workspace(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "run", ignore=shutil.ignore_patterns("runs"))
+    return tmp_path / "run"
+
+
+def slowly(hosts, folder, *settings, seconds=0.4):
+    import os
+
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    return Run(hosts, folder, *SETTINGS, *settings, devices=1, PYTHONPATH=path, SLOW_BATCH=str(seconds))
+
+
+def at(folder, step):
+    path = folder / "runs" / "small" / "metrics.jsonl"
+    return lambda: path.exists() and f'"step":{step},' in path.read_text()
+
+
+def is_as(folder, straight):
+    """Every step once, with the samples and losses of the straight run."""
+    here, there = metrics(folder), metrics(straight)
+    assert [r["step"] for r in here] == list(range(1, STEPS + 1))
+    assert [r["batch_digest"] for r in here] == [r["batch_digest"] for r in there]
+    np.testing.assert_allclose([r["loss"] for r in here], [r["loss"] for r in there], rtol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["host1", "host0"])
+def test_two_of_three_hosts_go_on_and_take_the_third_back(prepared, workspace, victim):
+    with Hosts(workspace, 3) as hosts:
+        run = slowly(hosts, workspace, ELASTIC)
+        run.wait(at(workspace, 13), "step 13")
+        began = time.monotonic()
+        hosts.kill_all(victim)
+        run.wait(lambda: len(events(workspace, "start")) == 2, "a smaller run")
+        small = time.monotonic() - began
+        run.wait(at(workspace, checkpoint_steps(workspace)[-1] + 6), "steps without it")
+        run.start(victim)
+        run.wait(lambda: len(events(workspace, "start")) == 3, "a larger run")
+        grown = time.monotonic() - began
+        run.finish()
+        print(f"{victim} was killed: a smaller run after {small:.0f} s, a full one after {grown:.0f} s")
+    first, second, third = events(workspace, "start")
+    assert "elastic" not in first and "elastic" not in third
+    assert second["elastic"]["absent"] == [f"{victim} (process {victim[-1]})"]
+    assert second["elastic"]["mesh"] == {"data": 2} and second["elastic"]["microbatches"] == 2
+    assert (first["processes"], second["processes"], third["processes"]) == (3, 2, 3)
+    assert second["step"] >= 13 // EVERY * EVERY
+    (left,) = events(workspace, "preempt")
+    assert left["step"] == third["step"], "nothing is lost when a host returns"
+    is_as(workspace, prepared)
