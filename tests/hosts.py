@@ -98,7 +98,9 @@ class Run:
     """A run of `maxlm launch` on all hosts, started there as srun would."""
 
     def __init__(self, hosts: Hosts, folder: Path, *settings: str, devices: int, **extra: str) -> None:
-        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: variables."""
+        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: more
+        variables.
+        """
         self.hosts, self.folder, self.settings, self.devices, self.extra = hosts, folder, settings, devices, extra
         self.processes = {}
         for name in hosts.names:

@@ -220,6 +220,10 @@ class Coordinator:
             if hello["asks"] and not self._running:
                 connection.try_send("meeting")
                 return
+            if self._running and self._quorum is not None and hello["digest"] != self._quorum.digest:
+                reason = f"{hello['host']} has other code or another config than the run that goes on: give it those of {self._own}."
+                self._refuse(connection, f"{address}: {reason}", reason)
+                return
             if reason := await self._objection(number, hello["host"], hello["count"]):
                 self._reject(connection, address, reason)
                 return

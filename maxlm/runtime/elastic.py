@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 
+import maxlm
 from maxlm.config import Config, UserError, elastic
 from maxlm.config.errors import ConfigError
+from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster import Cluster, ClusterPlace
 from maxlm.runtime.cluster_env import HOSTS
+from maxlm.runtime.consistency import code_digest, digest
 from maxlm.runtime.coordinator import RendezvousError
 from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.training import fits
@@ -32,15 +35,15 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         return None
     slices = config.mesh.slices
     together = count // slices if slices > 1 else place.spec.together
+    devices = elastic.devices_of(config) or (None if place.devices is None else place.devices * count)
+    if problem := _not_possible(count, together, slices, devices):
+        say(f"elastic: {problem}, so all hosts wait for one that is lost")
+        return None
     hosts_together = together if slices > 1 else 1
     hosts = count // together * hosts_together
     if settings.min_hosts > hosts:
         rule = f"is more than the {hosts} hosts that this run was started on"
         raise ConfigError("elastic.min_hosts", settings.min_hosts, rule, f"use 1 to {hosts}")
-    devices = elastic.devices_of(config) or (None if place.devices is None else place.devices * count)
-    if problem := _not_possible(count, together, slices, devices):
-        say(f"elastic: {problem}, so all hosts wait for one that is lost")
-        return None
     assert devices is not None, "said to be a problem"
     units = count // together
     found = functools.cache(lambda left: elastic.on_fewer(config, units, devices // units, left) is not None)
@@ -51,6 +54,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         found,
         settings.wait_s,
         settings.grow_after_s,
+        digest(f"{maxlm.__version__} {code_digest()} {jax.__version__} {dump(config)}"),
         _absent_before(os.environ),
     )
     _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=len(candidates(place.spec)) == 1)

@@ -95,6 +95,7 @@ class Supervisor:
             self._absent = end.progress.absent or (self._absent if end.incomplete else ())
             if end.regroups and self._signal is None:
                 self._say("maxlm launch: the run was saved, and its processes join anew")
+                ends = [end]  # it has made progress: a host that fails again and again as it returns must not end the others
                 continue
             if end.incomplete and any(one.progress.hosts for one in ends):
                 reason, which = (None if self._signal is None else ""), "trying again"

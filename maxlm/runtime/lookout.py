@@ -21,7 +21,7 @@ def own_name() -> str:
     return "".join(char for char in socket.gethostname() if char.isprintable())[: message_socket.MAX_NAME] or "unnamed"
 
 
-def open_socket(spec: ProcessSpec, address: str, secret: bytes, seconds: float, *, asks: bool = False) -> MessageSocket:
+def open_socket(spec: ProcessSpec, address: str, secret: bytes, seconds: float, digest: str, *, asks: bool = False) -> MessageSocket:
     """Return a socket to the process that waits at `address`, with the hello sent. Raises OSError or ConnectionLostError."""
     until = time.monotonic() + seconds
     connection = socket.create_connection(host_and_port(address), timeout=seconds)
@@ -31,7 +31,7 @@ def open_socket(spec: ProcessSpec, address: str, secret: bytes, seconds: float, 
     messages = MessageSocket(connection, secret, server=False)
     messages.limit = message_socket.MAX_BYTES
     messages.finish_handshake(until)
-    messages.send("hello", process=spec.process, count=spec.count, host=own_name(), asks=asks)
+    messages.send("hello", process=spec.process, count=spec.count, host=own_name(), asks=asks, digest=digest)
     return messages
 
 
@@ -40,8 +40,8 @@ class Lookout:
     none has a lower number; else when the constructor returns.
     """
 
-    def __init__(self, spec: ProcessSpec, addresses: Mapping[int, str], secret: bytes, superseded: threading.Event) -> None:
-        self._spec, self._secret, self._superseded = spec, secret, superseded
+    def __init__(self, spec: ProcessSpec, addresses: Mapping[int, str], secret: bytes, digest: str, superseded: threading.Event) -> None:
+        self._spec, self._secret, self._digest, self._superseded = spec, secret, digest, superseded
         self._others = {number: address for number, address in addresses.items() if number != spec.process}
         self._found: dict[int, str] = {}
         self._closed = threading.Event()
@@ -72,7 +72,7 @@ class Lookout:
     def _ask(self, address: str) -> str:
         """Kind of the answer, which is authenticated: a stranger at that address supersedes nobody. "" without one."""
         with contextlib.suppress(OSError, ConnectionLostError):
-            connection = open_socket(self._spec, address, self._secret, ASK_SECONDS, asks=True)
+            connection = open_socket(self._spec, address, self._secret, ASK_SECONDS, self._digest, asks=True)
             with contextlib.closing(connection):
                 return str(connection.receive(time.monotonic() + ASK_SECONDS)["kind"])
         return ""

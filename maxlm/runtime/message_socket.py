@@ -49,9 +49,10 @@ def _printable(text: str) -> str:
 
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
+_Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
-    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool},
+    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest},
     "ping": {},  # is the peer still alive?
     "pong": {},
     "members": {"hosts": list[_Name], "numbers": list[_Number]},  # those that go on, in the order of the numbers they were started with

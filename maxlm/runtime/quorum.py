@@ -21,6 +21,7 @@ class Quorum:
     fits: Callable[[int], bool]  # True if there is a mesh for so many units
     wait_s: float  # for those that are absent
     grow_after_s: float
+    digest: str = ""  # of code and config: one that comes back with another must not end the run that goes on
     absent: frozenset[int] = frozenset()  # processes without which the run went on before: they are not waited for again
 
     def going_on(self, present: Collection[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import resource
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
@@ -65,15 +65,16 @@ def join(
     """
     addresses = {0: spec.address} if quorum is None else candidates(spec)
     seconds += 0 if quorum is None else quorum.wait_s
+    seeker = _Seeker(spec, secret, "" if quorum is None else quorum.digest, say)
     if spec.process not in addresses:
-        return _connect(spec, addresses, seconds, secret, say, forever=True)
+        return seeker.connect(addresses, seconds, forever=True)
     if not secret:
         fix = f"set the same on all hosts: {message_socket.MAKE_SECRET}"
         say(f"{SECRET} is not set, so anybody who reaches {addresses[spec.process]} may take part; {fix}")
     began = time.monotonic()
     while True:
         coordinator = Coordinator(spec, own_name(), secret, say, quorum, began)
-        lookout = Lookout(spec, addresses, secret, coordinator.superseded)
+        lookout = Lookout(spec, addresses, secret, seeker.digest, coordinator.superseded)
         try:
             if not coordinator.superseded.is_set():
                 return _coordinate(replace(spec, address=addresses[spec.process]), coordinator, seconds, quorum)
@@ -82,7 +83,7 @@ def join(
         finally:
             lookout.close()
         with contextlib.suppress(RendezvousError):  # it is gone again
-            return _connect(spec, lookout.found(), FOUND_SECONDS, secret, say, forever=False)
+            return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False)
         began = time.monotonic()
 
 
@@ -109,65 +110,76 @@ def _renumbered(spec: ProcessSpec, met: Meeting) -> tuple[ProcessSpec, tuple[str
     return own, met.hosts, {place[number]: one for number, one in met.sockets.items()}
 
 
-def _connect(spec: ProcessSpec, addresses: Mapping[int, str], seconds: float, secret: bytes, say: Say, *, forever: bool) -> ProcessGroup:
-    """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is ending
-    there: try again, and `forever` anew if it had made this process wait.
-    """
-    until = time.monotonic() + seconds
-    pause = RETRY_SECONDS
-    reason = untrusted = ""
-    while (left := until - time.monotonic()) > 0:
-        for number, address in addresses.items():
+@dataclass(frozen=True)
+class _Seeker:
+    """A process that looks for the one that coordinates."""
+
+    spec: ProcessSpec
+    secret: bytes
+    digest: str
+    say: Say
+
+    def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
+        """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
+        ending there: try again, and `forever` anew if it had made this process wait.
+        """
+        until = time.monotonic() + seconds
+        pause = RETRY_SECONDS
+        reason = untrusted = ""
+        while (left := until - time.monotonic()) > 0:
+            for number, address in addresses.items():
+                try:
+                    connection = open_socket(self.spec, address, self.secret, min(ROUND_TRIP_SECONDS, left), self.digest)
+                    answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
+                except RunEndedError:
+                    if not forever:
+                        raise RendezvousError(f"the run at {address} has ended.") from None
+                    until, pause = time.monotonic() + seconds, RETRY_SECONDS
+                except OSError as error:
+                    reason = error.strerror or str(error)
+                except AuthenticationError as error:
+                    untrusted = str(error)
+                except ConnectionLostError as error:
+                    reason = str(error)
+                else:
+                    return self._group(answer, number, address, connection)
+            left = until - time.monotonic()
+            time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
+            pause = min(1.3 * pause, 10 * RETRY_SECONDS)
+        raise RendezvousError(
+            f"this is {self.spec}, and {' and '.join(addresses.values())} did not answer for {seconds:.0f} s ({untrusted or reason}): "
+            "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
+        )
+
+    def _group(self, answer: Message, number: int, address: str, connection: MessageSocket) -> ProcessGroup:
+        if answer["kind"] == "finished":
+            raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
+        if answer["kind"] == "refused":
+            raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
+        met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
+        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+
+    def _answer(self, connection: MessageSocket, until: float) -> Message:
+        """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
+        waits = False
+        while True:
             try:
-                connection = open_socket(spec, address, secret, min(ROUND_TRIP_SECONDS, left))
-                answer = _answer(connection, spec, time.monotonic() + seconds + PING_SECONDS, say)  # it may have begun to wait just now
-            except RunEndedError:
-                if not forever:
-                    raise RendezvousError(f"the run at {address} has ended.") from None
-                until, pause = time.monotonic() + seconds, RETRY_SECONDS
-            except OSError as error:
-                reason = error.strerror or str(error)
-            except AuthenticationError as error:
-                untrusted = str(error)
+                message = connection.receive(time.monotonic() + SILENCE_SECONDS if waits else until)
             except ConnectionLostError as error:
-                reason = str(error)
+                raise (RunEndedError(str(error)) if waits else error) from None
+            if message["kind"] == "ping":
+                connection.send("pong")
+            elif message["kind"] == "running" and not waits:
+                waits = True
+                self.say("a run goes on without this process: waiting until it takes it in")
+            elif message["kind"] == "elsewhere":
+                raise ConnectionLostError("another process coordinates")
             else:
-                if answer["kind"] == "finished":
-                    raise FinishedError(f"the run is done: {spec} was not needed any more.")
-                if answer["kind"] == "refused":
-                    raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-                met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
-                there = replace(spec, address=address)
-                return ProcessGroup(*_renumbered(there, met), configured=met.numbers)
-        left = until - time.monotonic()
-        time.sleep(max(0.0, min(pause * (1 + spec.process % 7 / 10), left)))  # spread over time
-        pause = min(1.3 * pause, 10 * RETRY_SECONDS)
-    raise RendezvousError(
-        f"this is {spec}, and {' and '.join(addresses.values())} did not answer for {seconds:.0f} s ({untrusted or reason}): "
-        "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
-    )
-
-
-def _answer(connection: MessageSocket, spec: ProcessSpec, until: float, say: Say) -> Message:
-    """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
-    waits = False
-    while True:
-        try:
-            message = connection.receive(time.monotonic() + SILENCE_SECONDS if waits else until)
-        except ConnectionLostError as error:
-            raise (RunEndedError(str(error)) if waits else error) from None
-        if message["kind"] == "ping":
-            connection.send("pong")
-        elif message["kind"] == "running" and not waits:
-            waits = True
-            say("a run goes on without this process: waiting until it takes it in")
-        elif message["kind"] == "elsewhere":
-            raise ConnectionLostError("another process coordinates")
-        else:
-            break
-    if message["kind"] == "members" and not _is_valid(message, spec):
-        raise AuthenticationError(message_socket.OTHER_PROTOCOL)
-    return message
+                break
+        expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
+        if not expected:
+            raise AuthenticationError(message_socket.OTHER_PROTOCOL)
+        return message
 
 
 def _is_valid(members: Message, spec: ProcessSpec) -> bool:

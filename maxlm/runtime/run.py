@@ -17,7 +17,7 @@ import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
-from maxlm.config.errors import ConfigError, ExitCode, as_user_error
+from maxlm.config.errors import ConfigError, ExitCode, UnavailableError, as_user_error
 from maxlm.config.loader import dump, flatten
 from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
@@ -31,6 +31,7 @@ from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime.ownership import Ownership
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
@@ -152,6 +153,7 @@ def _run(asked: Config, phases: Phases, print_samples: SamplePrinter, open_tasks
     log.write_to(directory.log if phases.primary else None)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
         attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
+    owner = Ownership(checkpoints.directory) if asked.elastic is not None else None
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         with observing(config, directory, phases.console, phases.primary) as observers:
@@ -162,9 +164,8 @@ def _run(asked: Config, phases: Phases, print_samples: SamplePrinter, open_tasks
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             watched = observers, goodput, stop, stop.abandon_batch
-            outcome = train(
-                Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere), start
-            )
+            session = Session(program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere)
+            outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             observers.on_event(Event("stop", outcome.step, data=summary))
         checkpoints.close()
@@ -351,7 +352,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
             for folder, field in folders.items() if jax.process_index() == 0 else ():
                 locks.enter_context(directory_lock.locked(folder, field, deadline.grace_seconds() + LOCK_MARGIN_SECONDS, say, LOCK_FIX))
         except UserError as error:
-            problem = error
+            problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
         except OSError as error:
             problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(folder))
         require_equal({}, problem)

@@ -59,6 +59,7 @@ class Saving:
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
+        session.check_owner()
         position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.health.levels}
         with session.goodput.measure("save"):
             self.poll(None)

@@ -41,6 +41,7 @@ class Session:
     named: Mapping[str, Pipeline] = field(default_factory=dict)
     tasks: Tasks | None = None
     all_give_up: Callable[[], bool] = lambda: False
+    check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 from hosts import Hosts, Run, can_make_hosts
-from small_run import checkpoint_steps, events, finish, make_workspace, metrics, start
+from small_run import events, finish, make_workspace, metrics, start
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
-STEPS, EVERY = 80, 5
+STEPS, EVERY, LIMIT = 40, 5, 1800
 SETTINGS = ("train.global_batch=12", "mesh.data=3", "mesh.fsdp=1", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}")
 ELASTIC = "elastic={min_hosts: 2, wait_s: 5, grow_after_s: 5}"
 # Batches come slowly, so that there is time for what happens between two steps.
@@ -30,7 +30,7 @@ if os.environ.get("SLOW_BATCH"):
 def prepared(tmp_path_factory):
     """Texts, store and config, and a straight run of one process on three devices."""
     folder = make_workspace(tmp_path_factory.mktemp("prepared"))
-    finish(start(folder, *SETTINGS, devices=3))
+    finish(start(folder, *SETTINGS, devices=3), timeout=LIMIT)
     (folder / "sitecustomize.py").write_text(SLOW)
     return folder
 
@@ -41,7 +41,7 @@ def workspace(prepared, tmp_path):
     return tmp_path / "run"
 
 
-def slowly(hosts, folder, *settings, seconds=0.4):
+def slowly(hosts, folder, *settings, seconds=4.0):
     import os
 
     path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
@@ -66,23 +66,23 @@ def is_as(folder, straight):
 def test_two_of_three_hosts_go_on_and_take_the_third_back(prepared, workspace, victim):
     with Hosts(workspace, 3) as hosts:
         run = slowly(hosts, workspace, ELASTIC)
-        run.wait(at(workspace, 13), "step 13")
+        run.wait(at(workspace, 8), "step 8", LIMIT)
         began = time.monotonic()
         hosts.kill_all(victim)
-        run.wait(lambda: len(events(workspace, "start")) == 2, "a smaller run")
+        run.wait(lambda: len(events(workspace, "start")) == 2, "a smaller run", LIMIT)
         small = time.monotonic() - began
-        run.wait(at(workspace, checkpoint_steps(workspace)[-1] + 6), "steps without it")
+        run.wait(at(workspace, events(workspace, "start")[-1]["step"] + 2), "steps without it", LIMIT)
         run.start(victim)
-        run.wait(lambda: len(events(workspace, "start")) == 3, "a larger run")
+        run.wait(lambda: len(events(workspace, "start")) == 3, "a larger run", LIMIT)
         grown = time.monotonic() - began
-        run.finish()
+        run.finish(LIMIT)
         print(f"{victim} was killed: a smaller run after {small:.0f} s, a full one after {grown:.0f} s")
     first, second, third = events(workspace, "start")
     assert "elastic" not in first and "elastic" not in third
     assert second["elastic"]["absent"] == [f"{victim} (process {victim[-1]})"]
     assert second["elastic"]["mesh"] == {"data": 2} and second["elastic"]["microbatches"] == 2
     assert (first["processes"], second["processes"], third["processes"]) == (3, 2, 3)
-    assert second["step"] >= 13 // EVERY * EVERY
+    assert second["step"] >= EVERY
     (left,) = events(workspace, "preempt")
     assert left["step"] == third["step"], "nothing is lost when a host returns"
     is_as(workspace, prepared)

@@ -29,14 +29,15 @@ coordinator.SETTLE_SECONDS = 1.0
 process_group.SETTLE_SECONDS = 0.2
 message_socket.KEEPALIVE_SECONDS = 6
 spec = ProcessSpec(len(hosts), process, f"{hosts[0]}:{port}", "a test", hosts=tuple(hosts))
-quorum = Quorum(len(hosts), 1, 1, lambda units: True, wait_s, grow_after_s=1.0)
+quorum = Quorum(len(hosts), 1, 1, lambda units: True, wait_s, grow_after_s=1.0, digest=os.environ.get("DIGEST", ""))
 say = lambda text: print(json.dumps({"said": text, "at": time.time()}), flush=True)
 try:
     group = rendezvous.join(spec, 60, message_socket.shared_secret(os.environ), say, quorum)
 except UserError as error:
     say(str(error))
     sys.exit(error.exit_code)
-print(json.dumps({"numbers": group.configured, "process": group.spec.process, "address": group.spec.address, "at": time.time()}), flush=True)
+facts = {"numbers": group.configured, "process": group.spec.process, "address": group.spec.address, "at": time.time()}
+print(json.dumps(facts), flush=True)
 if group.returning is not None:
     group.returning.when_larger(lambda numbers: group.regroup(f"larger: {numbers}"))
 began = time.monotonic()
@@ -59,11 +60,11 @@ class Cluster:
         self.hosts = [f"127.0.0.{number + 1}" for number in range(count)]
         self.running = {}
 
-    def start(self, *numbers):
+    def start(self, *numbers, **extra):
         for number in numbers:
             program = [sys.executable, "-c", PROGRAM, str(number), str(self.port), ",".join(self.hosts), str(self.wait_s)]
             with self._log(number).open("a") as log:
-                how = {"env": environment(**{SECRET: "a secret of the tests"}), "stdout": log, "stderr": log, "cwd": self.folder}
+                how = {"env": environment(**{SECRET: "a secret of the tests", **extra}), "stdout": log, "stderr": log, "cwd": self.folder}
                 self.running[number] = subprocess.Popen(["sh", "-c", AGAIN, "sh", *program], start_new_session=True, **how)
 
     def kill(self, number, how=signal.SIGKILL):
@@ -151,6 +152,19 @@ def test_one_that_comes_back_while_the_others_decide_is_taken_in_or_waits(cluste
         time.sleep(dice.uniform(1.5, 3.5))
         three.start(victim)
         at = three.wait([0, 1, 2], at)
+
+
+def test_one_that_comes_back_with_other_code_ends_alone(cluster):
+    """The run that goes on must not end for it, as one does whose processes differ at the start."""
+    three = cluster(3, wait_s=1.0)
+    three.start(0, 1)
+    at = three.wait([0, 1])
+    three.start(2, DIGEST="another")
+    assert three.running[2].wait(60) == 2
+    assert "has other code or another config than the run that goes on" in three.said(2)
+    three.start(2)
+    three.wait([0, 1, 2], at)
+    assert [len(three.joined(number)) for number in range(3)] == [2, 2, 1]
 
 
 class TestQuorum:

@@ -175,7 +175,7 @@ def test_more_processes_than_files_are_allowed(hard, code):
         if other is None:
             break
         with contextlib.suppress(OSError):  # it has just ended
-            other.send("hello", process=number, count=count, host="h", asks=False)
+            other.send("hello", process=number, count=count, host="h", asks=False, digest="")
         others.append(other)
     for other in others if code == 0 else ():
         assert other.receive(time.monotonic() + 30)["kind"] == "ping"
@@ -310,7 +310,7 @@ def ends():
         one.close()
 
 
-HELLO = {"process": 1, "count": 2, "host": "h", "asks": False}
+HELLO = {"process": 1, "count": 2, "host": "h", "asks": False, "digest": ""}
 
 
 def soon():
@@ -320,7 +320,7 @@ def soon():
 def test_messages_arrive_in_order_and_only_with_the_secret(ends):
     client, server = ends()
     for process in range(3):
-        client.send("hello", process=process, count=9, host="h", asks=False)
+        client.send("hello", process=process, count=9, host="h", asks=False, digest="")
     assert [server.receive(soon())["process"] for _ in range(3)] == [0, 1, 2]
     server.send("ping")
     assert client.receive(soon()) == {"kind": "ping"}
@@ -354,17 +354,17 @@ def test_a_recorded_message_is_of_no_use(ends):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": NaN, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": true, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": -1, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": 2, "count": 2, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": 1, "count": 15001, "host": "h", "asks": false}',
-        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h", "asks": false}' % ("0" * 3000),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines", "asks": false}',
-        '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false}' % ("h" * 65),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "more": 1}',
+        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": NaN, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": true, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": -1, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 2, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 15001, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h", "asks": false, "digest": ""}' % ("0" * 3000),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false, "digest": ""}' % ("h" * 65),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "digest": "", "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
         '{"kind": "heartbeat", "suspects": [true]}',
         '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
