@@ -28,6 +28,7 @@ from maxlm.runtime.signals import beside_preemption_service
 # Timeout of jax's own heartbeat, which ends all processes and names none. It is sent every half of it, so the process group's comes first.
 JAX_HEARTBEAT_SECONDS = 120
 INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
+SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
 
@@ -71,9 +72,10 @@ class Cluster:
         group = self.group
 
         def grow(numbers: tuple[int, ...]) -> None:
-            back = sorted(set(numbers) - set(group.configured))
-            progress_file.record(absent=tuple(sorted(set(range(self.configured)) - set(numbers))))
-            group.regroup(f"the return of {len(back)} processes ({', '.join(map(str, back[:8]))}{' ...' if len(back) > 8 else ''})")
+            away = dict(zip(sorted(set(range(self.configured)) - set(group.configured)), self.absent, strict=True))
+            back = [label for number, label in away.items() if number in numbers]
+            progress_file.record(absent=tuple(number for number in away if number not in numbers))
+            group.regroup(f"the return of {', '.join(back[:SHOWN])}{f' and {len(back) - SHOWN} others' if len(back) > SHOWN else ''}")
             stop(group.regrouping)
 
         self.group.returning.when_larger(grow)
