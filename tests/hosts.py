@@ -81,6 +81,19 @@ class Hosts:
         """The host is on the network."""
         _ip("-n", self._switch, "link", "set", name, "master", "bridge")
 
+    def mute(self, name: str) -> None:
+        """Nothing that the host sends arrives, and what others send to it does: its neighbours get addresses that nobody has."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "replace", address, "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+
+    def unmute(self, name: str) -> None:
+        """Undo `mute`."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "delete", address, "dev", "eth0")
+
+    def _neighbours(self, name: str) -> list[str]:
+        return [f"10.77.0.{number + 1}" for number, other in enumerate(self.names) if other != name]
+
     def slow_down(self, name: str, rate: str) -> None:
         """What the host sends goes no faster than `rate`, as tc writes it."""
         limit = ("rate", rate, "burst", "128kb", "latency", "200ms")

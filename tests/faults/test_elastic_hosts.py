@@ -1,18 +1,22 @@
 """Hosts that are gone for good: the others go on without them on a smaller mesh, with the same samples and losses, until they return."""
 
+import os
 import shutil
 import time
 
 import numpy as np
 import pytest
+from elastic_group import Cluster
 from hosts import Hosts, Run, can_make_hosts
 from small_run import events, finish, make_workspace, metrics, start
+
+from maxlm.runtime.message_socket import SECRET
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
 STEPS, EVERY, LIMIT = 40, 5, 1800
 SETTINGS = ("train.global_batch=12", "mesh.data=3", "mesh.fsdp=1", f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}")
-ELASTIC = "elastic={min_hosts: 2, wait_s: 5, grow_after_s: 5}"
+ELASTIC = "elastic={min_hosts: 2, wait_s: 40, grow_after_s: 5}"
 # Batches come slowly, so that there is time for what happens between two steps.
 SLOW = """
 import os, time
@@ -42,10 +46,10 @@ def workspace(prepared, tmp_path):
 
 
 def slowly(hosts, folder, *settings, seconds=4.0):
-    import os
-
     path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
-    return Run(hosts, folder, *SETTINGS, *settings, devices=1, PYTHONPATH=path, SLOW_BATCH=str(seconds))
+    return Run(
+        hosts, folder, *SETTINGS, *settings, devices=1, PYTHONPATH=path, SLOW_BATCH=str(seconds), **{SECRET: "a secret of the tests"}
+    )
 
 
 def at(folder, step):
@@ -86,3 +90,23 @@ def test_two_of_three_hosts_go_on_and_take_the_third_back(prepared, workspace, v
     (left,) = events(workspace, "preempt")
     assert left["step"] == third["step"], "nothing is lost when a host returns"
     is_as(workspace, prepared)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("way", ["cut", "mute"])
+def test_of_two_sides_of_a_cut_only_one_goes_on(tmp_path, victim, way):
+    """The network of one of three hosts fails, in both directions or in one, and comes back. The rendezvous and process group alone."""
+    with Hosts(tmp_path, 3) as hosts:
+        three = Cluster(tmp_path, 3, wait_s=10.0, hosts=hosts)
+        three.start(0, 1, 2)
+        at = three.wait([0, 1, 2], seconds=LIMIT)
+        getattr(hosts, way)(hosts.names[victim])
+        others = [number for number in range(3) if number != victim]
+        at = three.wait(others, at, seconds=LIMIT)
+        time.sleep(2 * 10.0)
+        assert three.joined(victim)[-1]["numbers"] == [0, 1, 2], "it must not go on alone"
+        getattr(hosts, {"cut": "mend", "mute": "unmute"}[way])(hosts.names[victim])
+        three.wait([0, 1, 2], at, seconds=LIMIT)
+        (tmp_path / "done").touch()
+        assert [process.wait(LIMIT) for process in three.running.values()] == [0, 0, 0]
