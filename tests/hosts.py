@@ -58,16 +58,20 @@ class Hosts:
             self.mend(name)
 
     def __exit__(self, *_: object) -> None:
-        for space in [self._space(name) for name in self.names]:
-            for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split():
-                os.kill(int(pid), 9)
-            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
+        for name in self.names:
+            self.kill_all(name)
+            subprocess.run(["ip", "netns", "delete", self._space(name)], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "delete", self._switch], check=False, capture_output=True)
 
     def start(self, name: str, command: Sequence[str], **how: object) -> subprocess.Popen:
         """`command` on a host; `how` as `subprocess.Popen` takes it."""
         enter = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-c", ENTER, "sh", name, str(self._table)]
         return subprocess.Popen([*enter, *command], text=True, **how)
+
+    def kill_all(self, name: str) -> None:
+        """kill -9 of every process on the host."""
+        for pid in subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False).stdout.split():
+            os.kill(int(pid), 9)
 
     def cut(self, name: str) -> None:
         """Nothing reaches the host, and nothing comes from it; its own link still looks up, as behind a switch that fails."""
@@ -76,6 +80,19 @@ class Hosts:
     def mend(self, name: str) -> None:
         """The host is on the network."""
         _ip("-n", self._switch, "link", "set", name, "master", "bridge")
+
+    def mute(self, name: str) -> None:
+        """Nothing that the host sends arrives, and what others send to it does: its neighbours get addresses that nobody has."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "replace", address, "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+
+    def unmute(self, name: str) -> None:
+        """Undo `mute`."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "delete", address, "dev", "eth0")
+
+    def _neighbours(self, name: str) -> list[str]:
+        return [f"10.77.0.{number + 1}" for number, other in enumerate(self.names) if other != name]
 
     def slow_down(self, name: str, rate: str) -> None:
         """What the host sends goes no faster than `rate`, as tc writes it."""
@@ -93,27 +110,33 @@ class Hosts:
 class Run:
     """A run of `maxlm launch` on all hosts, started there as srun would."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *settings: str, devices: int) -> None:
-        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host."""
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: Hosts, folder: Path, *settings: str, devices: int, **extra: str) -> None:
+        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: more
+        variables.
+        """
+        self.hosts, self.folder, self.settings, self.devices, self.extra = hosts, folder, settings, devices, extra
         self.processes = {}
-        for number, name in enumerate(hosts.names):
-            slurm = {
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": str(len(hosts.names)),
-                "SLURM_STEP_NODELIST": f"host[0-{len(hosts.names) - 1}]",
-                "SLURM_PROCID": str(number),
-            }
-            with self._log(name).open("w") as log:
-                self.processes[name] = hosts.start(
-                    name,
-                    command("launch", "--backoff", "1", "--", "train", "small.yml", *settings),
-                    cwd=folder,
-                    env=environment(devices, **slurm),
-                    stdout=log,
-                    stderr=log,
-                )
+        for name in hosts.names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start the run on a host, for the first time or after `Hosts.kill_all`."""
+        slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(len(self.hosts.names)),
+            "SLURM_STEP_NODELIST": f"host[0-{len(self.hosts.names) - 1}]",
+            "SLURM_PROCID": str(self.hosts.names.index(name)),
+        }
+        with self._log(name).open("a") as log:
+            self.processes[name] = self.hosts.start(
+                name,
+                command("launch", "--backoff", "1", "--", "train", "small.yml", *self.settings),
+                cwd=self.folder,
+                env=environment(self.devices, **slurm, **self.extra),
+                stdout=log,
+                stderr=log,
+            )
 
     def said(self, name: str) -> str:
         """What a host printed by now."""

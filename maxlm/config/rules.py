@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in (*sections, _health) for problem in problems(config)), origins)
+    _refuse((problem for problems in (*sections, _health, _elastic) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         devices = topology_of(config, origins.get("cluster.topology", "")).devices
@@ -520,6 +520,19 @@ def _samples(config: Config) -> Iterator[Problem]:
         of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
         rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
         yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
+
+
+def _elastic(config: Config) -> Iterator[Problem]:
+    """What would change the losses, or make no smaller mesh possible, when hosts are lost."""
+    if config.elastic is None:
+        return
+    router = None if config.model.moe is None else config.model.moe.router
+    if router is not None and router.balance_loss and router.balance_over == "batch":
+        rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
+        yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"
+    if config.mesh.slices > 1 and config.mesh.across_slices == "stage":
+        rule = "leaves no part of the model to do without, so the loss of a slice ends the run as without elastic"
+        yield "mesh.across_slices", "stage", rule, "use data or fsdp, or remove elastic"
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:

@@ -646,6 +646,15 @@ class PrometheusConfig(Section):
     host: Annotated[Text, AfterValidator(_ip_address)] = "127.0.0.1"  # address to listen at; there is no password
 
 
+class ElasticConfig(Section):
+    """Going on without hosts that stay away, on a smaller mesh at the same global batch, until they return."""
+
+    # Fewer never go on; nor do fewer than half of the configured hosts, or half of them without process 0.
+    min_hosts: Annotated[int, Strict(), Field(ge=1, le=15_000)]
+    wait_s: PositiveFloat = 300.0  # that hosts are waited for
+    grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
+
+
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
@@ -678,6 +687,7 @@ class Config(Section):
     evaluation: EvaluationConfig | None = None
     health: HealthConfig | None = None
     memory_checkpoints: MemoryCheckpointsConfig | None = None  # beside `checkpoint`, at short intervals
+    elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
 
     @property
     def tokens_per_step(self) -> int:

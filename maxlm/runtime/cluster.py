@@ -4,10 +4,11 @@ import contextlib
 import functools
 import ipaddress
 import os
+import re
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,24 +18,42 @@ from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
 from maxlm.runtime import cluster_env, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime.cluster_env import ProcessSpec, process_label
 from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.process_group import ProcessGroup
+from maxlm.runtime.quorum import Quorum
 from maxlm.runtime.signals import beside_preemption_service
 
 # Timeout of jax's own heartbeat, which ends all processes and names none. It is sent every half of it, so the process group's comes first.
 JAX_HEARTBEAT_SECONDS = 120
 INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
+SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
 
 @dataclass(frozen=True)
+class ClusterPlace:
+    """Place of this process in its cluster before it joins; `devices`: its number of them, None if only jax can tell."""
+
+    spec: ProcessSpec
+    devices: int | None
+
+
+QuorumOf = Callable[[ClusterPlace], Quorum | None]
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """The cluster that this process has joined: a description, the host of each process by number, and the others unless it is alone."""
+    """The cluster that this process has joined: a description, and the host of each process by number. `absent`: labels of those of the
+    `configured` processes without which it goes on by the rules of `quorum`.
+    """
 
     description: str
     hosts: tuple[str, ...]
+    configured: int = 1
+    absent: tuple[str, ...] = ()
+    quorum: Quorum | None = None
     group: ProcessGroup | None = None
 
     @property
@@ -42,16 +61,45 @@ class Cluster:
         """Number of processes on this host, which share its memory."""
         return self.hosts.count(self.hosts[jax.process_index()])
 
+    def regrouping(self) -> str:
+        """Why all processes are about to save and join anew; "" if they are not."""
+        return "" if self.group is None else self.group.regrouping
+
+    def when_larger(self, stop: Callable[[str], None]) -> None:
+        """Once absent processes are back, at process 0: tell all processes that they join anew, and have `stop` called with the reason."""
+        if self.group is None or self.group.returning is None:
+            return
+        group = self.group
+
+        def grow(numbers: tuple[int, ...]) -> None:
+            away = dict(zip(sorted(set(range(self.configured)) - set(group.configured)), self.absent, strict=True))
+            back = [label for number, label in away.items() if number in numbers]
+            progress_file.record(absent=tuple(number for number in away if number not in numbers))
+            group.regroup(f"the return of {', '.join(back[:SHOWN])}{f' and {len(back) - SHOWN} others' if len(back) > SHOWN else ''}")
+            stop(group.regrouping)
+
+        self.group.returning.when_larger(grow)
+
+    def finish(self) -> None:
+        """Tell processes that wait for their return that the run is done."""
+        if self.group is not None and self.group.returning is not None:
+            self.group.returning.close(finished=True)
+
 
 @contextlib.contextmanager
-def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float = JOIN_SECONDS) -> Iterator[Cluster]:
+def joined(
+    named: Mapping[str, str],
+    say: Callable[[str], None],
+    seconds: float = JOIN_SECONDS,
+    quorum_of: QuorumOf = lambda place: None,
+) -> Iterator[Cluster]:
     """Join the cluster that this process was started in, for the length of the block; enter it before any device is used.
 
     If one process raises, or is lost, all end without leaving the block: with exit code 1, that of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
     `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
-    to `seconds`. Raises UserError: the cluster is incomplete or unreachable.
+    to `seconds`. `quorum_of`: rules by which some go on without the others. Raises UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
@@ -63,10 +111,17 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
     progress_file.record(process=spec.process)
     secret = shared_secret(os.environ)
     say(f"joining as {spec}")
-    group = rendezvous.join(spec, seconds, secret, say)
+    quorum = quorum_of(ClusterPlace(spec, _count_devices(spec, accelerators, n_gpus)))
+    group = rendezvous.join(spec, seconds, secret, say, quorum)
     try:
-        _initialize(spec, group.local_addresses() if spec.process == 0 else set(), say)
-        yield Cluster(str(spec), group.hosts, group)
+        now, absent = group.spec, sorted(set(range(spec.count)) - set(group.configured))
+        if absent:
+            _tell_slices(spec, group.configured, os.environ)
+        if now.count > 1:
+            _initialize(now, group.local_addresses() if now.process == 0 else set(), say)
+        labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
+        progress_file.record(absent=tuple(absent))
+        yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
         reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"
@@ -81,6 +136,26 @@ def joined(named: Mapping[str, str], say: Callable[[str], None], seconds: float 
         os._exit(code)  # an orderly exit would wait for the others
     else:
         group.leave()
+
+
+def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int) -> int | None:
+    """Devices of this process, without jax; None for TPUs, whose number `cluster.topology` gives."""
+    if "tpu" in accelerators and os.environ.get("JAX_PLATFORMS", "tpu") != "cpu":
+        return None
+    if n_gpus and os.environ.get("JAX_PLATFORMS", "cuda") != "cpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
+        return len(spec.devices) if spec.devices is not None else n_visible
+    virtual = re.findall(r"--xla_force_host_platform_device_count=(\d{1,6})", os.environ.get("XLA_FLAGS", ""))
+    return int(virtual[-1]) if virtual else 1
+
+
+def _tell_slices(spec: ProcessSpec, configured: Collection[int], environ: MutableMapping[str, str]) -> None:
+    """Number the slices of a TPU that are left, for its runtime, which finds the configured ones in the metadata otherwise."""
+    slices = sorted({number // spec.together for number in configured})
+    if environ.get("MEGASCALE_NUM_SLICES") or environ.get("TPU_WORKER_ID") or "Cloud TPU" in spec.launcher:
+        environ["MEGASCALE_NUM_SLICES"] = str(len(slices))
+        environ["MEGASCALE_SLICE_ID"] = str(slices.index(spec.process // spec.together))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from maxlm.runtime.message_socket import MAX_PROCESSES
 TPU_PORT = 8482  # of process 0 where the launcher names only a host: jax's own default
 COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"
 VARIABLES = {COORDINATOR: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", PROCESS: "JAX_PROCESS_ID"}
+HOSTS = "MAXLM_HOSTS"  # names of the hosts of all processes, in order
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host's name; sites have underscores
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
@@ -31,6 +32,8 @@ class ProcessSpec:
     address: str
     launcher: str  # the launcher, and how it was detected
     devices: tuple[int, ...] | None = None  # indices of this process's GPUs among the visible ones; None: all
+    hosts: tuple[str, ...] = ()  # names by process number, at which they can be reached; () where the launcher does not tell
+    together: int = 1  # processes in a row that are of use only all together: those of a slice, or of a node
 
     def __str__(self) -> str:
         share = "" if self.devices is None else f", GPU {' '.join(map(str, self.devices))}"
@@ -83,7 +86,13 @@ def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_
     if launched is not None:
         source = f"{launched.launcher}{' and the command line' if named else ''}"
     spec = _parse_spec(merged, spelling, source)
-    return _share_gpus(spec, environ, n_gpus) if spec.count > 1 else None
+    if spec.count == 1:
+        return None
+    if launched is not None and launched.count == spec.count:
+        spec = replace(spec, hosts=launched.hosts, together=launched.together)
+    if environ.get(HOSTS):
+        spec = replace(spec, hosts=_named_hosts(environ[HOSTS], spec.count))
+    return _share_gpus(spec, environ, n_gpus)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -118,6 +127,13 @@ def _parse_spec(settings: Mapping[str, str], spelling: Mapping[str, str], launch
             f"{spelling[PROCESS]} = {_short(process)}: must be a number below {spelling[COUNT]}, {int(count)}; processes count from 0."
         )
     return ProcessSpec(int(count), int(process), address, launcher)
+
+
+def _named_hosts(text: str, count: int) -> tuple[str, ...]:
+    hosts = tuple(name.strip() for name in text.split(","))
+    if len(hosts) != count or not all(map(_is_host, hosts)):
+        raise UserError(f"{HOSTS} = {_short(text)}: must name the hosts of all {count} processes in their order, with commas between them.")
+    return hosts
 
 
 def _short(value: str) -> str:
@@ -167,7 +183,8 @@ def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], 
         return None
     first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     many = f", slice {number} of {slices}" if slices > 1 else ""
-    return ProcessSpec(len(hosts) * slices, number * len(hosts) + worker, f"{first}:{TPU_PORT}", launcher + many)
+    together = len(hosts)
+    return ProcessSpec(together * slices, number * together + worker, f"{first}:{TPU_PORT}", launcher + many, together=together)
 
 
 def _slurm(environ: Mapping[str, str]) -> ProcessSpec | None:
@@ -178,7 +195,8 @@ def _slurm(environ: Mapping[str, str]) -> ProcessSpec | None:
         return None
     port = _port(_number(environ, "SLURM_JOB_ID"))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
-    return ProcessSpec(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step)
+    hosts, together = _hosts_of_tasks(_all_nodes(nodes), _tasks_by_node(environ), count)
+    return ProcessSpec(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step, hosts=hosts, together=together)
 
 
 def _port(job: int) -> int:
@@ -192,6 +210,34 @@ def first_node(nodes: str) -> str:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST = {_short(nodes)}: must be a list of hosts as Slurm writes it, such as node[007-015,020].")
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match[0])
+
+
+def _all_nodes(nodes: str) -> list[str]:
+    """All hosts of Slurm's list, in order; the first MAX_PROCESSES of them."""
+    found: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
+            parts = [text] if text else [number for part in ranges.split(",") for number in _numbers(part)]
+            names = [name + part for name in names for part in parts][:MAX_PROCESSES]
+        found += names
+    return found[:MAX_PROCESSES]
+
+
+def _numbers(text: str) -> list[str]:
+    """`007` to `015` of `007-015`, as they are written; a single number is itself."""
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and len(last) < 10):
+        return [text]
+    return [f"{number:0{len(first)}}" for number in range(int(first), min(int(last), int(first) + MAX_PROCESSES) + 1)]
+
+
+def _hosts_of_tasks(nodes: Sequence[str], tasks: Sequence[int], count: int) -> tuple[tuple[str, ...], int]:
+    """(host of every task, tasks of a node), if the nodes have equally many, one node after another (Slurm's block distribution)."""
+    each = count // len(nodes) if nodes and count % len(nodes) == 0 else 0
+    if not each or (tasks and set(tasks) != {each}):
+        return (), 1
+    return tuple(node for node in nodes for _ in range(each)), each
 
 
 def _mpi(environ: Mapping[str, str]) -> ProcessSpec | None:
@@ -238,11 +284,17 @@ def _share_gpus(spec: ProcessSpec, environ: Mapping[str, str], n_gpus: int) -> P
 def _local_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return (index of this process among those of its launcher on this node, their number)."""
     if "SLURM_LOCALID" in environ and environ.get("SLURM_STEP_TASKS_PER_NODE"):
-        tasks: list[int] = []
-        for each, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):  # 8(x4),7
-            tasks += [int(each)] * int(times or 1)
+        tasks = _tasks_by_node(environ)
         return _number(environ, "SLURM_LOCALID"), tasks[min(_number(environ, "SLURM_NODEID"), len(tasks) - 1)] if tasks else 1
     for rank, size in (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
         if environ.get(rank) and environ.get(size):
             return _number(environ, rank), _number(environ, size)
     return 0, 1
+
+
+def _tasks_by_node(environ: Mapping[str, str]) -> list[int]:
+    """Numbers of tasks of a step's nodes; [] if Slurm does not say."""
+    tasks: list[int] = []
+    for each, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):  # 8(x4),7
+        tasks += [int(each)] * int(times or 1)
+    return tasks

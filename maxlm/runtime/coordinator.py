@@ -2,6 +2,9 @@
 
 Every connection has a task: it reads the hello, decides on admission, and then reads answers to pings. Connections that are not admitted
 are bounded in time and in number, in total and per address.
+
+With a `Quorum`, another process may coordinate in place of process 0, and some processes may go on without the others. While they run,
+their coordinator keeps accepting connections, on which those that come back wait.
 """
 
 import asyncio
@@ -9,15 +12,17 @@ import contextlib
 import errno
 import ipaddress
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped
+from maxlm.runtime.quorum import Quorum
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it
@@ -25,6 +30,8 @@ MAX_PENDING = 512  # connections that are not admitted
 MAX_PER_ADDRESS = 64
 PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
+SETTLE_SECONDS = 10.0  # without change, after which those present may go on: each has looked for a coordinator by then
+_POLL_SECONDS = 1.0
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -33,6 +40,19 @@ class RendezvousError(UserError):
     """Some hosts did not come. The input need not be wrong, so the exit code is another."""
 
     exit_code = ExitCode.HOST_LOST
+
+
+class SupersededError(Exception):
+    """Another process coordinates."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The processes that go on: the numbers they were started with, ascending, this one's first; hosts; sockets by those numbers."""
+
+    numbers: tuple[int, ...]
+    hosts: tuple[str, ...]
+    sockets: dict[int, MessageSocket]
 
 
 @dataclass
@@ -55,10 +75,17 @@ class _Member:
 
 
 class Coordinator:
-    """State of process 0 while it waits for the others."""
+    """State of the coordinating process while it waits for the others: process 0, or with a `quorum` another."""
 
-    def __init__(self, spec: ProcessSpec, own_name: str, secret: bytes, say: Say) -> None:
-        self._spec, self._own, self._secret, self._say = spec, own_name, secret, say
+    def __init__(
+        self, spec: ProcessSpec, own_name: str, secret: bytes, say: Say, quorum: Quorum | None = None, began: float | None = None
+    ) -> None:
+        """`began`: time of `time.monotonic` since when this process waits, perhaps for another coordinator at first."""
+        self._spec, self._own, self._secret, self._say, self._quorum = spec, own_name, secret, say, quorum
+        self.superseded = threading.Event()  # set from outside, once another process coordinates
+        self._settled_since = time.monotonic()
+        self._began = self._settled_since if began is None else began
+        self._running = False  # a run goes on: others wait
         self._members: dict[int, _Member] = {}
         self._pending: dict[asyncio.Task[None], tuple[str, float]] = {}  # oldest first; address, and time of `time.monotonic`
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
@@ -66,16 +93,17 @@ class Coordinator:
         self._problem: UserError | None = None  # why no process can go on
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
-    async def meet(self, listeners: list[socket.socket], seconds: float) -> tuple[list[str], dict[int, MessageSocket]]:
-        """Wait for all processes, up to `seconds`. Return the host names by process number, and the sockets.
+    async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
+        """Wait for all processes, up to `seconds`; with a quorum, for enough of them once its time is up.
 
-        Raises UserError, after it was sent to the processes that were admitted.
+        Raises UserError, after it was sent to the processes that were admitted; SupersededError, after they were told to look elsewhere.
         """
         accepting = [asyncio.create_task(self._accept(one)) for one in listeners]
+        numbers: tuple[int, ...] = ()
         try:
             async with asyncio.timeout(seconds):
-                while self._problem is None and not await self._complete():
-                    await self._changed.wait()
+                while self._problem is None and not self.superseded.is_set() and not (numbers := await self._complete()):
+                    await self._wait_for_change()
         except TimeoutError:
             self._problem = self._problem or RendezvousError(self._missing(listeners, seconds))
         self._ended = True
@@ -85,20 +113,77 @@ class Coordinator:
             for member in self._members.values():
                 member.socket.try_send("refused", reason=str(self._problem), wrong=not isinstance(self._problem, RendezvousError))
             raise self._problem
-        hosts = [self._own, *(self._members[number].host for number in range(1, self._spec.count))]
-        return hosts, {number: member.socket for number, member in self._members.items()}
+        for number, member in self._members.items():
+            if number not in numbers:
+                member.socket.try_send("elsewhere")
+        if not numbers:
+            raise SupersededError
+        hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
+        return Meeting(numbers, hosts, {number: self._members[number].socket for number in numbers if number != self._spec.process})
 
-    async def _complete(self) -> bool:
-        """True if all processes were admitted and are alive; else `_changed` is set at the next change."""
+    async def wait_for_returning(
+        self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
+    ) -> None:
+        """Accept processes that come back while `numbers` run, until that has `ended`.
+
+        `larger`: called with the numbers of a larger group that could run, until it returns True.
+        """
+        assert self._quorum is not None, "without one nobody goes on without the others"
+        self._running, self._ended, began, told = True, False, time.monotonic(), False
+        self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
+        tasks = [asyncio.create_task(self._accept(one)) for one in listeners]
+        while not ended.is_set():
+            await asyncio.sleep(_POLL_SECONDS)
+            await self._drop_silent(tuple(self._members))
+            group = self._quorum.going_on({*numbers, *self._members})
+            due = len(group) > len(numbers) and time.monotonic() > max(
+                began + self._quorum.grow_after_s, self._settled_since + SETTLE_SECONDS
+            )
+            told = told or (due and larger(group))
+        self._ended = True
+        for task in tasks:
+            task.cancel()
+
+    def finish(self) -> None:
+        """Tell processes that wait for their return that the run is done. Call it once `wait_for_returning` has ended."""
+        for member in self._members.values():
+            member.socket.try_send("finished")
+
+    async def _wait_for_change(self) -> None:
+        if self._quorum is None:
+            await self._changed.wait()
+        else:  # time alone may decide, too
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+
+    async def _complete(self) -> tuple[int, ...]:
+        """Numbers of the processes that go on, admitted and alive; () if not yet, and then `_changed` is set at the next change."""
         self._changed.clear()
-        if len(self._members) < self._spec.count - 1:
-            return False
-        members = dict(self._members)
+        everyone = len(self._members) == self._spec.count - 1
+        numbers = tuple(range(self._spec.count)) if everyone else self._fewer()
+        if not numbers:
+            return ()
+        await self._drop_silent([number for number in numbers if number != self._spec.process])
+        return numbers if self._problem is None and not self._changed.is_set() else ()
+
+    def _fewer(self) -> tuple[int, ...]:
+        """Numbers of those that go on without the others, this process first; () if it is too early, or they are not enough."""
+        if self._quorum is None:
+            return ()
+        missing = set(range(self._spec.count)) - {self._spec.process, *self._members}
+        waited = SETTLE_SECONDS if missing <= self._quorum.absent else self._quorum.wait_s
+        if time.monotonic() < max(self._began + waited, self._settled_since + SETTLE_SECONDS):
+            return ()
+        numbers = self._quorum.going_on({self._spec.process, *self._members})
+        return numbers if numbers[:1] == (self._spec.process,) else ()  # jax's service, too, is started by the first
+
+    async def _drop_silent(self, numbers: Collection[int]) -> None:
+        """Remove those of these members that do not answer."""
+        members = {number: self._members[number] for number in numbers if number in self._members}
         alive = await asyncio.gather(*(member.is_alive() for member in members.values()))
         for (number, member), answered in zip(members.items(), alive, strict=True):
             if not answered:
                 self._remove(number, member)
-        return self._problem is None and not self._changed.is_set()
 
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -132,13 +217,22 @@ class Coordinator:
             if hello["kind"] != "hello":
                 raise AuthenticationError("its first message was not a hello")
             number = hello["process"]
+            if hello["asks"] and not self._running:
+                connection.try_send("meeting")
+                return
+            if self._running and self._quorum is not None and hello["digest"] != self._quorum.digest:
+                reason = f"{hello['host']} has other code or another config than the run that goes on: give it those of {self._own}."
+                self._refuse(connection, f"{address}: {reason}", reason)
+                return
             if reason := await self._objection(number, hello["host"], hello["count"]):
                 self._reject(connection, address, reason)
                 return
             member = self._members[number] = _Member(connection, hello["host"], task)
             del self._pending[task]
-            self._changed.set()
+            self._note_change()
             connection.limit = message_socket.MAX_BYTES
+            if self._running:
+                connection.try_send("running")
             while True:
                 if (await _receive(connection))["kind"] == "pong":
                     member.answered.set()
@@ -159,7 +253,7 @@ class Coordinator:
         """Return why a process cannot be admitted; "" if it can. A member that does not answer loses its number to it."""
         if count != self._spec.count:
             return f"{host} was started for {count} processes, and {self._own} for {self._spec.count}: start all with the same number."
-        if number == 0:
+        if number == self._spec.process:
             return _same_number(number, self._own, host)
         while (member := self._members.get(number)) is not None:
             if await member.is_alive():
@@ -171,8 +265,12 @@ class Coordinator:
         """Remove a process that died or does not answer; the number may be taken again."""
         if self._members.get(number) is member:
             del self._members[number]
-            self._changed.set()
+            self._note_change()
             member.task.cancel()
+
+    def _note_change(self) -> None:
+        self._settled_since = time.monotonic()
+        self._changed.set()
 
     def _reject(self, connection: MessageSocket, address: str, reason: str) -> None:
         """Refuse a process with another configuration. If it shares the secret, that ends all processes."""
@@ -211,7 +309,7 @@ class Coordinator:
 
     def _missing(self, listeners: list[socket.socket], seconds: float) -> str:
         spec = self._spec
-        missing = [str(number) for number in range(1, spec.count) if number not in self._members]
+        missing = [str(number) for number in range(spec.count) if number != spec.process and number not in self._members]
         refused = f" Refused: {'; '.join(self._refused)}" if self._refused else ""
         addresses = " or ".join(str(one.getsockname()[0]) for one in listeners)
         return (

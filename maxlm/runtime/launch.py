@@ -52,6 +52,11 @@ class End:
         """True if some hosts never joined."""
         return self.code == ExitCode.HOST_LOST and not self.progress.hosts
 
+    @property
+    def regroups(self) -> bool:
+        """True if it was saved, and its processes are to join anew at once."""
+        return self.code == ExitCode.STOPPED and self.progress.regroup
+
     def __str__(self) -> str:
         if self.incomplete:
             return "waited for hosts that did not come"
@@ -73,6 +78,7 @@ class Supervisor:
         self._signal_at = 0.0
         self._stopped = threading.Event()
         self._log = EndLog(say)
+        self._absent: tuple[int, ...] = ()  # numbers of the processes without which the run went on before
 
     def run(self) -> int:
         """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
@@ -92,6 +98,11 @@ class Supervisor:
         while True:
             end = self._attempt()
             code = self._code_of(end)
+            self._absent = end.progress.absent or (self._absent if end.incomplete else ())
+            if end.regroups and self._signal is None:
+                self._say("maxlm launch: the run was saved, and its processes join anew")
+                ends = [end]  # it has made progress: a host that fails again and again as it returns must not end the others
+                continue
             if end.incomplete and any(one.progress.hosts for one in ends):
                 reason, which = (None if self._signal is None else ""), "trying again"
             else:
@@ -147,6 +158,7 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
             path = Path(folder) / "progress.json"
             environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
+            environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
             try:
                 with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
                     self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))

@@ -51,6 +51,7 @@ def _printable(text: str) -> str:
 
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
+_Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
 _EXACT = ConfigDict(strict=True, extra="forbid")
 _Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
 _Line = Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]
@@ -62,10 +63,16 @@ _Operation = create_model(
 _FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
 _Times = create_model("times", __config__=_EXACT, **_FIGURES)
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
-    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name},
+    # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
+    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest},
     "ping": {},  # is the peer still alive?
     "pong": {},
-    "members": {"hosts": list[_Name]},
+    "members": {"hosts": list[_Name], "numbers": list[_Number]},  # those that go on, in the order of the numbers they were started with
+    "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
+    "elsewhere": {},  # another process coordinates: look for it
+    "running": {},  # a run goes on without the receiver, which is told when it may join
+    "finished": {},  # the run that the receiver waited for is done
+    "regroup": {"reason": Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]},  # save, end in order and join anew
     "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
     # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
     "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},

@@ -19,6 +19,7 @@ from maxlm.config.errors import ExitCode
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
 from maxlm.runtime.message_socket import MAX_LINE, ConnectionLostError, MessageSocket
+from maxlm.runtime.returning import ReturningProcesses
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
 DRAIN_SECONDS = 5.0  # that process 0 outlives the others at most: its exit ends jax's service, which would abort them
@@ -48,9 +49,16 @@ class Report(NamedTuple):
 class ProcessGroup:
     """Connected processes that watch each other, in a thread, until they leave."""
 
-    def __init__(self, spec: ProcessSpec, hosts: Sequence[str], sockets: Mapping[int, MessageSocket]) -> None:
-        """`hosts`: names by process number; `sockets`: to process 0, or from it to every other process."""
-        self.hosts = tuple(hosts)
+    def __init__(
+        self, spec: ProcessSpec, hosts: Sequence[str], sockets: Mapping[int, MessageSocket], configured: Sequence[int] | None = None
+    ) -> None:
+        """`hosts`: names by process number; `sockets`: to process 0, or from it to every other process; `configured`: the numbers that its
+        processes were started with, if they go on without others.
+        """
+        self.hosts, self.spec = tuple(hosts), spec
+        self.configured = tuple(range(spec.count)) if configured is None else tuple(configured)
+        self.returning: ReturningProcesses | None = None  # at process 0, while others are absent
+        self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end
         self._last_message = dict.fromkeys(sockets, time.monotonic())
@@ -86,6 +94,11 @@ class ProcessGroup:
         else:
             self._broadcast("abort", reason=reason, code=int(code), lost="")
             self._drain_peers()
+
+    def regroup(self, reason: str) -> None:
+        """Tell all processes, from process 0, that they are about to save and join anew."""
+        self.regrouping = reason
+        self._broadcast("regroup", reason=reason)
 
     def own_label(self) -> str:
         return self.label(self._spec.process)
@@ -141,6 +154,8 @@ class ProcessGroup:
     def _handle(self, number: int, message: Mapping[str, Any]) -> None:
         if message["kind"] == "leave":
             self._leaving.add(number)
+        elif message["kind"] == "regroup":
+            self.regrouping = message["reason"]
         elif message["kind"] == "heartbeat":
             self._suspected = frozenset(one for one in message["suspects"] if one < self._spec.count)
             self.reports[number] = Report(time.monotonic(), message)

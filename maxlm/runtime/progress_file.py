@@ -15,6 +15,7 @@ from typing import Any
 from maxlm.config.errors import UserError
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
+ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Progress:
     name: str = ""  # of the run
     alerts: Mapping[str, Any] | None = None  # `run.alerts`
     alerted: str = ""  # cause of the end that an alert was sent for
+    absent: tuple[int, ...] = ()  # numbers of the processes without which it went on
+    regroup: bool = False  # it was saved and has ended so that the processes join anew
 
 
 _current = Progress()

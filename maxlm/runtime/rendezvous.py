@@ -3,106 +3,189 @@
 jax's own service would abort all processes, with pages of output that name a number. Here each process identifies itself over a message
 socket. With a shared secret nobody else takes part, and a process with another configuration ends all. Without one, its claim cannot be
 trusted: it is refused, and process 0 goes on waiting.
+
+With a `Quorum` the lowest of a few candidates that is there coordinates in place of process 0. A process is a member of one group at a
+time: a candidate that finds another gives its own group up first.
 """
 
 import asyncio
 import contextlib
 import errno
-import os
 import resource
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
-from maxlm.runtime.coordinator import MAX_PENDING, PING_SECONDS, Coordinator, RendezvousError, Say, listen
+from maxlm.runtime.coordinator import (
+    MAX_PENDING,
+    PING_SECONDS,
+    Coordinator,
+    Meeting,
+    RendezvousError,
+    Say,
+    SupersededError,
+    listen,
+)
+from maxlm.runtime.lookout import Lookout, open_socket, own_name
 from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
+from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.runtime.returning import ReturningProcesses
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
 OWN_FILES = 1024  # that process 0 may open beside its sockets
 ROUND_TRIP_SECONDS = 5.0  # for a connection, and for a handshake
+FOUND_SECONDS = 15.0  # for a coordinator that has just answered
+SILENCE_SECONDS = 60.0  # of a coordinator whose run a process waits for; it sends a ping every second
 
 
-def join(spec: ProcessSpec, seconds: float, secret: bytes = b"", say: Say = lambda text: None) -> ProcessGroup:
-    """Wait for all processes of the cluster, up to `seconds`; `say` prints a line for each connection that process 0 refuses.
+class FinishedError(UserError):
+    """The run that this process waited for is done."""
+
+    exit_code = ExitCode.DONE
+
+
+class RunEndedError(ConnectionLostError):
+    """The run that this process waited for has ended, or its coordinator is lost."""
+
+
+def join(
+    spec: ProcessSpec, seconds: float, secret: bytes = b"", say: Say = lambda text: None, quorum: Quorum | None = None
+) -> ProcessGroup:
+    """Wait for all processes of the cluster, up to `seconds`; `say` prints a line for each connection that the coordinator refuses.
+
+    With a `quorum`, enough processes go on without the others after its time, under numbers of their own; one that comes back meanwhile
+    waits until it may join.
 
     Raises UserError: process 0 cannot be reached, or at all processes alike: some did not come, or their configurations differ.
     """
-    if spec.process != 0:
-        return _connect(spec, seconds, secret)
+    addresses = {0: spec.address} if quorum is None else candidates(spec)
+    seconds += 0 if quorum is None else quorum.wait_s
+    seeker = _Seeker(spec, secret, "" if quorum is None else quorum.digest, say)
+    if spec.process not in addresses:
+        return seeker.connect(addresses, seconds, forever=True)
     if not secret:
         fix = f"set the same on all hosts: {message_socket.MAKE_SECRET}"
-        say(f"{SECRET} is not set, so anybody who reaches {spec.address} may take part; {fix}")
-    return _coordinate(spec, seconds, secret, say)
+        say(f"{SECRET} is not set, so anybody who reaches {addresses[spec.process]} may take part; {fix}")
+    began = time.monotonic()
+    while True:
+        coordinator = Coordinator(spec, own_name(), secret, say, quorum, began)
+        lookout = Lookout(spec, addresses, secret, seeker.digest, coordinator.superseded)
+        try:
+            if not coordinator.superseded.is_set():
+                return _coordinate(replace(spec, address=addresses[spec.process]), coordinator, seconds, quorum)
+        except SupersededError:
+            pass
+        finally:
+            lookout.close()
+        with contextlib.suppress(RendezvousError):  # it is gone again
+            return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False)
+        began = time.monotonic()
 
 
-def _coordinate(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> ProcessGroup:
+def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quorum: Quorum | None) -> ProcessGroup:
+    """`spec`: with the address of this process, not of process 0."""
     _raise_file_limit(spec)
     until = time.monotonic() + seconds
-    coordinator = Coordinator(spec, _own_name(), secret, say)
     with contextlib.ExitStack() as open_sockets:
         listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
-        hosts, sockets = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
-    for one in sockets.values():
-        one.try_send("members", hosts=hosts)
-    return ProcessGroup(spec, hosts, sockets)
+        met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
+        for one in met.sockets.values():
+            one.try_send("members", hosts=met.hosts, numbers=met.numbers)
+        group = ProcessGroup(*_renumbered(spec, met), configured=met.numbers)
+        if quorum is not None and len(met.numbers) < spec.count:
+            open_sockets.pop_all()  # they stay open
+            group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
+    return group
 
 
-def _connect(spec: ProcessSpec, seconds: float, secret: bytes) -> ProcessGroup:
-    """Connect to process 0. A connection that is closed without an answer belonged to a run that is ending there: try again."""
-    until = time.monotonic() + seconds
-    pause = RETRY_SECONDS
-    reason = untrusted = ""
-    while (left := until - time.monotonic()) > 0:
-        try:
-            connection = _open_socket(spec, secret, min(ROUND_TRIP_SECONDS, left))
-            answer = _answer(connection, spec, time.monotonic() + seconds + PING_SECONDS)  # process 0 may have begun to wait just now
-        except OSError as error:
-            reason = error.strerror or str(error)
-        except AuthenticationError as error:
-            untrusted = str(error)
-        except ConnectionLostError as error:
-            reason = str(error)
-        else:
-            if answer["kind"] == "refused":
-                raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-            return ProcessGroup(spec, answer["hosts"], {0: connection})
-        left = until - time.monotonic()
-        time.sleep(max(0.0, min(pause * (1 + spec.process % 7 / 10), left)))  # spread over time
-        pause = min(1.3 * pause, 10 * RETRY_SECONDS)
-    raise RendezvousError(
-        f"this is {spec}, and {spec.address} did not answer for {seconds:.0f} s ({untrusted or reason}): "
-        "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
-    )
+def _renumbered(spec: ProcessSpec, met: Meeting) -> tuple[ProcessSpec, tuple[str, ...], dict[int, MessageSocket]]:
+    """Specification, hosts and sockets of a group by the numbers that its processes have in it: places among its configured numbers."""
+    place = {number: index for index, number in enumerate(met.numbers)}
+    own = replace(spec, count=len(place), process=place[spec.process])
+    return own, met.hosts, {place[number]: one for number, one in met.sockets.items()}
 
 
-def _answer(connection: MessageSocket, spec: ProcessSpec, until: float) -> Message:
-    """Return the message `members` or `refused`; answer pings before. Raises ConnectionLostError or OSError."""
-    while (message := connection.receive(until))["kind"] == "ping":
-        connection.send("pong")
-    if message["kind"] != "refused" and len(message.get("hosts", ())) != spec.count:
-        raise AuthenticationError(message_socket.OTHER_PROTOCOL)
-    return message
+@dataclass(frozen=True)
+class _Seeker:
+    """A process that looks for the one that coordinates."""
+
+    spec: ProcessSpec
+    secret: bytes
+    digest: str
+    say: Say
+
+    def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
+        """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
+        ending there: try again, and `forever` anew if it had made this process wait.
+        """
+        until = time.monotonic() + seconds
+        pause = RETRY_SECONDS
+        reason = untrusted = ""
+        while (left := until - time.monotonic()) > 0:
+            for number, address in addresses.items():
+                try:
+                    connection = open_socket(self.spec, address, self.secret, min(ROUND_TRIP_SECONDS, left), self.digest)
+                    answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
+                except RunEndedError:
+                    if not forever:
+                        raise RendezvousError(f"the run at {address} has ended.") from None
+                    until, pause = time.monotonic() + seconds, RETRY_SECONDS
+                except OSError as error:
+                    reason = error.strerror or str(error)
+                except AuthenticationError as error:
+                    untrusted = str(error)
+                except ConnectionLostError as error:
+                    reason = str(error)
+                else:
+                    return self._group(answer, number, address, connection)
+            left = until - time.monotonic()
+            time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
+            pause = min(1.3 * pause, 10 * RETRY_SECONDS)
+        raise RendezvousError(
+            f"this is {self.spec}, and {' and '.join(addresses.values())} did not answer for {seconds:.0f} s ({untrusted or reason}): "
+            "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
+        )
+
+    def _group(self, answer: Message, number: int, address: str, connection: MessageSocket) -> ProcessGroup:
+        if answer["kind"] == "finished":
+            raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
+        if answer["kind"] == "refused":
+            raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
+        met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
+        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+
+    def _answer(self, connection: MessageSocket, until: float) -> Message:
+        """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
+        waits = False
+        while True:
+            try:
+                message = connection.receive(time.monotonic() + SILENCE_SECONDS if waits else until)
+            except ConnectionLostError as error:
+                raise (RunEndedError(str(error)) if waits else error) from None
+            if message["kind"] == "ping":
+                connection.send("pong")
+            elif message["kind"] == "running" and not waits:
+                waits = True
+                self.say("a run goes on without this process: waiting until it takes it in")
+            elif message["kind"] == "elsewhere":
+                raise ConnectionLostError("another process coordinates")
+            else:
+                break
+        expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
+        if not expected:
+            raise AuthenticationError(message_socket.OTHER_PROTOCOL)
+        return message
 
 
-def _open_socket(spec: ProcessSpec, secret: bytes, seconds: float) -> MessageSocket:
-    """Return a socket to process 0, with the hello sent. Raises OSError or ConnectionLostError."""
-    until = time.monotonic() + seconds
-    connection = socket.create_connection(host_and_port(spec.address), timeout=seconds)
-    if connection.getsockname() == connection.getpeername():  # TCP may connect a port without a listener to itself
-        connection.close()
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    messages = MessageSocket(connection, secret, server=False)
-    messages.limit = message_socket.MAX_BYTES
-    messages.finish_handshake(until)
-    messages.send("hello", process=spec.process, count=spec.count, host=_own_name())
-    return messages
-
-
-def _own_name() -> str:
-    return "".join(char for char in socket.gethostname() if char.isprintable())[: message_socket.MAX_NAME] or "unnamed"
+def _is_valid(members: Message, spec: ProcessSpec) -> bool:
+    numbers: list[int] = members["numbers"]
+    ascending = numbers == sorted(set(numbers)) and len(numbers) == len(members["hosts"])
+    return ascending and spec.process in numbers[1:] and numbers[-1] < spec.count
 
 
 def _open_listeners(spec: ProcessSpec, until: float) -> list[socket.socket]:
@@ -127,5 +210,5 @@ def _raise_file_limit(spec: ProcessSpec) -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * spec.count:
-        label = process_label(_own_name(), spec.process)
+        label = process_label(own_name(), spec.process)
         raise UserError(f"{label} may not open as many files as {spec.count} processes need: raise ulimit -n to {files}.")

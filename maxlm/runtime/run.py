@@ -20,7 +20,7 @@ from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError, directory_lock
-from maxlm.config.errors import ConfigError, ExitCode, as_user_error
+from maxlm.config.errors import ConfigError, ExitCode, UnavailableError, as_user_error
 from maxlm.config.loader import dump, flatten
 from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
@@ -30,11 +30,12 @@ from maxlm.models import count_parameters, count_trained
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster, deadline, progress_file
+from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.metrics_port import metrics_server
+from maxlm.runtime.ownership import Ownership
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings, lost_checkpoints
 from maxlm.runtime.signals import StopSignal
@@ -148,16 +149,20 @@ def run_training(
     goodput = Goodput(began=phases.began)
     with contextlib.ExitStack() as stack:
         with goodput.measure("wait_hosts"):
-            here = stack.enter_context(cluster.joined(named or {}, say))
+            joined = cluster.joined(named or {}, say, quorum_of=functools.partial(elastic.quorum_of, config, say))
+            here = stack.enter_context(joined)
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        return _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
+        code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
+        if code == ExitCode.DONE:
+            here.finish()
+        return code
 
 
 def _run(
-    config: Config,
+    asked: Config,
     phases: Phases,
     goodput: Goodput,
     print_samples: SamplePrinter,
@@ -166,7 +171,12 @@ def _run(
     log: RunLog,
     watchdog: Watchdog,
 ) -> int:
-    _check_machine(config, phases, here)
+    """`asked`: the config for all hosts, also if some are absent."""
+    config = elastic.on_present(asked, here)
+    with elastic.waiting_if_too_large(here):
+        _check_machine(config, phases, here)
+    if here.absent and phases.primary:
+        phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
     opened = _open_data_on_all_hosts(config, phases)
     data = opened.train
     watchdog.follow(goodput)
@@ -179,7 +189,8 @@ def _run(
     server = metrics_server(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
-    start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
+    with elastic.waiting_if_too_large(here):
+        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
     if config.checkpoint.dir is not None:
         checkpoints.claim()
     RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
@@ -188,8 +199,9 @@ def _run(
         _prepare_memory(checkpoints.memory, program, here.local_processes)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
         attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
+    owner = Ownership(checkpoints.directory) if asked.elastic is not None else None
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
-    with contextlib.closing(StopSignal()) as stop:  # until the end, so that a signal cannot prevent the report
+    with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         attempt = secrets.token_hex(8)
         beat = directory.heartbeat if phases.primary else None
         if phases.primary:
@@ -197,9 +209,11 @@ def _run(
         beside = [PrometheusObserver(server, directory, goodput.summary)] if server is not None else []
         with observing(config, directory, phases.console, phases.primary, beside) as observers, Heartbeat(beat, attempt, goodput.summary):
             watchdog.observers, watchdog.folder = observers, directory.path
-            start = _record_start(config, directory, data, start)
+            here.when_larger(stop.request)
+            start = _record_start(asked, directory, data, start)
             facts = _facts(config, here.description, directory.path) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
             facts["restarts"] = sum(item.get("kind") == "start" for item in read_objects(directory.events)) if phases.primary else 0
+            facts |= elastic.facts(config, here)
             facts["metrics"] = charts_of(program.metrics)
             observers.on_event(Event("start", start.step, data=facts))
             if flips is not None:
@@ -208,18 +222,17 @@ def _run(
                 observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
             checks = _integrity(config, program, directory, here, start, observers)
             watched = observers, goodput, stop, stop.abandon_batch
-            outcome = train(
-                Session(
-                    program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere,
-                    watchdog.progress, init, journal, directory.path if phases.primary else None, checks,
-                ),
-                start,
+            session = Session(
+                program, data, opened.held_out, checkpoints, *watched, opened.named, tasks, stop.received_anywhere,
+                watchdog.progress, init, journal, directory.path if phases.primary else None, checks,
             )  # fmt: skip
+            outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
             watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             hung = {"reason": "hung"} if watchdog.fired else {}
             observers.on_event(Event("stop", outcome.step, data=summary | hung))
         checkpoints.close()
+        progress_file.record(regroup=outcome.status == "preempted" and bool(here.regrouping()))
         if phases.primary:
             _conclude(
                 config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)
@@ -448,7 +461,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
             for folder, field in folders.items() if jax.process_index() == 0 else ():
                 locks.enter_context(directory_lock.locked(folder, field, deadline.grace_seconds() + LOCK_MARGIN_SECONDS, say, LOCK_FIX))
         except UserError as error:
-            problem = error
+            problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
         except OSError as error:
             problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(folder))
         require_equal({}, problem)

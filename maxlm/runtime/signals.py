@@ -22,9 +22,14 @@ class StopSignal:
     In a cluster the signal is forwarded to jax's preemption service, which agrees on a step with the other processes.
     """
 
-    def __init__(self) -> None:
-        self.received: str | None = None  # name of the signal that this process received
+    def __init__(self, regrouping: Callable[[], str] = lambda: "") -> None:
+        """`regrouping`: why all processes are about to join anew; "" if they are not."""
+        self.received: str | None = None  # name of the signal that this process received, or why it was asked to stop
+        self._regrouping = regrouping
         self._alone = jax.process_count() == 1
+        # Times that this was called, equally often in all processes. jax's service agrees on one more than the largest number that it was
+        # called with, 0 before the first call: with the step of a resumed run it would never be reached if the signal came before.
+        self._asked = 0
         self._restore = contextlib.ExitStack()
         self._restore.enter_context(deadline.allow(deadline.SAVE))
         for number in deadline.SIGNALS:
@@ -33,7 +38,10 @@ class StopSignal:
     def __call__(self, step: int) -> str | None:
         if self._alone:
             return self.received
-        return self.received or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
+        self._asked += 1
+        if not multihost_utils.reached_preemption_sync_point(self._asked):
+            return None
+        return self.received or self._regrouping() or "SIGTERM"
 
     def abandon_batch(self) -> bool:
         """True if the loop need not wait for its next batch. In a cluster the others would wait for this process instead."""
@@ -48,10 +56,14 @@ class StopSignal:
         """Restore the previous signal handlers."""
         self._restore.close()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number).name
+    def request(self, reason: str) -> None:
+        """Have all processes stop as after a signal; from any thread."""
+        self.received = self.received or reason
         for service in _preemption_services:
             service(signal.SIGTERM)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class Event:
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
               command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py), `attempt`
-              (its id), `restarts` (attempts before)
+              (its id), `restarts` (attempts before), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it

@@ -30,6 +30,10 @@ THREADS = 2**15  # of one process: Linux refuses more with its default settings
 _log = logging.getLogger(__name__)
 
 
+class TooLargeError(UserError):
+    """A run does not fit in memory."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A use of a device's memory: its bytes, at least, and how to make it smaller."""
@@ -226,7 +230,7 @@ def _compare(doing: str, parts: Sequence[Part], limit: int, device: jax.Device |
     if device is not None and device.platform == "cpu" and jax.local_device_count() > 1:
         where = f"each of this machine's {jax.local_device_count()} CPU devices"
     remedy = most.remedy if isinstance(most.remedy, str) else most.remedy()
-    raise UserError(
+    raise TooLargeError(
         f"{doing} needs at least {in_bytes(needed)} of memory, and {where} has {in_bytes(limit)}; "
         f"{in_bytes(most.bytes)} of it for {most.name}: {remedy}."
     )

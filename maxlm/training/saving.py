@@ -73,6 +73,7 @@ class Saving:
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
+        session.check_owner()
         with session.goodput.measure("save"):
             self.poll(None)
             begun = session.checkpoints.save(step, state, self._position(step))

@@ -62,6 +62,7 @@ class Session:
     journal: Journal = field(default_factory=Journal)
     folder: Path | None = None  # for pages of evidence; None: none are written
     integrity: StateChecks | None = None
+    check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ NEEDED = {  # what a field needs beside itself
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
     "diloco.": ["diloco={workers: 1, every: 2}"],
     "integrity.": ["integrity={}"],
+    "elastic.": ["elastic={min_hosts: 1}"],
     "evaluation.": ["evaluation={tasks: [prose]}"],
     "model.window": ["model.layer_pattern=[local]"],
     "checkpoint.keep_every": ["checkpoint.every_steps=1"],

@@ -49,6 +49,13 @@ def test_sigterm_reaches_the_tasks_and_the_job_waits_for_their_save(cloud):
     assert "job 4097 goes back to the queue" in out
 
 
+@pytest.mark.parametrize(("elastic", "kept"), [("", False), ("1", True)])
+def test_a_step_outlives_a_node_only_if_the_run_does(cloud, elastic, kept):
+    cloud.execute(["bash", SCRIPT, "mine.yml"], ELASTIC=elastic, **JOB)
+    (srun,) = cloud.calls
+    assert ("--no-kill" in srun) == kept
+
+
 def test_without_a_config_it_says_so(cloud):
     done = cloud.execute(["bash", SCRIPT], code=2, **JOB)
     assert done.stderr == "train.sbatch: which config? sbatch slurm/train.sbatch CONFIG [key=value ...]\n"

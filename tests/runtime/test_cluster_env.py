@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.runtime.cluster_env import VARIABLES, find, first_node, split_arguments
+from maxlm.runtime.cluster_env import HOSTS, VARIABLES, find, first_node, split_arguments
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -212,3 +212,38 @@ def test_a_cluster_is_no_setting():
     named, rest = split_arguments(["train.steps=3", "coordinator=a:1", "process_id=0", "coordinator", "run.name=coordinator=x"])
     assert named == {"coordinator": "a:1", "process_id": "0"}
     assert rest == ["train.steps=3", "coordinator", "run.name=coordinator=x"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "together"),
+    [
+        (SLURM, (), 1),  # four nodes of 8 are not 16 tasks
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x4)"},
+            ("gpu007",) * 4 + ("gpu008",) * 4 + ("gpu009",) * 4 + ("big1",) * 4,
+            4,
+        ),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "a[1-2]b[08-09]", "SLURM_STEP_TASKS_PER_NODE": "4(x4)"},
+            ("a1b08",) * 4 + ("a1b09",) * 4 + ("a2b08",) * 4 + ("a2b09",) * 4,
+            4,
+        ),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "9,7"}, (), 1),
+        ({**GKE_TPU, **SLICES}, (), 2),
+        ({**ENVIRONMENT, HOSTS: "node0, node1"}, ("node0", "node1"), 1),
+        ({**SLURM, HOSTS: ",".join(f"h{n}" for n in range(16))}, tuple(f"h{n}" for n in range(16)), 1),
+    ],
+)
+def test_the_names_of_the_others_and_what_is_lost_together(environ, hosts, together):
+    found = look(environ)
+    assert (found.hosts, found.together) == (hosts, together)
+
+
+@pytest.mark.parametrize("text", ["node0", "node0,", "node0,no de", "node0,node1,node2"])
+def test_names_that_are_not_those_of_all_are_refused(text):
+    with pytest.raises(UserError, match=r"MAXLM_HOSTS = .*all 2 processes"):
+        look({**ENVIRONMENT, HOSTS: text})
+
+
+def test_a_list_that_names_millions_of_hosts_is_cut():
+    assert len(look({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]x[1-99999999]", "SLURM_STEP_TASKS_PER_NODE": ""}).hosts) in (0, 16)

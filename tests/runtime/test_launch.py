@@ -40,6 +40,18 @@ def supervise(tmp_path, monkeypatch):
     return run
 
 
+REGROUP = "progress_file.record(absent=[2, 5])\nif number in (1, 3): progress_file.record(regroup=True); sys.exit(3)\n"
+
+
+def test_a_run_that_joins_anew_is_started_at_once_and_again_and_again(supervise):
+    """It counts neither as a restart nor as another end at the same step; and the next attempt knows who was absent."""
+    crash = "Path(f'seen{number}').write_text(os.environ['MAXLM_ABSENT'])\ncame(7)\n" + REGROUP + "sys.exit(1 if number < 4 else 0)"
+    code, said, tries = supervise(crash, restarts=2)
+    assert (code, tries) == (0, 5)
+    assert [line for line in said if "join anew" in line] == ["maxlm launch: the run was saved, and its processes join anew"] * 2
+    assert [Path(f"seen{number}").read_text() for number in range(5)] == ["", "2,5", "2,5", "2,5", "2,5"]
+
+
 def test_a_crash_is_started_again_and_what_is_done_is_done(supervise):
     code, said, tries = supervise("came(10 * number)\nif number < 2: os.kill(os.getpid(), signal.SIGKILL)")
     assert (code, tries) == (0, 3)

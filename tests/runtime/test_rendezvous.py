@@ -175,7 +175,7 @@ def test_more_processes_than_files_are_allowed(hard, code):
         if other is None:
             break
         with contextlib.suppress(OSError):  # it has just ended
-            other.send("hello", process=number, count=count, host="h")
+            other.send("hello", process=number, count=count, host="h", asks=False, digest="")
         others.append(other)
     for other in others if code == 0 else ():
         assert other.receive(time.monotonic() + 30)["kind"] == "ping"
@@ -310,7 +310,7 @@ def ends():
         one.close()
 
 
-HELLO = {"process": 1, "count": 2, "host": "h"}
+HELLO = {"process": 1, "count": 2, "host": "h", "asks": False, "digest": ""}
 
 
 def soon():
@@ -320,7 +320,7 @@ def soon():
 def test_messages_arrive_in_order_and_only_with_the_secret(ends):
     client, server = ends()
     for process in range(3):
-        client.send("hello", process=process, count=9, host="h")
+        client.send("hello", process=process, count=9, host="h", asks=False, digest="")
     assert [server.receive(soon())["process"] for _ in range(3)] == [0, 1, 2]
     server.send("ping")
     assert client.receive(soon()) == {"kind": "ping"}
@@ -372,17 +372,17 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": NaN, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": true, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": -1, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": 2, "count": 2, "host": "h"}',
-        '{"kind": "hello", "process": 1, "count": 15001, "host": "h"}',
-        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h"}' % ("0" * 3000),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines"}',
-        '{"kind": "hello", "process": 1, "count": 2, "host": "%s"}' % ("h" * 65),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "more": 1}',
+        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": NaN, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": true, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": -1, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 2, "count": 2, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 15001, "host": "h", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h", "asks": false, "digest": ""}' % ("0" * 3000),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines", "asks": false, "digest": ""}',
+        '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false, "digest": ""}' % ("h" * 65),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "digest": "", "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
         '{"kind": "heartbeat", "suspects": [true], "operation": null, "times": null}',
         '{"kind": "heartbeat", "suspects": []}',
@@ -397,7 +397,12 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
         '{"kind": "abort", "reason": "x", "code": 300, "lost": ""}',
         '{"kind": ["abort"]}',
-        '{"kind": "members", "hosts": [1]}',
+        '{"kind": "members", "hosts": [1], "numbers": [0]}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [-1]}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [0.5]}',
+        '{"kind": "members", "hosts": ["h"]}',
+        '{"kind": "regroup", "reason": "two\\nlines"}',
+        '{"kind": "regroup", "reason": "%s"}' % ("x" * 1001),
         "[" * 4000,
         '{"kind":' * 500,
         "[]",

@@ -1,9 +1,13 @@
 """A signal to one process of a cluster ends in all of them what they do together."""
 
+import ast
 import contextlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from small_run import environment, free_port
 
 from maxlm.runtime import signals
 from maxlm.runtime.signals import StopSignal
@@ -18,3 +22,31 @@ def test_a_signal_that_another_process_received_is_known_here(monkeypatch, other
         assert not stop.abandon_batch()
         stop.received = "SIGTERM"
         assert stop.received_anywhere()
+
+
+SIGNALLED = """
+import sys, time
+import jax
+from maxlm.runtime import signals
+with signals.beside_preemption_service():
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", 1, 0, cluster_detection_method="deactivate")
+signals.jax.process_count = lambda: 2
+stop = signals.StopSignal(lambda: "")
+before = int(sys.argv[2])
+answers = [stop(11 + number) for number in range(before)]
+stop.request("the return of host1")
+time.sleep(2)
+answers += [stop(11 + before + number) for number in range(3)]
+print(answers[:before + 2])
+"""
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_is_asked_before_the_first_step_of_a_resumed_run_is_not_lost(before):
+    """All stop at a call soon after, whatever the number of the step."""
+    program = [sys.executable, "-c", SIGNALLED, str(free_port()), str(before)]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answers = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert answers[:before] == [None] * before
+    assert "the return of host1" in answers[before:]

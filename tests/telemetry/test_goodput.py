@@ -114,31 +114,6 @@ def test_the_current_part_is_of_one_moment_in_any_thread():
     assert not torn
 
 
-def test_the_current_part_is_of_one_moment_in_any_thread():
-    """While the loop switches, another thread never sees a part with the time of another one, nor time that is lost or counted twice."""
-    clock = itertools.count().__next__
-    goodput, torn, done = Goodput(clock, began=-1), [], threading.Event()
-
-    def read():
-        while not done.is_set():
-            (part, since), summary = goodput.current, goodput.summary()
-            if part not in PARTS or sum(summary["seconds"].values()) != summary["wall_s"] or summary["wall_s"] < since + 1:
-                torn.append((part, since, summary))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    goodput.started()
-    for _ in range(2000):
-        with goodput.measure("data_wait"):
-            pass
-        with goodput.measure("step"):
-            assert goodput.current[0] == "step"
-    done.set()
-    reader.join()
-    assert not torn
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_the_parts_add_up_to_the_wall_time_whatever_happens(seed):
     rnd, clock = random.Random(seed), Clock()
     goodput = Goodput(clock)

@@ -1,0 +1,88 @@
+"""Configs for fewer hosts: a smaller mesh and more microbatches, so that the global batch, its samples and the losses stay the same.
+
+The unit that is lost or stays is a host, or a whole slice of a TPU (`mesh.slices`), whose links lead only through all of its hosts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from maxlm.config import rules
+from maxlm.config.errors import ConfigError
+from maxlm.config.schema import Config
+
+SHRINKING = ("data", "fsdp")  # axes that split only the batch, and the state, whose parts can be joined
+
+
+def devices_of(config: Config) -> int | None:
+    """Devices that `config` is for, all hosts together; None if neither its mesh nor its `cluster` section says."""
+    sizes = config.mesh.sizes().values()
+    if -1 not in sizes:
+        return math.prod(sizes)
+    return None if config.cluster is None else rules.topology_of(config).devices
+
+
+def on_fewer(config: Config, units: int, devices: int, left: int) -> Config | None:
+    """`config` for `left` of `units` equal hosts or slices of `devices` each: one axis smaller, all that a checkpoint must share the same.
+
+    A device's microbatch holds no more rows than before. `config` itself if all are left; None if there is no such mesh. The axis is that
+    across slices, else the one that is -1, else `data`, else `fsdp`.
+    """
+    if left == units:
+        return config
+    full = rules.check_devices(config, units * devices)
+    for axis in _shrinking(config, full):
+        if full[axis] * left % units == 0:
+            sizes = {**full, axis: full[axis] * left // units}
+            for microbatches in _microbatches(config, full, sizes):
+                smaller = _with(config, sizes, microbatches, left)
+                if _is_valid(smaller, left * devices):
+                    return smaller
+    return None
+
+
+def _shrinking(config: Config, full: Mapping[str, int]) -> list[str]:
+    """Axes to make smaller, the best first."""
+    mesh = config.mesh
+    if mesh.slices > 1:
+        return [mesh.across_slices] if mesh.across_slices in SHRINKING else []
+    order = sorted(SHRINKING, key=lambda axis: mesh.sizes()[axis] != -1)  # stable: `data` before `fsdp`
+    return [axis for axis in order if full[axis] > 1]
+
+
+def _shards(config: Config, sizes: Mapping[str, int]) -> int:
+    """Parts of a microbatch that are computed apart, as in `rules`: workers of local updates are computed one after another."""
+    apart = sizes["data"] if config.diloco is None else config.diloco.workers
+    return apart * sizes["fsdp"] * sizes["expert"]
+
+
+def _microbatches(config: Config, full: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[int]:
+    """Numbers of microbatches that leave a device no more rows at a time than on the `full` mesh, ascending."""
+    batch, shards = config.train.global_batch, _shards(config, sizes)
+    if batch % shards:
+        return
+    rows, most = batch // shards, batch // config.train.microbatches // _shards(config, full)
+    yield from (number for number in _divisors(rows) if rows // number <= most)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _with(config: Config, sizes: Mapping[str, int], microbatches: int, left: int) -> Config:
+    by_slices = config.mesh.slices > 1
+    changes = {
+        "mesh": config.mesh.model_copy(update={**sizes, "slices": left if by_slices else 1}),
+        "train": config.train.model_copy(update={"microbatches": microbatches}),
+        "cluster": config.cluster if by_slices else None,  # part of a slice or of a cluster is no topology
+    }
+    return config.model_copy(update=changes)
+
+
+def _is_valid(config: Config, devices: int) -> bool:
+    try:
+        rules.check(config)
+        rules.check_devices(config, devices)
+    except ConfigError:
+        return False
+    return True

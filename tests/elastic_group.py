@@ -1,0 +1,97 @@
+"""A cluster of processes that only join: a "run" lasts until it is to join anew or another is lost. No jax, so that it is fast."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from small_run import environment, free_port
+
+from maxlm.runtime.message_socket import SECRET
+
+# Joins as the next process would, again and again: its "run" ends when it is to join anew, or when another process is lost (code 6).
+PROGRAM = """
+import json, os, sys, time
+from maxlm.config.errors import UserError
+from maxlm.runtime import coordinator, lookout, message_socket, process_group, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime.quorum import Quorum
+process, port, hosts, wait_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), float(sys.argv[4])
+coordinator.SETTLE_SECONDS = 1.0
+process_group.SETTLE_SECONDS = 0.2
+message_socket.KEEPALIVE_SECONDS = 6
+spec = ProcessSpec(len(hosts), process, f"{hosts[0]}:{port}", "a test", hosts=tuple(hosts))
+quorum = Quorum(len(hosts), 1, 1, lambda units: True, wait_s, grow_after_s=1.0, digest=os.environ.get("DIGEST", ""))
+say = lambda text: print(json.dumps({"said": text, "at": time.time()}), flush=True)
+try:
+    group = rendezvous.join(spec, 60, message_socket.shared_secret(os.environ), say, quorum)
+except UserError as error:
+    say(str(error))
+    sys.exit(error.exit_code)
+facts = {"numbers": group.configured, "process": group.spec.process, "address": group.spec.address, "at": time.time()}
+print(json.dumps(facts), flush=True)
+if group.returning is not None:
+    group.returning.when_larger(lambda numbers: group.regroup(f"larger: {numbers}"))
+began = time.monotonic()
+while not group.regrouping and not os.path.exists("done"):
+    time.sleep(0.05)
+if not group.regrouping and group.returning is not None:
+    group.returning.close(finished=True)
+group.leave()
+time.sleep(0.3)
+sys.exit(0 if not group.regrouping else 7)
+"""
+AGAIN = 'while true; do "$@"; code=$?; case $code in 6 | 7) ;; *) exit $code ;; esac; done'  # as the supervisor does, at once
+
+
+class Cluster:
+    """Processes on loopback addresses of their own, or on `hosts`, each started again when its run ends."""
+
+    def __init__(self, folder, count, wait_s=3.0, hosts=None):
+        self.folder, self.port, self.wait_s, self.namespaces = folder, free_port(), wait_s, hosts
+        self.hosts = [f"127.0.0.{number + 1}" for number in range(count)] if hosts is None else hosts.names
+        self.running = {}
+
+    def start(self, *numbers, **extra):
+        for number in numbers:
+            program = [sys.executable, "-c", PROGRAM, str(number), str(self.port), ",".join(self.hosts), str(self.wait_s)]
+            with self._log(number).open("a") as log:
+                how = {"env": environment(**{SECRET: "a secret of the tests", **extra}), "stdout": log, "stderr": log, "cwd": self.folder}
+                command, how["start_new_session"] = ["sh", "-c", AGAIN, "sh", *program], True
+                if self.namespaces is None:
+                    self.running[number] = subprocess.Popen(command, **how)
+                else:
+                    self.running[number] = self.namespaces.start(self.hosts[number], command, **how)
+
+    def kill(self, number, how=signal.SIGKILL):
+        os.killpg(self.running[number].pid, how)
+        if how == signal.SIGKILL:
+            self.running.pop(number).wait()
+
+    def joined(self, number):
+        """All that a process has joined: numbers, its place, the coordinator's address, the time."""
+        return [one for one in self._lines(number) if "numbers" in one]
+
+    def said(self, number):
+        return " ".join(one["said"] for one in self._lines(number) if "said" in one)
+
+    def wait(self, numbers, since=0.0, seconds=90):
+        """Until these, and no others, are a group that was formed after `since`; returns the time when the last one had joined."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            last = [(self.joined(number) or [{"numbers": [], "at": 0}])[-1] for number in numbers]
+            if all(one["numbers"] == list(numbers) and one["at"] > since for one in last):
+                assert [one["process"] for one in last] == list(range(len(numbers)))
+                assert len({one["address"] for one in last}) == 1
+                return max(one["at"] for one in last)
+            time.sleep(0.05)
+        raise AssertionError({number: self._log(number).read_text() for number in range(len(self.hosts)) if self._log(number).exists()})
+
+    def _log(self, number):
+        return self.folder / f"{number}.log"
+
+    def _lines(self, number):
+        lines = self._log(number).read_text().splitlines() if self._log(number).exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{")]
