@@ -1,16 +1,24 @@
-"""Hosts in miniature: a network namespace each, with a name and an address of its own, joined by a bridge. Needs root and iproute2."""
+"""Hosts in miniature, for tests and tools/chaos.py: a network namespace each, with a name and an address of its own, joined by a bridge.
 
+Needs root and iproute2.
+"""
+
+import contextlib
 import functools
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from small_run import child, command, environment
 
+NOWHERE = "02:00:00:00:00:00"  # a link-layer address that nobody has
+_numbers = itertools.count()  # of this process's sets of hosts
 ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
@@ -31,7 +39,7 @@ class Hosts:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.names = [f"host{number}" for number in range(count)]
-        self._mark = f"maxlm{os.getpid()}"
+        self._mark = f"maxlm{os.getpid()}-{next(_numbers)}"
         self._table = folder / "hosts"
         self._table.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(self.names)))
 
@@ -58,13 +66,12 @@ class Hosts:
             self.mend(name)
 
     def __exit__(self, *_: object) -> None:
-        for space in [self._space(name) for name in self.names]:
-            for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split():
-                os.kill(int(pid), 9)
-            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
+        for name in self.names:
+            self.kill(name)
+            subprocess.run(["ip", "netns", "delete", self._space(name)], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "delete", self._switch], check=False, capture_output=True)
 
-    def start(self, name: str, command: Sequence[str], **how: object) -> subprocess.Popen:
+    def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen:
         """`command` on a host; `how` as `subprocess.Popen` takes it."""
         enter = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-c", ENTER, "sh", name, str(self._table)]
         return subprocess.Popen([*enter, *command], text=True, **how)
@@ -77,10 +84,38 @@ class Hosts:
         """The host is on the network."""
         _ip("-n", self._switch, "link", "set", name, "master", "bridge")
 
+    def mute(self, name: str) -> None:
+        """Nothing that the host sends arrives, and what others send to it does: its neighbours get addresses that nobody has."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "replace", address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
+
+    def unmute(self, name: str) -> None:
+        """Undo `mute`."""
+        for address in self._neighbours(name):
+            _ip("-n", self._space(name), "neighbour", "delete", address, "dev", "eth0")
+
     def slow_down(self, name: str, rate: str) -> None:
         """What the host sends goes no faster than `rate`, as tc writes it."""
         limit = ("rate", rate, "burst", "128kb", "latency", "200ms")
         subprocess.run(["tc", "-n", self._space(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], check=True)
+
+    def speed_up(self, name: str) -> None:
+        """Undo `slow_down`."""
+        subprocess.run(["tc", "-n", self._space(name), "qdisc", "delete", "dev", "eth0", "root"], check=True)
+
+    def kill(self, name: str) -> None:
+        """kill -9 of every process of the host."""
+        for pid in self.pids(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def pids(self, name: str) -> list[int]:
+        """Processes of the host."""
+        answer = subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in answer.stdout.split()]
+
+    def _neighbours(self, name: str) -> list[str]:
+        return [f"10.77.0.{number + 1}" for number, other in enumerate(self.names) if other != name]
 
     def _space(self, name: str) -> str:
         return f"{self._mark}-{name}"
@@ -93,27 +128,41 @@ class Hosts:
 class Run:
     """A run of `maxlm launch` on all hosts, started there as srun would."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *settings: str, devices: int) -> None:
-        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host."""
+    def __init__(
+        self, hosts: Hosts, folder: Path, *settings: str, devices: int, extra: Callable[[str], Mapping[str, str]] | None = None
+    ) -> None:
+        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: host ->
+        variables of its environment.
+        """
         self.hosts, self.folder = hosts, folder
-        self.processes = {}
-        for number, name in enumerate(hosts.names):
-            slurm = {
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": str(len(hosts.names)),
-                "SLURM_STEP_NODELIST": f"host[0-{len(hosts.names) - 1}]",
-                "SLURM_PROCID": str(number),
-            }
-            with self._log(name).open("w") as log:
-                self.processes[name] = hosts.start(
-                    name,
-                    command("launch", "--backoff", "1", "--", "train", "small.yml", *settings),
-                    cwd=folder,
-                    env=environment(devices, **slurm),
-                    stdout=log,
-                    stderr=log,
-                )
+        self.processes: dict[str, subprocess.Popen] = {}  # the supervisor of each host
+        self._settings, self._devices, self._extra = settings, devices, extra or (lambda name: {})
+        for name in hosts.names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start the supervisor of a host, whose output is added to the host's log."""
+        names = self.hosts.names
+        slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(len(names)),
+            "SLURM_STEP_NODELIST": f"host[0-{len(names) - 1}]",
+            "SLURM_PROCID": str(names.index(name)),
+        }
+        with self._log(name).open("a") as log:
+            self.processes[name] = self.hosts.start(
+                name,
+                command("launch", "--backoff", "1", "--", "train", "small.yml", *self._settings),
+                cwd=self.folder,
+                env=environment(self._devices, **slurm, **self._extra(name)),
+                stdout=log,
+                stderr=log,
+            )
+
+    def within(self, name: str, *command: str) -> None:
+        """Run a command in the mount namespace of the host's supervisor, and so of all that this runs."""
+        subprocess.run(["nsenter", "--target", str(self.processes[name].pid), "--mount", *command], check=True, capture_output=True)
 
     def said(self, name: str) -> str:
         """What a host printed by now."""
