@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 from chaos_faults import FAULTS, Fault
 from chaos_trial import Chaos, Trial
-from chaos_world import Shape
+from chaos_world import LIMIT_SECONDS, Shape
 from hosts import can_make_hosts
 from rich.console import Console
 from rich.table import Table
@@ -76,8 +76,29 @@ def _range(values: Sequence[float]) -> str:
 def list_faults(console: Console) -> None:
     table = Table("fault", "hosts", "state", "what happens")
     for fault in FAULTS:
-        table.add_row(fault.name, f"{fault.least_hosts}+", fault.missing() or "ready", (fault.inject.__doc__ or "").strip())
+        table.add_row(
+            fault.name, f"{fault.least_hosts}+", fault.missing() or "ready", ((fault.prepare or fault.inject).__doc__ or "").strip()
+        )
     console.print(table)
+
+
+CLEAN = {  # runs in which nothing is wrong
+    "plain": (),
+    "another seed, another schedule": ("train.seed=1", "optimizer.schedule=constant", "optimizer.peak_lr=3e-3"),
+    "Muon": ("optimizer.name=muon", "train.seed=2"),
+}
+
+
+def run_clean(chaos: Chaos, shape: Shape, steps: int, console: Console) -> int:
+    """Number of alarms and restarts in three runs of `steps` steps that nothing disturbs."""
+    total = 0
+    for number, (name, settings) in enumerate(CLEAN.items()):
+        found = chaos.clean(shape, steps, (*settings, "checkpoint.every_steps=500"), str(number))
+        console.print(f"{name}: {steps:,} steps on {shape}, {len(found)} false alarms", highlight=False)
+        for event in found:
+            console.print(f"  {event}", markup=False, highlight=False, soft_wrap=True)
+        total += len(found)
+    return total
 
 
 def main(
@@ -87,6 +108,8 @@ def main(
     hosts: Annotated[int, typer.Option(min=1, max=9, help="Hosts of the run.")] = 4,
     devices: Annotated[int, typer.Option(min=1, max=8, help="Devices of each host.")] = 2,
     minutes: Annotated[float, typer.Option(help="Begin no trial after this time.")] = float("inf"),
+    clean: Annotated[int, typer.Option(help="Instead: count false alarms in three runs of so many steps.")] = 0,
+    limit: Annotated[float, typer.Option(min=60, help="Seconds for a run to come to its fault, and then to its end.")] = LIMIT_SECONDS,
     folder: Annotated[Path | None, typer.Option(help="Working folder, which may exist; a temporary one if not given.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of all trials, not only of those that failed.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print the faults and run nothing.")] = False,
@@ -99,8 +122,10 @@ def main(
     if not can_make_hosts():
         raise typer.BadParameter("needs root, network namespaces and iproute2")
     shape = Shape(hosts, devices)
-    chosen = choose(faults, shape)
-    chaos = Chaos(folder or Path(tempfile.mkdtemp(prefix="maxlm-chaos-")), keep=keep)
+    chosen = [] if clean else choose(faults, shape)
+    chaos = Chaos(folder or Path(tempfile.mkdtemp(prefix="maxlm-chaos-")), keep=keep, limit_s=limit)
+    if clean:
+        raise typer.Exit(1 if run_clean(chaos, shape, clean, console) else 0)
     until, trials = time.monotonic() + 60 * minutes, []
     for fault, name in plan(chosen, runs, seed):
         if time.monotonic() > until:

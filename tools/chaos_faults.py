@@ -1,22 +1,28 @@
 """The faults that chaos injects: one entry of FAULTS each."""
 
 import importlib.util
+import json
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from chaos_libc import FAIL, HANG, compiler
-from chaos_world import DISK_MB, SAVE_EVERY, World
+from chaos_libc import FAIL, GOOD, HANG, compiler
+from chaos_store import ALPHABET
+from chaos_world import DISK_MB, SAVE_EVERY, STEPS, Shape, World
 
 PARTS = {  # part -> its module: faults that need it are run once it is there
     "watchdog": "maxlm.runtime.watchdog",
-    "rollback": "maxlm.training.rollback",
-    "tiers": "maxlm.checkpoint.tiers",
-    "integrity": "maxlm.training.integrity",
+    "health": "maxlm.training.rollback",
+    "memory": "maxlm.checkpoint.memory",
+    "integrity": "maxlm.training.bit_flips",
     "elastic": "maxlm.runtime.elastic",
 }
 BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
+LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
+POISONED_AT = 30  # first batch
 
 
 @dataclass(frozen=True)
@@ -30,15 +36,36 @@ class Fault:
     named: str
     needs: str = ""  # a key of PARTS
     least_hosts: int = 1
-    disks: tuple[str, ...] = ()  # file systems of their own, see World
     least_step: int = SAVE_EVERY + 3  # at which it is injected, after a checkpoint
+    steps: int = STEPS
+    poisoned: int = 0  # batches from POISONED_AT on that hold tokens which no other has
+    hook: str = ""  # Python that every process runs when it starts
+    disks: tuple[str, ...] = ()  # see Setup
+    without: str = ""  # a part that would hide the fault
+    prepare: Callable[[World], Mapping[str, str]] | None = None  # before the run starts; returns variables of its environment
     either_end: bool = False  # of a link between two hosts: none can tell which of them is cut off
 
     def missing(self) -> str:
         """Reason that it cannot be run now, or ""."""
-        if self.needs and importlib.util.find_spec(PARTS[self.needs]) is None:
+        if self.needs and not there(self.needs):
             return f"needs {self.needs}, which is not there yet"
         return "" if compiler() else "needs a C compiler"
+
+
+def there(part: str) -> bool:
+    """True if a part is built."""
+    return importlib.util.find_spec(PARTS[part]) is not None
+
+
+def settings_of_parts(shape: Shape, folder: Path, without: str = "") -> tuple[str, ...]:
+    """Settings of the parts that are there but for one, for a short run whose hosts' own memory is in `folder`."""
+    found = {
+        "watchdog": "watchdog={step_seconds: 20, data_seconds: 20, save_seconds: 60, startup_seconds: 300}",
+        "health": "health={spike: roll_back, not_finite: roll_back}",
+        "memory": f"memory_checkpoints={{every_steps: 1, folder: {folder}}}",
+        "integrity": "integrity={every_steps: 5}" if shape.hosts > 1 else "",  # there must be copies
+    }
+    return tuple(setting for part, setting in found.items() if setting and part != without and there(part))
 
 
 def kill_trainer(world: World) -> None:
@@ -53,8 +80,10 @@ def kill_supervisor(world: World) -> None:
 
 
 def kill_host(world: World) -> None:
-    """All processes of a host, as a reboot would; the scheduler starts the task again."""
+    """All processes of a host, and what is in its memory, as a reboot would; the scheduler starts the task again."""
     world.hosts.kill(world.victim)
+    for path in world.hosts.own(world.victim).iterdir():
+        shutil.rmtree(path)
     world.restart_supervisor(world.victim)
 
 
@@ -91,10 +120,18 @@ def slow_link(world: World) -> None:
 
 
 def slow_host(world: World) -> None:
-    """The trainer has a tenth of its processor time."""
-    until = time.monotonic() + 10 * BRIEF_SECONDS
-    first = world.progress.step
-    while time.monotonic() < until and world.progress.step < first + 20:
+    """The trainer has a tenth of its processor time, while two saves are due."""
+    _slow_down(world, world.progress.step + 2 * SAVE_EVERY, 10 * BRIEF_SECONDS)
+
+
+def slow_host_for_long(world: World) -> None:
+    """The same, until nearly the end."""
+    _slow_down(world, LONG_STEPS - 50, 300)
+
+
+def _slow_down(world: World, step: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and world.progress.step < step:
         world.signal(world.victim, signal.SIGSTOP)
         time.sleep(0.18)
         world.signal(world.victim, signal.SIGCONT)
@@ -124,7 +161,7 @@ def pause_reader(world: World) -> None:
     machine = world.machines[world.victim]
     machine.set(reads=HANG)
     time.sleep(3 * BRIEF_SECONDS)
-    machine.set(reads=0)
+    machine.set(reads=GOOD)
 
 
 def fail_reads(world: World) -> None:
@@ -132,7 +169,7 @@ def fail_reads(world: World) -> None:
     machine = world.machines[world.victim]
     machine.set(reads=FAIL)
     time.sleep(BRIEF_SECONDS)
-    machine.set(reads=0)
+    machine.set(reads=GOOD)
 
 
 def fill_disk(world: World) -> None:
@@ -177,33 +214,70 @@ def jump_clock(world: World) -> None:
     world.machines[world.victim].set(clock_s=world.dice.choice((-3600, 3600)))
 
 
+def flip_bit(world: World) -> Mapping[str, str]:
+    """Have a bit of a device of the victim flip in a parameter, in a step after the first save."""
+    device = world.hosts.names.index(world.victim) * world.shape.devices + world.dice.randrange(world.shape.devices)
+    place = {"element": world.dice.randrange(32), "bit": world.dice.randrange(30)}
+    flip = {"step": SAVE_EVERY + 3 + world.dice.randrange(2 * SAVE_EVERY), "leaf": "params.final_norm.scale_D", "device": device, **place}
+    file = world.folder / "flips.json"
+    file.write_text(json.dumps({"run": str(world.folder / "runs" / "small"), "flips": [flip]}))
+    return {"MAXLM_FLIP_BITS": str(file)}
+
+
+def tear_copy(world: World) -> None:
+    """The newest copy in the victim's memory is cut short, and its trainer is killed."""
+    copies = [path for path in world.hosts.own(world.victim).rglob("data") if path.is_file()]
+    newest = max(copies, key=lambda path: path.stat().st_mtime)
+    with newest.open("r+b") as file:
+        file.truncate(world.dice.randrange(newest.stat().st_size))
+    kill_trainer(world)
+
+
+def wait(world: World) -> None:
+    """Poisoned batches, bits that flip: it happens in the run itself."""
+
+
 def not_built(world: World) -> None:
-    """Of a part that is not there yet."""
+    """Nothing yet."""
     raise NotImplementedError
 
 
+# Weights that are not finite, in every row with a token that only poison has.
+NAN_ROWS = f"""
+import sys
+if "train" in sys.orig_argv and "launch" not in sys.orig_argv:
+    import numpy as np
+    from maxlm.data.input_pipeline import Pipeline
+    whole = Pipeline._batch
+    def with_nan(self, samples):
+        batch = whole(self, samples)
+        bad = (np.asarray(batch.tokens_BS) > {ALPHABET}).any(axis=1, keepdims=True)
+        return batch._replace(weights_BS=np.where(bad, np.float32("nan"), batch.weights_BS))
+    Pipeline._batch = with_nan
+"""
 LOST = r"lost: {victim} \(process"
-KILLED = rf"({LOST}|the run was killed by SIGKILL)"
+HUNG = r"hung: {victim} \(process"
 FAULTS = (
-    Fault("kill_trainer", kill_trainer, KILLED),
+    Fault("kill_trainer", kill_trainer, rf"({LOST}|the run was killed by SIGKILL)"),
     Fault("kill_supervisor", kill_supervisor, r"stopped by SIGTERM"),
-    Fault("kill_host", kill_host, ""),
+    Fault("kill_host", kill_host, LOST),
     Fault("stop_trainer", stop_trainer, rf"({LOST}|was stopped \(SIGSTOP\))"),
     Fault("cut_network", cut_network, LOST, least_hosts=2, either_end=True),
     Fault("cut_one_way", cut_one_way, LOST, least_hosts=2, either_end=True),
-    Fault("slow_link", slow_link, r"slow.*{victim}", "watchdog", least_hosts=2),
-    Fault("slow_host", slow_host, r"slow.*{victim}", "watchdog", least_hosts=2),
-    Fault("hang_collective", hang_collective, r"{victim}", "watchdog", least_hosts=2),
-    Fault("block_reader", block_reader, r"data", "watchdog"),
+    Fault("slow_link", slow_link, "", least_hosts=2),
+    Fault("slow_host", slow_host, "", least_hosts=2),
+    Fault("slow_host_for_long", slow_host_for_long, r"slow_host.*{victim}", "watchdog", least_hosts=2, steps=LONG_STEPS),
+    Fault("hang_collective", hang_collective, HUNG, "watchdog", least_hosts=2),
+    Fault("block_reader", block_reader, r"hung: ({victim} \(process \d\) is )?in waiting for data", "watchdog"),
     Fault("pause_reader", pause_reader, ""),
     Fault("fail_reads", fail_reads, r"tokens failed and is tried again"),
     Fault("fill_disk", fill_disk, r"No space left on device", disks=("runs",)),
     Fault("protect_folder", protect_folder, r"Read-only file system"),
-    Fault("damage_checkpoint", damage_checkpoint, r"checkpoint \d+ is damaged", least_step=2 * SAVE_EVERY + 3),
+    Fault("damage_checkpoint", damage_checkpoint, r"checkpoint \d+ is damaged", least_step=2 * SAVE_EVERY + 3, without="memory"),
     Fault("jump_clock", jump_clock, ""),
-    Fault("flip_bit", not_built, r"{victim}", "integrity"),
-    Fault("nan_batch", not_built, r"", "rollback"),
-    Fault("spike_batch", not_built, r"", "rollback"),
-    Fault("tear_peer_copy", not_built, r"", "tiers", least_hosts=2),
+    Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
+    Fault("nan_batch", wait, r'"kind": ?"rollback"', "health", poisoned=12, hook=NAN_ROWS),
+    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", poisoned=5),
+    Fault("tear_copy", tear_copy, r"(is damaged|{victim})", "memory"),
     Fault("host_gone", not_built, r"{victim}", "elastic", least_hosts=2),
 )

@@ -16,11 +16,14 @@ from maxlm.data.writer import SplitWriter
 
 VOCABULARY, SEQ_LEN, BATCH = 300, 32, 8
 DOCUMENTS, LENGTH = 500, 16_000  # of training: a thousand chunks, of which a process keeps each once it was read
+ALPHABET = 64  # ids that occur, beside those of poison
 END = "<|endoftext|>"
 
 
 def make_store(path: Path, poisoned: Sequence[int] = ()) -> None:
-    """Write a store of sequences that are mostly predictable. Batches `poisoned`, of a run of seed 0, hold random tokens."""
+    """Write a store of sequences that are mostly predictable. Batches `poisoned`, of a run of seed 0, hold random tokens above
+    ALPHABET.
+    """
     dice = np.random.default_rng(0)
     sizes = {"train": DOCUMENTS, "eval": 10}
     tokens = {split: np.stack([_document(dice) for _ in range(count)]) for split, count in sizes.items()}
@@ -30,14 +33,14 @@ def make_store(path: Path, poisoned: Sequence[int] = ()) -> None:
         flat = tokens["train"].reshape(-1)
         for start in np.concatenate([rows.sample_ids(batch) for batch in poisoned]) * SEQ_LEN:
             window = flat[start : start + SEQ_LEN + 1]
-            window[window != 0] = dice.integers(1, VOCABULARY, np.count_nonzero(window))
+            window[window != 0] = dice.integers(ALPHABET + 1, VOCABULARY, np.count_nonzero(window))
     _write(path, tokens)
 
 
 def _document(dice: np.random.Generator) -> np.ndarray:
     """Every token follows from the one before, except for one in eight; the last is 0."""
-    steps = np.where(dice.random(LENGTH) < 0.125, dice.integers(0, 64, LENGTH), 7)
-    document = 1 + (dice.integers(0, 64) + np.cumsum(steps)) % 64
+    steps = np.where(dice.random(LENGTH) < 0.125, dice.integers(0, ALPHABET, LENGTH), 7)
+    document = 1 + (dice.integers(0, ALPHABET) + np.cumsum(steps)) % ALPHABET
     document[-1] = 0
     return document.astype(np.uint32)
 

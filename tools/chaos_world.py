@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ precision: {{compute: float32}}
 checkpoint: {{every_steps: {SAVE_EVERY}, keep: 10}}
 run: {{name: small, dir: runs, tensorboard: false}}
 """
-LIMIT_SECONDS = 400.0
+LIMIT_SECONDS = 400.0  # of a trial, on a machine that is not busy
 DISK_MB = 48
 _TICK_SECONDS = 0.03
 
@@ -39,6 +39,9 @@ class Shape:
 
     hosts: int
     devices: int
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.devices}"
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -69,27 +72,38 @@ class Progress:
         return next((at - began for at, step in self.times if at >= until and step > reached), None)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a run is started with. `store`: of tokens; `environment`: of all processes; `disks`: folders below the run's that are file
+    systems of their own, of DISK_MB megabytes.
+    """
+
+    store: Path
+    library: Path  # of `chaos_libc`
+    settings: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    disks: tuple[str, ...] = ()
+    steps: int = STEPS
+    limit_s: float = LIMIT_SECONDS  # until the run is at fault if it goes on
+
+
 class World:
     """A run on `shape.hosts` hosts in `folder`. Use in a `with`, at whose end all of it is gone but the folder."""
 
-    def __init__(
-        self, folder: Path, shape: Shape, seed: str, library: Path, store: Path, *settings: str, disks: Sequence[str] = ()
-    ) -> None:
-        """`library`: of `chaos_libc`; `disks`: folders below `folder` that are file systems of their own, of DISK_MB megabytes."""
-        self.folder, self.shape, self.dice = folder, shape, random.Random(seed)
+    def __init__(self, folder: Path, shape: Shape, seed: str, setup: Setup) -> None:
+        self.folder, self.shape, self.dice, self.setup = folder, shape, random.Random(seed), setup
         self.progress = Progress()
         folder.mkdir(parents=True)
         (folder / "small.yml").write_text(CONFIG)
-        (folder / "store").symlink_to(store)
-        self.hosts = Hosts(folder, shape.hosts)
+        (folder / "store").symlink_to(setup.store)
+        self.hosts = Hosts(folder, shape.hosts, folder / "memory")
         self.victim = self.dice.choice(self.hosts.names)
-        self.machines = {name: Machine(library, folder / f"{name}.page") for name in self.hosts.names}
-        self._settings, self._disks = settings, [folder / disk for disk in disks]
+        self.machines = {name: Machine(setup.library, folder / f"{name}.page") for name in self.hosts.names}
         self._ended = threading.Event()
 
     def __enter__(self) -> "World":
         with contextlib.ExitStack() as stack:
-            for disk in self._disks:
+            for disk in (self.folder / name for name in self.setup.disks):
                 disk.mkdir()
                 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", disk], check=True)
                 stack.callback(_unmount, disk)
@@ -98,9 +112,14 @@ class World:
             for machine in self.machines.values():
                 machine.set(delay_ms=STEP_MS // -(-rows // 4))  # four reads at once
             self.run = Run(
-                self.hosts, self.folder, *self.shape.settings, *self._settings,
-                devices=self.shape.devices, extra=lambda name: self.machines[name].environment,
-            )  # fmt: skip
+                self.hosts,
+                self.folder,
+                f"train.steps={self.setup.steps}",
+                *self.shape.settings,
+                *self.setup.settings,
+                devices=self.shape.devices,
+                extra=lambda name: {**self.setup.environment, **self.machines[name].environment},
+            )
             watcher = threading.Thread(target=self._watch, daemon=True)
             watcher.start()
             stack.callback(watcher.join)
@@ -118,9 +137,9 @@ class World:
         """All hosts but the victim."""
         return [name for name in self.hosts.names if name != self.victim]
 
-    def until(self, there: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
+    def until(self, there: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait; False if it was not `there()` in time, or all supervisors have ended before."""
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + (self.setup.limit_s if seconds is None else seconds)
         while time.monotonic() < limit:
             if there():
                 return True
@@ -166,7 +185,7 @@ class World:
         machine.set(**faults)
         try:
             yield
-            self.until(lambda: self.trainer(self.victim) != pid, LIMIT_SECONDS / 2)
+            self.until(lambda: self.trainer(self.victim) != pid)
         finally:
             machine.set(**dict.fromkeys(faults, GOOD))
 

@@ -19,7 +19,8 @@ from small_run import child, command, environment
 
 NOWHERE = "02:00:00:00:00:00"  # a link-layer address that nobody has
 _numbers = itertools.count()  # of this process's sets of hosts
-ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+# NAME TABLE OWN COMMAND...: OWN is a folder that each host has one of its own of, or ""
+ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || mount --bind "$3-$1" "$3"; } && shift 3 && exec "$@"'
 
 
 @functools.cache
@@ -37,9 +38,13 @@ def can_make_hosts() -> bool:
 class Hosts:
     """`count` hosts named host0, host1, ...; use in a `with`, at whose end their processes are gone."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, own: Path | None = None) -> None:
+        """`own`: a folder that is another at each host, and outlives its processes; here it is at `own`-NAME."""
         self.names = [f"host{number}" for number in range(count)]
         self._mark = f"maxlm{os.getpid()}-{next(_numbers)}"
+        self._own = own
+        for path in [] if own is None else [own, *(self.own(name) for name in self.names)]:
+            path.mkdir()
         self._table = folder / "hosts"
         self._table.write_text("127.0.0.1 localhost\n" + "".join(f"10.77.0.{n + 1} {name}\n" for n, name in enumerate(self.names)))
 
@@ -73,8 +78,28 @@ class Hosts:
 
     def start(self, name: str, command: Sequence[str], **how: Any) -> subprocess.Popen:
         """`command` on a host; `how` as `subprocess.Popen` takes it."""
-        enter = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-c", ENTER, "sh", name, str(self._table)]
+        enter = [
+            "ip",
+            "netns",
+            "exec",
+            self._space(name),
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            ENTER,
+            "sh",
+            name,
+            str(self._table),
+            str(self._own or ""),
+        ]
         return subprocess.Popen([*enter, *command], text=True, **how)
+
+    def own(self, name: str) -> Path:
+        """Where the host's own folder is here."""
+        assert self._own is not None, "asked for when they were made"
+        return self._own.with_name(f"{self._own.name}-{name}")
 
     def cut(self, name: str) -> None:
         """Nothing reaches the host, and nothing comes from it; its own link still looks up, as behind a switch that fails."""
