@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -214,6 +215,21 @@ def jump_clock(world: World) -> None:
     world.machines[world.victim].set(clock_s=world.dice.choice((-3600, 3600)))
 
 
+def flood(world: World) -> None:
+    """A neighbour opens hundreds of connections to every port of the victim, and sends garbage, huge lines, or a byte at a time."""
+    pid = world.trainer(world.victim)
+    ports = [] if pid is None else listening(pid)
+    address = f"10.77.0.{world.hosts.names.index(world.victim) + 1}"
+    sender = world.hosts.start(world.others[0], [sys.executable, "-c", STRANGERS, address, *map(str, ports)])
+    sender.wait(120)
+
+
+def listening(pid: int) -> list[int]:
+    """TCP ports at which a host listens, seen from one of its processes."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return sorted({int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"})
+
+
 def flip_bit(world: World) -> Mapping[str, str]:
     """Have a bit of a device of the victim flip in a parameter, in a step after the first save."""
     device = world.hosts.names.index(world.victim) * world.shape.devices + world.dice.randrange(world.shape.devices)
@@ -255,6 +271,31 @@ if "train" in sys.orig_argv and "launch" not in sys.orig_argv:
         return batch._replace(weights_BS=np.where(bad, np.float32("nan"), batch.weights_BS))
     Pipeline._batch = with_nan
 """
+STRANGERS = """
+import random, socket, sys, time
+dice, opened = random.Random(0), 0
+for number in range(100):
+    for port in map(int, sys.argv[2:]):
+        try:
+            with socket.create_connection((sys.argv[1], port), timeout=2) as one:
+                opened += 1
+                one.settimeout(0.2)
+                kind = number % 5
+                if kind == 0:
+                    one.sendall(dice.randbytes(dice.randrange(1, 20_000)))
+                elif kind == 1:
+                    one.sendall(b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+                elif kind == 2:
+                    one.sendall(b"[" * 200_000 + b"\\n")
+                elif kind == 3:
+                    for byte in b"PRI * HTTP/2.0":
+                        one.sendall(bytes([byte]))
+                        time.sleep(0.002)
+                one.recv(100)
+        except OSError:
+            pass
+print("strangers:", opened, "connections to ports", *sys.argv[2:], flush=True)
+"""
 LOST = r"lost: {victim} \(process"
 HUNG = r"hung: {victim} \(process"
 FAULTS = (
@@ -275,6 +316,7 @@ FAULTS = (
     Fault("protect_folder", protect_folder, r"Read-only file system"),
     Fault("damage_checkpoint", damage_checkpoint, r"checkpoint \d+ is damaged", least_step=2 * SAVE_EVERY + 3, without="memory"),
     Fault("jump_clock", jump_clock, ""),
+    Fault("flood", flood, "", least_hosts=2),
     Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
     Fault("nan_batch", wait, r'"kind": ?"rollback"', "health", poisoned=12, hook=NAN_ROWS),
     Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", poisoned=5),
