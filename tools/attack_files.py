@@ -313,13 +313,6 @@ def rename_folder(target: Target, chance: random.Random) -> str:
     return f"{old} renamed to {new}"
 
 
-def rename_file(target: Target, chance: random.Random) -> str:
-    path = pick(target, chance)
-    new = path.with_name(chance.choice([f"{path.name}.old", f".{path.name}", path.name[:-1] or "x", path.name.upper() + "_"]))
-    path.rename(new)
-    return f"{path} renamed to {new.name}"
-
-
 def duplicate(target: Target, chance: random.Random) -> str:
     """Copy a file or step beside the original."""
     if target.name == "checkpoint":
@@ -354,7 +347,7 @@ def no_right(target: Target, chance: random.Random) -> str:
 
 DAMAGES = (
     *(flip_bit, flip_bit, flip_bit, truncate, delete, delete_folder, swap, zero_block, grow, edit_json, edit_json, foreign, foreign),
-    *(foreign_folder, rename_folder, rename_file, duplicate, replace_by_folder, replace_by_link, no_right),
+    *(foreign_folder, rename_folder, duplicate, replace_by_folder, replace_by_link, no_right),
 )
 
 

@@ -82,7 +82,7 @@ def kill_supervisor(world: World) -> None:
 
 def kill_host(world: World) -> None:
     """All processes of a host, and what is in its memory, as a reboot would; the scheduler starts the task again."""
-    world.hosts.kill(world.victim)
+    world.hosts.kill_all(world.victim)
     for path in world.hosts.own(world.victim).iterdir():
         shutil.rmtree(path)
     world.restart_supervisor(world.victim)

@@ -118,7 +118,8 @@ class World:
                 *self.shape.settings,
                 *self.setup.settings,
                 devices=self.shape.devices,
-                extra=lambda name: {**self.setup.environment, **self.machines[name].environment},
+                of_host=lambda name: self.machines[name].environment,
+                **self.setup.environment,
             )
             watcher = threading.Thread(target=self._watch, daemon=True)
             watcher.start()
@@ -164,7 +165,7 @@ class World:
         limit = time.monotonic() + 60
         while self.hosts.pids(name) and time.monotonic() < limit:
             time.sleep(_TICK_SECONDS)
-        self.hosts.kill(name)
+        self.hosts.kill_all(name)
         time.sleep(1)
         self.run.start(name)
 

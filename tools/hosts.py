@@ -72,7 +72,7 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            self.kill(name)
+            self.kill_all(name)
             subprocess.run(["ip", "netns", "delete", self._space(name)], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "delete", self._switch], check=False, capture_output=True)
 
@@ -128,8 +128,8 @@ class Hosts:
         """Undo `slow_down`."""
         subprocess.run(["tc", "-n", self._space(name), "qdisc", "delete", "dev", "eth0", "root"], check=True)
 
-    def kill(self, name: str) -> None:
-        """kill -9 of every process of the host."""
+    def kill_all(self, name: str) -> None:
+        """kill -9 of every process on the host."""
         for pid in self.pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -154,14 +154,20 @@ class Run:
     """A run of `maxlm launch` on all hosts, started there as srun would."""
 
     def __init__(
-        self, hosts: Hosts, folder: Path, *settings: str, devices: int, extra: Callable[[str], Mapping[str, str]] | None = None
+        self,
+        hosts: Hosts,
+        folder: Path,
+        *settings: str,
+        devices: int,
+        of_host: Callable[[str], Mapping[str, str]] = lambda name: {},
+        **extra: str,
     ) -> None:
-        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: host ->
-        variables of its environment.
+        """`settings`: over small.yml in `folder`, which all hosts share, as they do in a cluster; `devices`: of each host; `extra`: more
+        variables of the environment, and `of_host`: name -> those of a host.
         """
-        self.hosts, self.folder = hosts, folder
+        self.hosts, self.folder, self.settings, self.devices = hosts, folder, settings, devices
         self.processes: dict[str, subprocess.Popen] = {}  # the supervisor of each host
-        self._settings, self._devices, self._extra = settings, devices, extra or (lambda name: {})
+        self._of_host, self.extra = of_host, extra
         for name in hosts.names:
             self.start(name)
 
@@ -178,9 +184,9 @@ class Run:
         with self._log(name).open("a") as log:
             self.processes[name] = self.hosts.start(
                 name,
-                command("launch", "--backoff", "1", "--", "train", "small.yml", *self._settings),
+                command("launch", "--backoff", "1", "--", "train", "small.yml", *self.settings),
                 cwd=self.folder,
-                env=environment(self._devices, **slurm, **self._extra(name)),
+                env=environment(self.devices, **slurm, **self.extra, **self._of_host(name)),
                 stdout=log,
                 stderr=log,
             )
