@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +68,10 @@ class Chaos:
             at = fault.least_step + world.dice.randrange(2 * SAVE_EVERY)
             if world.until(lambda: world.progress.step >= at and _saved(world)):
                 found.step, injected = world.progress.step, time.monotonic()
-                fault.inject(world)
+                try:
+                    fault.inject(world)
+                except (OSError, ValueError, subprocess.SubprocessError) as error:  # such as a run that ended before
+                    found.problems.append(f"not injected: {error}")
                 world.until(lambda: False)
                 found.lost_steps = world.progress.lost_after(injected)
                 seconds = world.progress.seconds_to_new_step(injected)
@@ -93,7 +97,8 @@ class Chaos:
             shutil.rmtree(folder, ignore_errors=True)
             setup = self._setup(fault, shape, folder)
             with World(folder, shape, "undisturbed", replace(setup, settings=setup.settings + setting, disks=())) as world:
-                world.until(lambda: False)
+                if not world.until(lambda: False) and any(process.poll() != 0 for process in world.run.processes.values()):
+                    raise SystemExit(f"The undisturbed run failed, see {folder}")
             path.write_text(json.dumps(_result(folder / "runs" / "small", fault.steps)))
         result: dict[str, Any] = json.loads(path.read_text())
         return result
@@ -131,7 +136,8 @@ class Chaos:
         return Setup(store, self._library, settings, environment, fault.disks, fault.steps, self._limit_s)
 
     def _problems(self, found: Trial, fault: Fault, shape: Shape, run: Path) -> list[str]:
-        problems = [f"{name} ended with {code}" for name, code in found.codes.items() if code != 0]
+        ends = {name: "does not end" if code is None else f"ended with {code}" for name, code in found.codes.items() if code != 0}
+        problems = [f"{name} {end}" for name, end in ends.items()]
         try:
             result = _result(run, fault.steps)
         except (OSError, ValueError, KeyError) as error:

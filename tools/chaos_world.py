@@ -54,7 +54,7 @@ class Progress:
 
     step: int = 0  # the newest on record
     times: list[tuple[float, int]] = field(default_factory=list)  # monotonic time, step: whenever that changed
-    restores: list[tuple[float, int]] = field(default_factory=list)  # monotonic time, step
+    restores: list[tuple[float, int]] = field(default_factory=list)  # monotonic time, step: restarts, and roll backs
 
     def lost_after(self, began: float) -> int:
         """Steps that were trained twice because of what happened at `began`."""
@@ -235,4 +235,4 @@ def _restores(path: Path) -> list[int]:
         events = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     except (OSError, ValueError):
         return []
-    return [event["step"] for event in events if event["kind"] == "restore"]
+    return [event["step"] for event in events if event["kind"] in ("restore", "rollback")]
