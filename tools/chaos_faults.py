@@ -23,7 +23,8 @@ PARTS = {  # part -> its module: faults that need it are run once it is there
 }
 BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
-POISONED_AT = 30  # first batch
+POISONED_AT, POISONED_STEPS = 120, 160  # first batch, and steps of the run: a spike is judged by the hundred losses before
+DEVICE_IDS = 2048  # of a process, on CPUs
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def listening(pid: int) -> list[int]:
 
 def flip_bit(world: World) -> Mapping[str, str]:
     """Have a bit of a device of the victim flip in a parameter, in a step after the first save."""
-    device = world.hosts.names.index(world.victim) * world.shape.devices + world.dice.randrange(world.shape.devices)
+    device = DEVICE_IDS * world.hosts.names.index(world.victim) + world.dice.randrange(world.shape.devices)
     place = {"element": world.dice.randrange(32), "bit": world.dice.randrange(30)}
     flip = {"step": SAVE_EVERY + 3 + world.dice.randrange(2 * SAVE_EVERY), "leaf": "params.final_norm.scale_D", "device": device, **place}
     file = world.folder / "flips.json"
@@ -318,8 +319,8 @@ FAULTS = (
     Fault("jump_clock", jump_clock, ""),
     Fault("flood", flood, "", least_hosts=2),
     Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
-    Fault("nan_batch", wait, r'"kind": ?"rollback"', "health", poisoned=12, hook=NAN_ROWS),
-    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", poisoned=5),
-    Fault("tear_copy", tear_copy, r"(is damaged|{victim})", "memory"),
+    Fault("nan_batch", wait, r'"kind": ?"rollback"', "health", steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
+    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", steps=POISONED_STEPS, poisoned=5),
+    Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
     Fault("host_gone", not_built, r"{victim}", "elastic", least_hosts=2),
 )
