@@ -310,7 +310,7 @@ FAULTS = (
     Fault("slow_host", slow_host, "", least_hosts=2),
     Fault("slow_host_for_long", slow_host_for_long, r"slow_host.*{victim}", "watchdog", least_hosts=2, steps=LONG_STEPS),
     Fault("hang_collective", hang_collective, HUNG, "watchdog", least_hosts=2),
-    Fault("block_reader", block_reader, r"hung: ({victim} \(process \d\) is )?in waiting for data", "watchdog"),
+    Fault("block_reader", block_reader, r"hung: ({victim} \(process \d\) is )?in (the wait|waiting) for data", "watchdog"),
     Fault("pause_reader", pause_reader, ""),
     Fault("fail_reads", fail_reads, r"tokens failed and is tried again"),
     Fault("fill_disk", fill_disk, r"No space left on device", disks=("runs",)),
