@@ -53,7 +53,7 @@ def plan(faults: Sequence[Fault], runs: int, seed: int) -> Iterator[tuple[Fault,
 
 
 def table_of(trials: Sequence[Trial]) -> Table:
-    table = Table("fault", "hosts", "trials", "recovered", "restarts", "steps lost", "seconds to a new step", "culprit", title="Faults")
+    table = Table("fault", "hosts", "trials", "recovered", "went back", "steps lost", "seconds to a new step", "culprit", title="Faults")
     for key in sorted({(trial.fault, trial.hosts, trial.devices) for trial in trials}):
         some = [trial for trial in trials if (trial.fault, trial.hosts, trial.devices) == key]
         named = [trial.culprit for trial in some if trial.culprit != "-"]
@@ -134,7 +134,7 @@ def main(
         with (chaos.folder / "trials.jsonl").open("a") as file:
             file.write(json.dumps(trial.to_dict()) + "\n")
         told = f"{len(trials):4} {fault.name} of {trial.victim} at step {trial.step}: {'; '.join(trial.problems) or 'recovered'}"
-        detail = f"{trial.restarts} restarts, {trial.lost_steps} steps lost, {trial.recovery_s} s, culprit {trial.culprit}"
+        detail = f"went back {trial.restarts} times, {trial.lost_steps} steps lost, {trial.recovery_s} s, culprit {trial.culprit}"
         console.print(f"{told}; {detail}; {trial.seconds:.0f} s in all", markup=False, highlight=False, soft_wrap=True)
     console.print(table_of(trials))
     failed = [trial for trial in trials if not trial.recovered]

@@ -232,10 +232,10 @@ def listening(pid: int) -> list[int]:
 
 
 def flip_bit(world: World) -> Mapping[str, str]:
-    """Have a bit of a device of the victim flip in a parameter, in a step after the first save."""
+    """Have a bit of a device of the victim flip in a parameter, just after the trial's step."""
     device = DEVICE_IDS * world.hosts.names.index(world.victim) + world.dice.randrange(world.shape.devices)
     place = {"element": world.dice.randrange(32), "bit": world.dice.randrange(30)}
-    flip = {"step": SAVE_EVERY + 3 + world.dice.randrange(2 * SAVE_EVERY), "leaf": "params.final_norm.scale_D", "device": device, **place}
+    flip = {"step": 3 * SAVE_EVERY + 3 + world.dice.randrange(SAVE_EVERY), "leaf": "params.final_norm.scale_D", "device": device, **place}
     file = world.folder / "flips.json"
     file.write_text(json.dumps({"run": str(world.folder / "runs" / "small"), "flips": [flip]}))
     return {"MAXLM_FLIP_BITS": str(file)}
@@ -319,8 +319,17 @@ FAULTS = (
     Fault("jump_clock", jump_clock, ""),
     Fault("flood", flood, "", least_hosts=2),
     Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
-    Fault("nan_batch", wait, r'"kind": ?"rollback"', "health", steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
-    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", steps=POISONED_STEPS, poisoned=5),
+    Fault(
+        "nan_batch",
+        wait,
+        r'"kind": ?"rollback"',
+        "health",
+        least_step=POISONED_AT - 2 * SAVE_EVERY,
+        steps=POISONED_STEPS,
+        poisoned=12,
+        hook=NAN_ROWS,
+    ),
+    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", least_step=POISONED_AT - 2 * SAVE_EVERY, steps=POISONED_STEPS, poisoned=5),
     Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
     Fault("host_gone", not_built, r"{victim}", "elastic", least_hosts=2),
 )

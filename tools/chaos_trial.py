@@ -31,7 +31,7 @@ class Trial:
     victim: str = ""
     step: int = 0  # at which it was injected
     codes: dict[str, int | None] = field(default_factory=dict)
-    restarts: int = 0
+    restarts: int = 0  # attempts that continued from a saved state, and roll backs
     lost_steps: int = 0
     recovery_s: float | None = None  # until the first new step
     culprit: str = "-"
