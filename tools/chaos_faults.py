@@ -24,6 +24,7 @@ PARTS = {  # part -> its module: faults that need it are run once it is there
 BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
 POISONED_AT, POISONED_STEPS = 120, 160  # first batch, and steps of the run: a spike is judged by the hundred losses before
+BEFORE_POISON = POISONED_AT - 2 * SAVE_EVERY
 DEVICE_IDS = 2048  # of a process, on CPUs
 
 
@@ -299,6 +300,7 @@ print("strangers:", opened, "connections to ports", *sys.argv[2:], flush=True)
 """
 LOST = r"lost: {victim} \(process"
 HUNG = r"hung: {victim} \(process"
+ROLLED_BACK = r'"kind": ?"rollback"'
 FAULTS = (
     Fault("kill_trainer", kill_trainer, rf"({LOST}|the run was killed by SIGKILL)"),
     Fault("kill_supervisor", kill_supervisor, r"stopped by SIGTERM"),
@@ -319,17 +321,8 @@ FAULTS = (
     Fault("jump_clock", jump_clock, ""),
     Fault("flood", flood, "", least_hosts=2),
     Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
-    Fault(
-        "nan_batch",
-        wait,
-        r'"kind": ?"rollback"',
-        "health",
-        least_step=POISONED_AT - 2 * SAVE_EVERY,
-        steps=POISONED_STEPS,
-        poisoned=12,
-        hook=NAN_ROWS,
-    ),
-    Fault("spike_batch", wait, r'"kind": ?"rollback"', "health", least_step=POISONED_AT - 2 * SAVE_EVERY, steps=POISONED_STEPS, poisoned=5),
+    Fault("nan_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
+    Fault("spike_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=5),
     Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
     Fault("host_gone", not_built, r"{victim}", "elastic", least_hosts=2),
 )
