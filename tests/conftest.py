@@ -9,8 +9,11 @@ the initial state (a third of the time), whose tests allow for rounding.
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # hosts.py and small_run.py, which tools use as well
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The last: to split a program for threads takes a tenth more CPU time, and the cores are busy.

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
+from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tensorboardX.proto.event_pb2 import Event as TfEvent
 
 from maxlm.config.errors import ExitCode
-from tests.small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import time
 
 import pytest
 from rich.console import Console
+from small_run import command, environment, make_workspace
 
 from maxlm.telemetry.phases import Phases
-from tests.small_run import command, environment, make_workspace
 
 
 class Clock:

@@ -1,0 +1,118 @@
+"""Runs that are broken at random moments end as the undisturbed run: one trial of tools/chaos.py here, twenty minutes of it as a soak."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import chaos
+import chaos_faults
+import pytest
+import typer
+from chaos_libc import compiler
+from chaos_trial import Chaos, culprit_of
+from chaos_world import Progress, Shape
+from hosts import can_make_hosts
+
+PROGRAM = Path(chaos.__file__)
+possible = pytest.mark.skipif(
+    not can_make_hosts() or compiler() is None, reason="needs root, network namespaces, iproute2 and a C compiler"
+)
+FAULTS = {fault.name: fault for fault in chaos_faults.FAULTS}
+
+
+@possible
+def test_a_killed_trainer_on_one_host(tmp_path):
+    """The short form."""
+    trial = Chaos(tmp_path).trial(FAULTS["kill_trainer"], Shape(1, 1), "short")
+    assert trial.problems == []
+    assert (trial.codes, trial.restarts, trial.culprit) == ({"host0": 0}, 1, "right")
+    assert 0 < trial.lost_steps <= trial.step
+    assert trial.recovery_s is not None and trial.recovery_s > 1
+
+
+@possible
+@pytest.mark.soak
+def test_twenty_minutes_of_chaos_on_four_hosts(tmp_path):
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        "--runs",
+        "200",
+        "--minutes",
+        "20",
+        "--hosts",
+        "4",
+        "--devices",
+        "2",
+        "--folder",
+        str(tmp_path),
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    trials = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-2000:]
+    culprits = Counter(trial["culprit"] for trial in trials)
+    assert culprits["right"] >= 0.95 * (culprits.total() - culprits["-"]), answer.stdout[-6000:]
+
+
+def test_lost_steps_and_seconds_are_counted():
+    """Killed after step 25 at 10 s; restored at step 20, twice, since the first attempt ended at once; step 26 at 40 s."""
+    times = [(1.0, 10), (9.9, 25), (20.0, 20), (22.0, 21), (35.0, 20), (40.0, 26)]
+    progress = Progress(26, times, [(20.0, 20), (34.0, 20)])
+    assert progress.lost_after(10.0) == 5 + 1
+    assert progress.seconds_to_new_step(10.0) == 30.0
+    assert Progress(12, [(1.0, 10), (2.0, 11), (3.0, 12)]).seconds_to_new_step(1.5) == 0.5
+    assert Progress(12, [(1.0, 10), (2.0, 11)]).lost_after(1.5) == 0
+    assert Progress(12, [(1.0, 10)]).seconds_to_new_step(1.5) is None
+
+
+@dataclass
+class Said:
+    """A world of which only the words are asked."""
+
+    words: str
+    victim: str = "host1"
+    shape: Shape = field(default_factory=lambda: Shape(4, 2))
+
+    @property
+    def hosts(self):
+        return type("Hosts", (), {"names": [f"host{number}" for number in range(self.shape.hosts)]})
+
+    def said(self):
+        return self.words
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "shape", "culprit"),
+    [
+        ("kill_trainer", "lost: host1 (process 1)\nlost: host1 (process 1)", Shape(4, 2), "right"),
+        ("kill_trainer", "lost: host2 (process 2)", Shape(4, 2), "wrong"),
+        ("cut_network", "lost: host1 (process 1)\nlost: host0 (process 0)\nlost: host1 (process 1)", Shape(4, 2), "right"),
+        ("cut_network", "lost: host0 (process 0)", Shape(2, 1), "right"),
+        ("kill_trainer", "lost: host0 (process 0)", Shape(2, 1), "wrong"),
+        ("kill_trainer", "the run ended with 1", Shape(2, 1), "nobody"),
+        ("kill_host", "importing libraries ...", Shape(1, 1), "-"),
+        ("jump_clock", "anything", Shape(4, 2), "-"),
+    ],
+)
+def test_the_culprit_is_who_most_hosts_name(fault, words, shape, culprit):
+    assert culprit_of(FAULTS[fault], Said(words, shape=shape)) == culprit
+
+
+def test_the_plan_is_a_function_of_the_seed():
+    faults = list(FAULTS.values())[:5]
+    plan = [(fault.name, name) for fault, name in chaos.plan(faults, 12, 3)]
+    assert plan == [(fault.name, name) for fault, name in chaos.plan(faults, 12, 3)]
+    assert plan != [(fault.name, name) for fault, name in chaos.plan(faults, 12, 4)]
+    assert {count for _, count in Counter(name for name, _ in plan[:10]).items()} == {2}
+    assert len({seed for _, seed in plan}) == 12
+
+
+def test_faults_that_cannot_be_injected_are_refused():
+    with pytest.raises(typer.BadParameter, match="no such fault: typo"):
+        chaos.choose("typo,kill_trainer", Shape(1, 1))
+    with pytest.raises(typer.BadParameter, match="none of these"):
+        chaos.choose("cut_network", Shape(1, 1))
+    assert all(not fault.missing() and fault.least_hosts == 1 for fault in chaos.choose("", Shape(1, 1)))

@@ -1,0 +1,49 @@
+"""The simulation of goodput agrees with closed forms where there are some, and its tiers help as they should."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tools.simulate_goodput import LLAMA_CHIPS, MEMORY, PARTS, Job, Tier, simulate, variants
+
+BLOCK, MTBF = 10.0, 20_000.0
+
+
+def alone(interval, *, block=BLOCK, mtbf=MTBF, restart=0.0):
+    """One tier, and failures of processes only."""
+    tier = Tier("store", block, 0.0, restart, True, interval)
+    times = {"step_s": 1.0, "detect_process_s": 0.0, "startup_s": 0.0, "host_share": 0.0}
+    return Job(chips=1, tiers=(tier,), rate=1 / mtbf, **times)
+
+
+@pytest.mark.parametrize(("interval", "restart"), [(200, 0.0), (630, 0.0), (2000, 500.0), (15_000, 500.0)])
+def test_one_tier_is_as_daly_says(interval, restart):
+    """Daly 2006 (Future Generation Computer Systems 22), eq. 20: wall time M exp(R/M) (exp((t + d)/M) - 1) for each t seconds of work."""
+    wall = MTBF * math.exp(restart / MTBF) * (math.exp((interval + BLOCK) / MTBF) - 1)
+    assert simulate(alone(interval, restart=restart))["useful"] == pytest.approx(interval / wall, rel=5e-3)
+
+
+def test_the_interval_is_young_s_and_the_best():
+    """Young 1974: saves every sqrt(2 d M) seconds cost a share of about sqrt(2 d / M) together with the work that is lost."""
+    best = alone(None)
+    assert best.intervals() == {"store": pytest.approx(math.sqrt(2 * BLOCK * MTBF), abs=1)}
+    overhead = {factor: 1 - simulate(alone(factor * best.intervals()["store"]))["useful"] for factor in (0.4, 1.0, 2.5)}
+    assert overhead[1.0] == pytest.approx(math.sqrt(2 * BLOCK / MTBF), rel=0.03)
+    assert overhead[1.0] < min(overhead[0.4], overhead[2.5]) / 1.2
+
+
+def test_every_second_is_in_one_part_and_each_tier_helps():
+    found = {name: simulate(job, interruptions=5000) for name, job in variants(Job(spares=0), 128).items()}
+    assert all(sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0 for shares in found.values())
+    assert all(set(shares) == set(PARTS) for shares in found.values())
+    assert found["store alone"]["useful"] < found["+ memory"]["useful"] < found["+ peer"]["useful"] < found["+ elastic"]["useful"]
+    assert found["+ peer"]["no hosts"] > 0.5, "hosts are away for six hours, every three and a half"
+    assert found["+ elastic"]["no hosts"] == 0
+    assert found["+ elastic"]["fewer hosts"] == pytest.approx(6 / (54 * 24 / 466 / 0.78) * 128 / LLAMA_CHIPS, rel=0.1)
+
+
+def test_a_copy_that_dies_with_its_host_helps_only_where_it_lives():
+    job = replace(Job(), tiers=(MEMORY, Tier("store", 1.0, 60.0, 0.0, True, 3600.0)))
+    lost = {share: simulate(replace(job, host_share=share), interruptions=5000)["redone"] for share in (0.0, 1.0)}
+    assert lost[0.0] < 0.02 < 0.15 < lost[1.0]
