@@ -48,6 +48,7 @@ def _compiled(out_sharding: NamedSharding | None) -> Any:
     return jax.jit(lambda leaves: tuple(_sums(leaf) for leaf in leaves), out_shardings=out_sharding)
 
 
+@jax.jit  # a state has each shape several times, as parameter and as moments: traced and lowered once
 def _sums(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     words = _words(array)
     zero = jnp.uint32(0)
