@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
-
 WORKERS, EVERY, LR, MOMENTUM, STEPS = 2, 2, 0.7, 0.9, 6
 DILOCO = {"workers": WORKERS, "every": EVERY, "lr": LR, "momentum": MOMENTUM}
 
