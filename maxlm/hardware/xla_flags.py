@@ -3,6 +3,8 @@
 Figures: Llama-3.1-8B, 64 v5p chips, fsdp 64, batch 4 a chip, sequence 8192, read off the program compiled by libtpu 0.0.42.
 """
 
+import os
+import re
 from typing import NamedTuple
 
 
@@ -101,5 +103,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def compiler_options(chip: str) -> dict[str, str | bool]:
-    """The options of every program compiled for `chip`: its name in `chips`, or "cpu". Empty if none are needed."""
-    return {flag.name: flag.value for flag in FLAGS.get(chip, ())}
+    """The options of every program compiled for `chip`: its name in `chips`, or "cpu". Empty if none are needed.
+
+    A flag that the environment's XLA_FLAGS set is left out: the option would override them.
+    """
+    set_there = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
+    return {flag.name: flag.value for flag in FLAGS.get(chip, ()) if flag.name not in set_there}

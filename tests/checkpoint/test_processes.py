@@ -1,7 +1,6 @@
 """Two processes with four devices each, joined by jax.distributed: one checkpoint, one verdict."""
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_cases import layout
+from small_run import environment
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.schema import CheckpointConfig
@@ -56,11 +56,10 @@ def run(task: str, directory: Path, fsdp: int = 8) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, address, str(rank), task, str(directory), str(fsdp)],
-            env=environment,
+            env=environment(4),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

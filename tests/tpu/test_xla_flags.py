@@ -30,8 +30,16 @@ def test_every_set_is_for_a_chip_we_know_and_says_why():
         assert all(len(flag.why) > 5 for flag in flags)
 
 
-def test_cpu_accepts_its_flags():
+def test_cpu_accepts_its_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # those of the tests
+    assert compiler_options("cpu").keys() == {flag.name for flag in FLAGS["cpu"]}
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=compiler_options("cpu"))
+
+
+def test_a_flag_that_the_environment_sets_is_left_to_it(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere --xla_backend_optimization_level=3")
+    assert compiler_options("cpu") == {"xla_disable_hlo_passes": "all-reduce-promotion"}
+    assert compiler_options("v5p").keys() == {flag.name for flag in FLAGS["v5p"]}
 
 
 def test_gpu_flags_are_known_to_xla():
