@@ -169,12 +169,24 @@ def test_at_most_so_many_an_hour_of_one_cause_and_the_rest_is_counted(tmp_path):
     limit = Limit(2, tmp_path / "alerts.json", lambda: now[0])
     assert [limit.admit("spike") for _ in range(5)] == [{}, {}, None, None, None]
     assert limit.admit("hang") == {"spike": 3}, "another cause is not held back, and tells what was"
-    again = Limit(2, tmp_path / "alerts.json", lambda: now[0])  # the run was started again
+    again = Limit(2, tmp_path / "alerts.json", lambda: now[0])  # the run was started again, or this is its supervisor
+    assert again.admit("spike") is None
+    assert again.admit("hang") == {"spike": 1}
+    assert limit.admit("hang") is None, "each counts what the other has sent"
     assert again.admit("spike") is None
     now[0] += 3600
     assert again.admit("spike") == {"spike": 1}
     now[0] -= 1e8  # a clock set back must not silence it for ever
     assert again.admit("spike") == {}
+
+
+def test_a_full_disk_does_not_lift_the_limit(tmp_path):
+    now = [1e9]
+    limit = Limit(2, tmp_path / "alerts.json", lambda: now[0])
+    assert limit.admit("spike") == {}
+    (tmp_path / ".alerts.json.draft").mkdir()  # nothing can be written there from now on
+    now[0] += 1
+    assert [limit.admit("spike") for _ in range(3)] == [{}, None, None]
 
 
 def test_causes_without_number_do_not_grow(tmp_path):
