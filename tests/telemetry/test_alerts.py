@@ -133,8 +133,9 @@ def test_a_server_that_says_nothing_or_garbage_costs_its_time_only(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(DeliveryError, match="not reached"):
             post(f"http://127.0.0.1:{silent.getsockname()[1]}/{TOKEN}", b"{}")
-        threading.Thread(target=lambda: silent.accept()[0].sendall(b"\x00garbage " + TOKEN.encode() + b"\r\n\r\n"), daemon=True).start()
-        silent.accept()[0].close()
+        silent.accept()[0].close()  # that of the first
+        answer = b"\x00garbage " + TOKEN.encode() + b"\r\n\r\n"
+        threading.Thread(target=lambda: silent.accept()[0].sendall(answer), daemon=True).start()
         with pytest.raises(DeliveryError) as error:
             post(f"http://127.0.0.1:{silent.getsockname()[1]}/{TOKEN}", b"{}")
     assert TOKEN not in str(error.value)
