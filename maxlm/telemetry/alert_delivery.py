@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -91,7 +92,8 @@ class Limit:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             found = json.loads(self._path.read_bytes())
             for cause, times in list(found.items())[: MAX_CAUSES + 1]:
-                self._sent[cause] = sorted({*self._sent.get(cause, ()), *(float(one) for one in times if is_number(one))})
+                known = Counter(self._sent.get(cause, ())) | Counter(float(one) for one in times if is_number(one))
+                self._sent[cause] = sorted(known.elements())
 
     def _write(self) -> None:
         if self._path is None:

@@ -140,7 +140,7 @@ def _attempt(span: _Span, counted: tuple[int, int]) -> Attempt:
     unfinished_s = min(unfinished_s, seconds[part]) if span.dead else 0.0
     if span.hung:
         seconds[part] -= unfinished_s
-        seconds["lost"] += unfinished_s
+        seconds["hang"] += unfinished_s
     elif part == "step":
         seconds["step"] -= unfinished_s
         seconds["lost"] += unfinished_s
