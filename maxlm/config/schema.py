@@ -45,7 +45,7 @@ def _ip_address(value: str) -> str:
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
-        paths.refuse("be an address of this machine", "use 127.0.0.1 for programs on this machine, or 0.0.0.0 for all that reach it")
+        paths.refuse("be an IP address of this machine", "use 127.0.0.1 for programs on this machine, or 0.0.0.0 for all that reach it")
 
 
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]

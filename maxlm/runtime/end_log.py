@@ -42,8 +42,9 @@ class EndLog:
     def ended(self, process: Process, progress: Progress) -> None:
         """Record the end of a process. `process.attempt` is filled in from `progress`."""
         self._learn(progress)
-        self._waiting.append(process._replace(attempt=progress.attempt))
-        self._write()
+        if not progress.process:  # the host of process 0 has the run directory
+            self._waiting.append(process._replace(attempt=progress.attempt))
+            self._write()
         cause = "hang" if process.hung else CAUSES.get(process.code, "crash")
         if progress.alerted != cause and self._known.alerts is not None and _speaks(progress):
             self._send({"cause": cause, "text": process.reason, **self._run(progress), "time": round(process.ended, 3)})
@@ -65,7 +66,7 @@ class EndLog:
         )
 
     def _write(self) -> None:
-        if not self._known.folder:  # not the process that writes the run directory, or none got so far
+        if not self._known.folder:
             return
         try:
             while self._waiting:

@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -68,15 +69,11 @@ class Limit:
         self._per_hour, self._path, self._clock = per_hour, path, clock
         self._sent: dict[str, list[float]] = {}
         self._held: dict[str, int] = {}
-        if path is not None:
-            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-                found = json.loads(path.read_bytes())
-                self._sent = {str(cause): [float(one) for one in times if is_number(one)] for cause, times in found["sent"].items()}
-                self._held = {str(cause): int(number) for cause, number in found["held"].items()}
 
     def admit(self, cause: str) -> dict[str, int] | None:
         """Counts by cause of what was held back since the last alert, if one of `cause` may be sent now; else None, and it is counted."""
         now = self._clock()
+        self._read()  # the trainer and its supervisor both send
         if cause not in self._sent and len(self._sent) >= MAX_CAUSES:
             cause = "other"
         recent = [one for one in self._sent.get(cause, ()) if 0 <= now - one < HOUR_S]  # none of the future: the clock was set back
@@ -89,12 +86,21 @@ class Limit:
         self._held[cause] = self._held.get(cause, 0) + 1
         return None
 
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            found = json.loads(self._path.read_bytes())
+            for cause, times in list(found.items())[: MAX_CAUSES + 1]:
+                known = Counter(self._sent.get(cause, ())) | Counter(float(one) for one in times if is_number(one))
+                self._sent[cause] = sorted(known.elements())
+
     def _write(self) -> None:
         if self._path is None:
             return
         draft = self._path.with_name(f".{self._path.name}.draft")
         with contextlib.suppress(OSError):  # a full disk: it counts in memory
-            draft.write_text(dumps({"sent": self._sent, "held": self._held}), encoding="utf-8")
+            draft.write_text(dumps(self._sent), encoding="utf-8")
             draft.replace(self._path)
 
 

@@ -14,12 +14,12 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def cause_of(event: Event) -> str:
-    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, rollback, restart; "" for no alert."""
+    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, hang, rollback, restart; "" for no alert."""
     if event.kind == "alarm":
         return str(event.data.get("cause") or "alarm")
     if event.kind == "stop":
         reason = str(event.data.get("reason") or "stop")
-        return "finish" if reason in OVER else reason
+        return "finish" if reason in OVER else "hang" if reason == "hung" else reason
     if event.kind == "rollback":
         return "rollback"
     return "restart" if event.kind == "start" and event.data.get("restarts") else ""

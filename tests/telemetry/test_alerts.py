@@ -133,8 +133,9 @@ def test_a_server_that_says_nothing_or_garbage_costs_its_time_only(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(DeliveryError, match="not reached"):
             post(f"http://127.0.0.1:{silent.getsockname()[1]}/{TOKEN}", b"{}")
-        threading.Thread(target=lambda: silent.accept()[0].sendall(b"\x00garbage " + TOKEN.encode() + b"\r\n\r\n"), daemon=True).start()
-        silent.accept()[0].close()
+        silent.accept()[0].close()  # that of the first
+        answer = b"\x00garbage " + TOKEN.encode() + b"\r\n\r\n"
+        threading.Thread(target=lambda: silent.accept()[0].sendall(answer), daemon=True).start()
         with pytest.raises(DeliveryError) as error:
             post(f"http://127.0.0.1:{silent.getsockname()[1]}/{TOKEN}", b"{}")
     assert TOKEN not in str(error.value)
@@ -169,12 +170,24 @@ def test_at_most_so_many_an_hour_of_one_cause_and_the_rest_is_counted(tmp_path):
     limit = Limit(2, tmp_path / "alerts.json", lambda: now[0])
     assert [limit.admit("spike") for _ in range(5)] == [{}, {}, None, None, None]
     assert limit.admit("hang") == {"spike": 3}, "another cause is not held back, and tells what was"
-    again = Limit(2, tmp_path / "alerts.json", lambda: now[0])  # the run was started again
+    again = Limit(2, tmp_path / "alerts.json", lambda: now[0])  # the run was started again, or this is its supervisor
+    assert again.admit("spike") is None
+    assert again.admit("hang") == {"spike": 1}
+    assert limit.admit("hang") is None, "each counts what the other has sent"
     assert again.admit("spike") is None
     now[0] += 3600
     assert again.admit("spike") == {"spike": 1}
     now[0] -= 1e8  # a clock set back must not silence it for ever
     assert again.admit("spike") == {}
+
+
+def test_a_full_disk_does_not_lift_the_limit(tmp_path):
+    now = [1e9]
+    limit = Limit(2, tmp_path / "alerts.json", lambda: now[0])
+    assert limit.admit("spike") == {}
+    (tmp_path / ".alerts.json.draft").mkdir()  # nothing can be written there from now on
+    now[0] += 1
+    assert [limit.admit("spike") for _ in range(3)] == [{}, None, None]
 
 
 def test_causes_without_number_do_not_grow(tmp_path):
@@ -201,6 +214,7 @@ def test_a_damaged_record_of_alerts_silences_nothing(tmp_path, garbage):
         (Event("stop", 1, data={"reason": "done"}), "finish"),
         (Event("stop", 1, data={"reason": "unhealthy"}), "unhealthy"),
         (Event("stop", 1, data={"reason": "preempted"}), "preempted"),
+        (Event("stop", 1, data={"reason": "hung"}), "hang"),  # as the supervisor calls exit code 5, which it need not repeat
         (Event("start", 1, data={"restarts": 2}), "restart"),
         (Event("start", 1, data={"restarts": 0}), ""),
         (Event("save", 1), ""),

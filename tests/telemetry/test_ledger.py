@@ -287,3 +287,11 @@ def test_what_a_new_attempt_throws_away_is_known_before_it_is_on_record(tmp_path
     seconds = read_ledger(run, begins=start(1109.0, "b", 60)).seconds
     assert (seconds["step"], seconds["lost"], seconds["down"]) == (pytest.approx(59.0), pytest.approx(40.0), 10.0)
     assert set(PARTS) < set(TITLES)
+
+
+def test_steps_that_no_record_holds_are_thrown_away_too():
+    """Killed after 101 steps with a checkpoint of 51 and no record since: the heartbeat has counted them."""
+    events = [start(1000.0), Event("save", 51, 1051.0), Event("killed", 51, 1101.0, {"goodput": {**goodput(step=100.0), "steps": 101}})]
+    events += [start(1101.0, "b", 51), Event("stop", 61, 1110.0, {"reason": "done", "goodput": {**goodput(step=9.0), "steps": 10}})]
+    seconds = ledger(events).seconds
+    assert (seconds["step"], seconds["lost"]) == (pytest.approx(50.0 + 9.0), pytest.approx(50.0))
