@@ -111,7 +111,7 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     began, journal, checkpoints = time.monotonic(), session.journal, session.checkpoints
     settings = session.program.config.health or HealthConfig()
     saving.poll(None)
-    before = min(back.before, *back.batches[:1])
+    before = min((back.before, *back.batches))
     batches = [batch_number(step, start.left_out) for step in back.batches]
     problem = journal.refusal(settings, end.step) or _unreachable(session, before)
     problem = problem or journal.add(end.step, before, batches, back.cause, back.reason)

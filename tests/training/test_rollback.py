@@ -17,9 +17,10 @@ from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import build_objective
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training import meter
+from maxlm.training.health import Health
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
-from maxlm.training.session import Session
+from maxlm.training.session import RollBack, Session
 from maxlm.training.step import Metrics, TrainState, keep_if_finite
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -245,6 +246,22 @@ def test_updates_that_are_not_finite_go_back(tmp_path):
     assert outcome.status == "done"
     assert [event.data["cause"] for event in events.of("rollback")] == ["not_finite", "not_finite"][: len(events.of("rollback"))]
     assert set(events.of("rollback")[0].data["batches"]) >= set(range(33, 43))
+
+
+def test_a_request_without_batches_trains_on_the_same_again(tmp_path, monkeypatch):
+    """As of a check of the state that finds damage: the data are not to blame."""
+    update, asked = Health.update, []
+
+    def found(health, step, *figures, **more):
+        if step == 33 and not asked:
+            asked.append(health.request(RollBack("a flipped bit", "corrupted", before=25)))
+        return update(health, step, *figures, **more)
+
+    monkeypatch.setattr(Health, "update", found)
+    script = Script(total=40)
+    outcome, events = run(tmp_path, script)
+    assert (outcome.status, script.trained[-20:]) == ("done", list(range(20, 40)))
+    assert [(event.step, event.data["batches"]) for event in events.of("rollback")] == [(20, [])]
 
 
 def test_batches_to_leave_out_must_lie_ahead(tmp_path):
