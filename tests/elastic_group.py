@@ -19,8 +19,10 @@ from maxlm.runtime import coordinator, lookout, message_socket, process_group, r
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.quorum import Quorum
 process, port, hosts, wait_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), float(sys.argv[4])
-coordinator.SETTLE_SECONDS = 1.0
+coordinator.SETTLE_SECONDS, coordinator.POLL_SECONDS, lookout.PAUSE_SECONDS = 3.0, 0.2, 0.2
 process_group.SETTLE_SECONDS = 0.2
+if "HEARTBEAT_TIMEOUT_SECONDS" in os.environ:
+    process_group.HEARTBEAT_SECONDS, process_group.HEARTBEAT_TIMEOUT_SECONDS = 0.5, float(os.environ["HEARTBEAT_TIMEOUT_SECONDS"])
 message_socket.KEEPALIVE_SECONDS = 6
 spec = ProcessSpec(len(hosts), process, f"{hosts[0]}:{port}", "a test", hosts=tuple(hosts))
 quorum = Quorum(len(hosts), 1, 1, lambda units: True, wait_s, grow_after_s=1.0, digest=os.environ.get("DIGEST", ""))

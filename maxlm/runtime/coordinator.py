@@ -30,8 +30,8 @@ MAX_PENDING = 512  # connections that are not admitted
 MAX_PER_ADDRESS = 64
 PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
-SETTLE_SECONDS = 10.0  # without change, after which those present may go on: each has looked for a coordinator by then
-_POLL_SECONDS = 1.0
+SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
+POLL_SECONDS = 1.0
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -133,7 +133,7 @@ class Coordinator:
         self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
         tasks = [asyncio.create_task(self._accept(one)) for one in listeners]
         while not ended.is_set():
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             await self._drop_silent(tuple(self._members))
             group = self._quorum.going_on({*numbers, *self._members})
             due = len(group) > len(numbers) and time.monotonic() > max(
@@ -154,7 +154,7 @@ class Coordinator:
             await self._changed.wait()
         else:  # time alone may decide, too
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+                await asyncio.wait_for(self._changed.wait(), POLL_SECONDS)
 
     async def _complete(self) -> tuple[int, ...]:
         """Numbers of the processes that go on, admitted and alive; () if not yet, and then `_changed` is set at the next change."""

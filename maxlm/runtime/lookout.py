@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
@@ -62,9 +63,12 @@ class Lookout:
             self._ask_all()
 
     def _ask_all(self) -> None:
-        for number, address in self._others.items():
-            answer = "" if self._closed.is_set() else self._ask(address)
-            if answer == "running" or (answer == "meeting" and number < self._spec.process):
+        with ThreadPoolExecutor(len(self._others)) as pool:
+            answers = list(pool.map(self._ask, self._others.values()))
+        for (number, address), answer in zip(self._others.items(), answers, strict=True):
+            if answer in ("running", "refused") or (  # refused: by a run that goes on, for a reason that it will say
+                answer == "meeting" and number < self._spec.process
+            ):
                 self._found = {number: address}
                 self._superseded.set()
                 return

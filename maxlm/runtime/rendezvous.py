@@ -30,7 +30,7 @@ from maxlm.runtime.coordinator import (
     SupersededError,
     listen,
 )
-from maxlm.runtime.lookout import Lookout, open_socket, own_name
+from maxlm.runtime.lookout import ASK_SECONDS, Lookout, open_socket, own_name
 from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.quorum import Quorum, candidates
@@ -129,7 +129,8 @@ class _Seeker:
         while (left := until - time.monotonic()) > 0:
             for number, address in addresses.items():
                 try:
-                    connection = open_socket(self.spec, address, self.secret, min(ROUND_TRIP_SECONDS, left), self.digest)
+                    patience = ROUND_TRIP_SECONDS if len(addresses) == 1 else ASK_SECONDS
+                    connection = open_socket(self.spec, address, self.secret, min(patience, left), self.digest)
                     answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
                 except RunEndedError:
                     if not forever:

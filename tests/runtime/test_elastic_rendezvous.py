@@ -3,12 +3,16 @@
 import contextlib
 import itertools
 import random
+import signal
+import socket
 import time
 
 import pytest
 from elastic_group import Cluster
 
+from maxlm.runtime import coordinator
 from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
 from maxlm.runtime.quorum import Quorum, candidates
 
 
@@ -26,7 +30,7 @@ def cluster(tmp_path):
             made[0].kill(number)
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_others_go_on_and_take_it_back(cluster, victim):
     """Also if it was the coordinator; and at the end those that wait are told."""
     three = cluster(3)
@@ -42,6 +46,7 @@ def test_the_others_go_on_and_take_it_back(cluster, victim):
     assert [process.wait(30) for process in three.running.values()] == [0, 0, 0]
 
 
+@pytest.mark.soak
 def test_of_two_only_the_half_with_process_0_goes_on(cluster):
     two = cluster(2, wait_s=1.0)
     two.start(1)
@@ -55,6 +60,7 @@ def test_of_two_only_the_half_with_process_0_goes_on(cluster):
     assert all(one["numbers"] == [0, 1] for one in two.joined(1))
 
 
+@pytest.mark.soak
 def test_one_that_comes_back_while_the_others_decide_is_taken_in_or_waits(cluster):
     """At random times around the decision: whatever happens, all three run in the end, and no two groups did at the same time."""
     dice, three = random.Random(1), cluster(3, wait_s=2.0)
@@ -62,7 +68,7 @@ def test_one_that_comes_back_while_the_others_decide_is_taken_in_or_waits(cluste
     at = three.wait([0, 1, 2])
     for victim in (2, 0):
         three.kill(victim)
-        time.sleep(dice.uniform(1.5, 3.5))
+        time.sleep(dice.uniform(1.5, 5.0))
         three.start(victim)
         at = three.wait([0, 1, 2], at)
 
@@ -78,6 +84,45 @@ def test_one_that_comes_back_with_other_code_ends_alone(cluster):
     three.start(2)
     three.wait([0, 1, 2], at)
     assert [len(three.joined(number)) for number in range(3)] == [2, 2, 1]
+
+
+@pytest.mark.soak
+def test_a_coordinator_that_is_stopped_is_replaced_and_joins_the_others_when_it_continues(cluster):
+    """Its listener still takes connections, which nobody answers."""
+    three, quick = cluster(3, wait_s=1.0), {"HEARTBEAT_TIMEOUT_SECONDS": "6"}
+    three.start(0, 1, **quick)
+    at = three.wait([0, 1])
+    three.kill(0, signal.SIGSTOP)
+    three.start(2, **quick)
+    at = three.wait([1, 2], at)
+    three.kill(0, signal.SIGCONT)
+    three.wait([0, 1, 2], at)
+
+
+def test_strangers_at_the_port_of_a_smaller_run_change_nothing(cluster):
+    """Garbage, long lines, silence, and a hello that is right in all but the secret: nobody is taken for a process that returns."""
+    three = cluster(3, wait_s=1.0)
+    three.start(0, 1)
+    at = three.wait([0, 1])
+    opened = []
+    for number in range(3 * coordinator.MAX_PER_ADDRESS):
+        stranger = socket.create_connection((three.hosts[0], three.port), timeout=10, source_address=(f"127.0.0.{9 + number % 3}", 0))
+        opened.append(stranger)
+        with contextlib.suppress(OSError, ConnectionLostError):
+            if number % 4 == 0:
+                stranger.sendall(random.Random(number).randbytes(5000))
+            elif number % 4 == 1:
+                stranger.sendall(b"[" * 200_000)
+            elif number % 4 == 2:
+                impostor = MessageSocket(stranger, b"another secret, as long", server=False)
+                impostor.finish_handshake(time.monotonic() + 5)
+                impostor.send("hello", process=2, count=3, host="h", asks=bool(number % 8 == 2), digest="")
+    time.sleep(8)
+    assert [len(three.joined(number)) for number in (0, 1)] == [1, 1]
+    three.start(2)
+    three.wait([0, 1, 2], at)
+    for one in opened:
+        one.close()
 
 
 class TestQuorum:
