@@ -320,7 +320,7 @@ FAULTS = (
     Fault("damage_checkpoint", damage_checkpoint, r"checkpoint \d+ is damaged", least_step=2 * SAVE_EVERY + 3, without="memory"),
     Fault("jump_clock", jump_clock, ""),
     Fault("flood", flood, "", least_hosts=2),
-    Fault("flip_bit", wait, r'"cause": ?"corrupted".*{victim}', "integrity", least_hosts=2, prepare=flip_bit),
+    Fault("flip_bit", wait, r'"corrupted".*"hosts": ?\["{victim}"\]', "integrity", least_hosts=2, prepare=flip_bit),
     Fault("nan_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
     Fault("spike_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=5),
     Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
