@@ -28,7 +28,8 @@ from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
-from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
+from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line
 
 _log = logging.getLogger(__name__)

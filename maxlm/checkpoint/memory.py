@@ -25,7 +25,7 @@ from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import MemoryCheckpointsConfig
+from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.hardware.host import available_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, shorten, show
+from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
 from maxlm.config.rules import check_run_name
-from maxlm.config.schema import Positive, Section, Seed, StoredPath, Text
 from maxlm.evaluation import template
 
 MOST_BYTES = 2**16  # of a task file

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import INT64, LARGEST
+from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.config.schema import WatchdogConfig
+from maxlm.config.reliability import WatchdogConfig
 
 DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
 COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part

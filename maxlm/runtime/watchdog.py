@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import ExitCode
-from maxlm.config.schema import WatchdogConfig
+from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
 from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime

@@ -20,7 +20,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import AlertsConfig
+from maxlm.config.reliability import AlertsConfig
 from maxlm.telemetry.strict_json import dumps, is_number
 
 HOUR_S = 3600.0

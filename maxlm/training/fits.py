@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
-from maxlm.config.schema import Config, ModelConfig, Section
+from maxlm.config.fields import Section
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import Config, IntegrityConfig
+from maxlm.config.reliability import IntegrityConfig
+from maxlm.config.schema import Config
 from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names

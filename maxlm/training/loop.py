@@ -18,7 +18,7 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
-from maxlm.config.schema import HealthConfig
+from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.telemetry.goodput import Goodput

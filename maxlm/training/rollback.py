@@ -14,7 +14,7 @@ from typing import Any
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.schema import HealthConfig
+from maxlm.config.reliability import HealthConfig
 from maxlm.data.order import batch_number
 from maxlm.telemetry.atomic import write_text
 

@@ -20,7 +20,8 @@ from maxlm.checkpoint import Checkpoints, host_copies, peers, snapshot
 from maxlm.checkpoint.interval import daly, steps_between
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
+from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.schema import CheckpointConfig
 
 PUT, PUT_ELSEWHERE = layout(4, 2), layout(2, 2)
 

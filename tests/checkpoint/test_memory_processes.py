@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.snapshot import Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.schema import CheckpointConfig, MemoryCheckpointsConfig
+from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.schema import CheckpointConfig
 
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=rank)

@@ -11,7 +11,8 @@ from small_run import command, environment, make_workspace
 from tiny import tiny_config, tiny_program
 
 from maxlm.config import UserError, load
-from maxlm.config.schema import Config, MtpConfig, PrepareConfig, Section, TokenizerConfig
+from maxlm.config.fields import Section
+from maxlm.config.schema import Config, MtpConfig, PrepareConfig, TokenizerConfig
 from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import abstract_parameters

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from maxlm.config.schema import AlertsConfig
+from maxlm.config.reliability import AlertsConfig
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.launch import Supervisor
 from maxlm.runtime.progress_file import Progress

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxlm.config.schema import WatchdogConfig
+from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.watchdog import Age

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from maxlm.config.errors import ExitCode
-from maxlm.config.schema import WatchdogConfig
+from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import process_group, stacks, watchdog
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.message_socket import MessageSocket

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from maxlm.config import ConfigError, load
-from maxlm.config.schema import AlertsConfig
+from maxlm.config.reliability import AlertsConfig
 from maxlm.telemetry import alert_delivery
 from maxlm.telemetry.alert_delivery import Delivery, DeliveryError, Limit, check_alerts, post, run_command
 from maxlm.telemetry.alerts import AlertObserver, cause_of

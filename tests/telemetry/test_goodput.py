@@ -114,6 +114,7 @@ def test_the_current_part_is_of_one_moment_in_any_thread():
     assert not torn
 
 
+@pytest.mark.parametrize("seed", range(5))
 def test_the_parts_add_up_to_the_wall_time_whatever_happens(seed):
     rnd, clock = random.Random(seed), Clock()
     goodput = Goodput(clock)

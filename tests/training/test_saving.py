@@ -16,7 +16,7 @@ from tiny import tiny_config
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import UserError
-from maxlm.config.schema import MemoryCheckpointsConfig
+from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import Sums, build_objective
 from maxlm.telemetry.goodput import Goodput
