@@ -55,7 +55,7 @@ class Event:
     skip      step whose update was not applied; `reason`
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py). Of the watchdog:
               `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since` which
-              step) with `slow_host_recovered` and `slow_link_recovered`
+              step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`
