@@ -15,6 +15,8 @@ import os
 import select
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ class Stopped(KeyboardInterrupt):
 
 
 _monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
+_stacks: int | None = None  # the descriptor of the pipe for stacks
 _raised: Stopped | None = None
 _code: int | None = None  # exit code of a finished command
 
@@ -62,7 +65,7 @@ def start() -> None:
 
     Raises UserError if the environment's grace time is not a number of seconds.
     """
-    global _monitor
+    global _monitor, _stacks
     grace = grace_seconds()
     inherited = os.environ.pop(PARENT_VARIABLE, None)
     parent = None if inherited is None else int(inherited)
@@ -77,7 +80,7 @@ def start() -> None:
     os.set_blocking(command_write, False)
     faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
     _install_exit_signals()
-    _monitor = pid, command_write
+    _monitor, _stacks = (pid, command_write), stacks_write
     signal.set_wakeup_fd(command_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
@@ -142,9 +145,18 @@ def alive() -> None:
 
 
 def hung(seconds: float) -> bool:
-    """Show the stacks of all threads now, and end this process as hung in `seconds`, whatever it does. False: there is no monitor."""
+    """Show the stacks of all threads now, and end this process as hung in `seconds`, whatever it does. False: there is no monitor.
+
+    The stacks are taken here, under the interpreter's lock: a signal handler would read those of threads that run meanwhile, and may crash.
+    """
+    if _monitor is None:
+        return False
     _send_command(_HUNG + str(seconds).encode() + b"\0")
-    return _monitor is not None
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threading.Thread(target=_write_stacks, args=(file.read(),), daemon=True).start()  # the monitor's output may be blocked
+    return True
 
 
 def grace_seconds() -> float:
@@ -179,6 +191,12 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
     """Print an exception except `Stopped`, which C extensions such as numpy's print, and replace, while they are imported."""
     if not isinstance(error, Stopped):
         sys.__excepthook__(kind, error, trace)
+
+
+def _write_stacks(text: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while text and _stacks is not None:
+            text = text[os.write(_stacks, text) :]
 
 
 def _send_command(command: bytes) -> None:
@@ -287,13 +305,15 @@ class _Monitor:
         self.silent += min(seconds, 2 * _LOOK_SECONDS)
         if self.silent >= self.silence:
             self._say(f"hung: no Python thread has run for {self.silent:.0f} s, so C code holds the interpreter's lock")
-            self._hang(0.0)
+            self.code, self.deadline = ExitCode.HUNG, time.monotonic()
+            self._show_stacks()
 
     def _hang(self, seconds: float) -> None:
-        """Show the stacks now, and end the process as hung in `seconds`."""
+        """End the process as hung in `seconds`. It sends its stacks itself."""
         until = time.monotonic() + seconds
         self.code, self.deadline = ExitCode.HUNG, until if self.deadline is None else min(until, self.deadline)
-        self._show_stacks()
+        self.shown = True
+        self._say("the stacks of all threads:")
 
     def _show_stacks(self) -> None:
         self.shown = True

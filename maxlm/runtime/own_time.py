@@ -68,7 +68,9 @@ def tcp_connections() -> list[Sent]:
     """Connections of this process to other hosts, except to storage; [] where the system does not say."""
     if sys.platform != "linux" or socket.getdefaulttimeout() is not None:  # which Python would set for those of libraries
         return []
-    found = [_sent(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()]
+    found: list[Sent | None] = []
+    with contextlib.suppress(OSError):  # no file may be opened
+        found = [_sent(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()]
     return [one for one in found if one is not None]
 
 

@@ -7,6 +7,7 @@ is silent. It is a child of every process that trains, also of one without a sup
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from maxlm.runtime.slow_hosts import SlowHosts, Times
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.training.progress import LoopProgress
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0  # between two looks
 ALIVE_SECONDS = 5.0  # between two signs of life to the monitor
@@ -90,6 +93,17 @@ class Watchdog:
         return asdict(frame)
 
     def _watch(self) -> None:
+        """Watch until `stop`. An error of ours ends the watchdog, and not the run."""
+        try:
+            self._watch_loop()
+        except Exception as error:
+            deadline.limit_silence(float("inf"))
+            log.exception("the watchdog has ended")
+            if self.observers is not None:
+                reason = f"the watchdog has failed, and hangs are not detected any more: {error!r}"
+                self.observers.on_event(Event("alarm", self.progress.finished, data={"cause": "no_watchdog", "reason": reason}))
+
+    def _watch_loop(self) -> None:
         """Look every second, and sleep in short naps between: a nap that takes longer tells how long the process was stopped."""
         alive = looked = time.monotonic()
         while not self._stopped.is_set():

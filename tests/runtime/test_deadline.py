@@ -170,7 +170,12 @@ def test_signs_of_life_and_a_stopped_process_are_no_hang(run):
 
 def test_a_hang_that_is_known_is_shown_at_once_and_ended_later(run, tmp_path):
     stacks = tmp_path / "stacks.txt"
-    body = f"deadline.stacks_to(__import__('pathlib').Path({str(stacks)!r}))\n    " + SAVING + "deadline.hung(2); " + IN_C_WITH_THE_LOCK
+    body = (
+        f"deadline.stacks_to(__import__('pathlib').Path({str(stacks)!r}))\n    "
+        + SAVING
+        + "deadline.hung(2); time.sleep(1); "
+        + IN_C_WITH_THE_LOCK
+    )
     began = time.monotonic()
     process = run(body)
     said = process.communicate(timeout=60)[1]

@@ -82,6 +82,20 @@ def test_a_hang_of_another_process_ends_both_and_names_it(groups, monkeypatch, t
     assert "host1 (process 1)" in (tmp_path / "hang.txt").read_text()
 
 
+def test_an_error_of_the_watchdog_ends_no_run(monkeypatch):
+    seen, limits = Seen(), []
+    monkeypatch.setattr(watchdog.deadline, "limit_silence", limits.append)
+    monkeypatch.setattr(watchdog.Age, "update", lambda *_: 1 / 0)
+    with Watchdog(None, None) as dog:
+        dog.observers = Observers([seen])
+        dog.follow(Goodput())
+        dog._thread.join(20)
+        assert not dog._thread.is_alive()
+        dog.observers.close()
+    assert limits[:2] == [300.0, float("inf")], "the monitor expects no more signs of life"
+    assert [event.data["cause"] for event in seen.events] == ["no_watchdog"]
+
+
 def test_figures_of_the_other_process_arrive_with_its_heartbeat(groups):
     with Watchdog(None, groups[0]) as first, Watchdog(None, groups[1]) as second:
         second.progress.dispatch(3)
