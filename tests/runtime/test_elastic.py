@@ -7,11 +7,13 @@ from tiny import tiny_config
 
 from maxlm.config import ConfigError
 from maxlm.config.errors import ExitCode
-from maxlm.runtime.cluster import ClusterPlace
+from maxlm.runtime.cluster import Cluster, ClusterPlace
 from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.elastic import quorum_of
+from maxlm.runtime.coordinator import RendezvousError
+from maxlm.runtime.elastic import quorum_of, waiting_if_too_large
 from maxlm.runtime.ownership import FILE, Ownership, SupersededRunError
 from maxlm.runtime.progress_file import ABSENT_VARIABLE
+from maxlm.training import fits
 
 ELASTIC = {"min_hosts": 2, "wait_s": 60.0}
 
@@ -82,6 +84,18 @@ def test_those_that_were_absent_before_are_known(monkeypatch):
     monkeypatch.setenv(ABSENT_VARIABLE, "1,3")
     quorum, _ = asked(mesh={"data": 4, "fsdp": 2})
     assert quorum.absent == {1, 3}
+
+
+def test_a_smaller_mesh_that_is_too_small_makes_all_wait():
+    """Exit code 6, with which the supervisor tries again, and not 2; with all hosts there the input is wrong."""
+    too_large = fits.TooLargeError("training needs at least 2 GB of memory, and this machine has 1 GB.")
+    with (
+        pytest.raises(RendezvousError, match=r"elastic: without host1, training needs at least 2 GB"),
+        waiting_if_too_large(Cluster("", ("host0",), 2, ("host1",))),
+    ):
+        raise too_large
+    with pytest.raises(fits.TooLargeError), waiting_if_too_large(Cluster("", ("host0", "host1"), 2)):
+        raise too_large
 
 
 def test_only_the_last_start_owns_the_checkpoints(tmp_path):
