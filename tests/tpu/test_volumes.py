@@ -160,7 +160,7 @@ def excess(case, config):
     }.get(case, {})
 
 
-# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last seven have no wider
+# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last eight have no wider
 # one here: the suite checks their collectives on virtual devices (tests/parallel), and their bytes once a week.
 NARROW = {
     "ddp",
@@ -176,6 +176,7 @@ NARROW = {
     "ulysses",
     "pipeline",
     "pipeline, zero 3",
+    "zero 2 accumulating",
 }
 
 
