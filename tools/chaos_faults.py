@@ -25,6 +25,7 @@ BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
 POISONED_AT, POISONED_STEPS = 120, 160  # first batch, and steps of the run: a spike is judged by the hundred losses before
 BEFORE_POISON = POISONED_AT - 2 * SAVE_EVERY
+ELASTIC = "elastic={min_hosts: 2, wait_s: 20}"
 DEVICE_IDS = 2048  # of a process, on CPUs
 
 
@@ -46,6 +47,8 @@ class Fault:
     disks: tuple[str, ...] = ()  # see Setup
     without: str = ""  # a part that would hide the fault
     prepare: Callable[[World], Mapping[str, str]] | None = None  # before the run starts; returns variables of its environment
+    settings: str = ""  # of the run, beside those of all parts
+    gone: bool = False  # the victim does not come back: the others end on a smaller mesh, whose losses agree to RTOL
     either_end: bool = False  # of a link between two hosts: none can tell which of them is cut off
 
     def missing(self) -> str:
@@ -255,9 +258,9 @@ def wait(world: World) -> None:
     """Poisoned batches, bits that flip: it happens in the run itself."""
 
 
-def not_built(world: World) -> None:
-    """Nothing yet."""
-    raise NotImplementedError
+def host_gone(world: World) -> None:
+    """All processes of a host end, and it never comes back: the others go on without it."""
+    world.hosts.kill_all(world.victim)
 
 
 # Weights that are not finite, in every row with a token that only poison has.
@@ -324,5 +327,5 @@ FAULTS = (
     Fault("nan_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
     Fault("spike_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=5),
     Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
-    Fault("host_gone", not_built, r"{victim}", "elastic", least_hosts=2),
+    Fault("host_gone", host_gone, r"without {victim}", "elastic", least_hosts=3, settings=ELASTIC, gone=True),
 )

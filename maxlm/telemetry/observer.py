@@ -58,8 +58,8 @@ class Event:
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
               layer_alarms.py; not_finite, with `tensor`: see replay.py). Of the watchdog: `hang` (`hosts` to blame, if known; `seconds`
               without progress), and `slow_host`, `slow_link` (`hosts`, `since` which step) with `slow_host_recovered` and
-              `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`, and `certain` if these are the wrong ones and not
-              suspects (see integrity.py)
+              `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`, and `certain` if these are the wrong ones
+              and not suspects (see integrity.py)
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on

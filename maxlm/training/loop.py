@@ -125,7 +125,7 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     data = {"from_step": end.step, "reason": back.reason, "cause": back.cause, "batches": batches}
     data |= {"seconds": round(time.monotonic() - began, 3), "passed_over": (again.restored or {}).get("passed_over", [])}
     session.observers.on_event(Event("rollback", again.step, data=data))
-    return replace(again, undone=start.undone + end.step - again.step)
+    return again
 
 
 def _unreachable(session: Session, before: int) -> str:
@@ -145,7 +145,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
-            reason = session.stop(step + start.undone)
+            reason = session.stop(step)
             if end := _corrupted(session, step, state, now=saving.due(step)):
                 return replace(end, eval_loss=eval_loss)
             if reason is None:

@@ -68,7 +68,7 @@ class Session:
 @dataclass(frozen=True)
 class Start:
     """A state that holds `step` updates. If it was restored, `restored` is the data of its event, and `position` what its checkpoint
-    recorded of the data and of the run's health. `left_out`: numbers of batches; `undone`: updates that this process has taken back.
+    recorded of the data and of the run's health. `left_out`: numbers of batches.
     """
 
     state: TrainState
@@ -76,7 +76,6 @@ class Start:
     restored: dict[str, Any] | None = None
     position: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[int, ...] = ()
-    undone: int = 0
 
 
 @dataclass(frozen=True)
