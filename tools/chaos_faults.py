@@ -25,7 +25,7 @@ BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
 POISONED_AT, POISONED_STEPS = 120, 160  # first batch, and steps of the run: a spike is judged by the hundred losses before
 BEFORE_POISON = POISONED_AT - 2 * SAVE_EVERY
-ELASTIC = "elastic={min_hosts: 2, wait_s: 20}"
+ELASTIC = ("elastic={min_hosts: 2, wait_s: 20}", "train.global_batch=24")  # which three hosts divide as well as four
 DEVICE_IDS = 2048  # of a process, on CPUs
 
 
@@ -47,7 +47,7 @@ class Fault:
     disks: tuple[str, ...] = ()  # see Setup
     without: str = ""  # a part that would hide the fault
     prepare: Callable[[World], Mapping[str, str]] | None = None  # before the run starts; returns variables of its environment
-    settings: str = ""  # of the run, beside those of all parts
+    settings: tuple[str, ...] = ()  # of the run, beside those of all parts
     gone: bool = False  # the victim does not come back: the others end on a smaller mesh, whose losses agree to RTOL
     either_end: bool = False  # of a link between two hosts: none can tell which of them is cut off
 

@@ -19,7 +19,6 @@ from chaos_store import make_store
 from chaos_world import LIMIT_SECONDS, SAVE_EVERY, Setup, Shape, World
 from small_run import exact
 
-
 RTOL = 1e-5  # of losses on two meshes
 
 
@@ -93,7 +92,7 @@ class Chaos:
     def undisturbed(self, fault: Fault, shape: Shape, left_out: Sequence[int] = ()) -> dict[str, Any]:
         """Losses and digests of the run that only lacks the fault, and leaves out these batches; computed once."""
         setting = (f"health.leave_out={list(left_out)}",) if left_out else ()
-        kind = f"{shape}-{fault.steps}-poison{fault.poisoned}{'-nan' * bool(fault.hook)}{'-left-out' * bool(left_out)}"
+        kind = f"{shape}-{fault.steps}-poison{fault.poisoned}{'-nan' * bool(fault.hook)}{'-left-out' * bool(left_out)}{digest_of(fault.settings) if fault.settings else ''}"
         folder = self.folder / f"undisturbed-{kind}"
         path = folder / f"result-{digest_of(left_out)}.json"
         if not path.exists():
@@ -136,7 +135,7 @@ class Chaos:
         settings = settings_of_parts(shape, folder / "memory", fault.without if fault is not None else "")
         if fault is None:
             return Setup(store, self._library, settings)
-        settings += (fault.settings,) * bool(fault.settings)
+        settings += fault.settings
         return Setup(store, self._library, settings, environment, fault.disks, fault.steps, self._limit_s)
 
     def _problems(self, found: Trial, fault: Fault, shape: Shape, run: Path) -> list[str]:
