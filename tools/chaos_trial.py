@@ -172,10 +172,12 @@ def _saved(world: World) -> bool:
 
 def _apart(rows: list[list[Any]], wanted: list[list[Any]]) -> list[str]:
     """Reasons that the records of a run on a smaller mesh are not those of the whole one: the same batches, losses within RTOL."""
-    same = [
-        row[0] == other[0] and row[-1] == other[-1] and abs(row[1] - other[1]) <= RTOL * abs(other[1]) for row, other in zip(rows, wanted)
-    ]
-    return [] if len(rows) == len(wanted) and all(same) else ["batches or losses differ from those of the undisturbed run"]
+
+    def agree(row: list[Any], other: list[Any]) -> bool:
+        return row[0] == other[0] and row[-1] == other[-1] and abs(row[1] - other[1]) <= RTOL * abs(other[1])
+
+    same = len(rows) == len(wanted) and all(map(agree, rows, wanted))
+    return [] if same else ["batches or losses differ from those of the undisturbed run"]
 
 
 def _left_out(run: Path) -> list[int]:
