@@ -92,7 +92,8 @@ class Chaos:
     def undisturbed(self, fault: Fault, shape: Shape, left_out: Sequence[int] = ()) -> dict[str, Any]:
         """Losses and digests of the run that only lacks the fault, and leaves out these batches; computed once."""
         setting = (f"health.leave_out={list(left_out)}",) if left_out else ()
-        kind = f"{shape}-{fault.steps}-poison{fault.poisoned}{'-nan' * bool(fault.hook)}{'-left-out' * bool(left_out)}{digest_of(fault.settings) if fault.settings else ''}"
+        kind = f"{shape}-{fault.steps}-poison{fault.poisoned}{'-nan' * bool(fault.hook)}{'-left-out' * bool(left_out)}"
+        kind += f"-{digest_of(fault.settings)}" if fault.settings else ""
         folder = self.folder / f"undisturbed-{kind}"
         path = folder / f"result-{digest_of(left_out)}.json"
         if not path.exists():
