@@ -198,6 +198,8 @@ def _last_sign(span: Sequence[Event], until: int | None, timings: Callable[[], I
     from_records = _last_record(span, own)
     if beat is None or beat.attempt != _id(start):
         return from_records
+    if from_records.step > first_step and from_records.time > beat.time and not beat.goodput.get("steps"):
+        return from_records  # the heartbeat was before the first step, and knows nothing of those that followed
     seconds, part = _seconds(beat.goodput, 0.0), beat.goodput.get("part")
     seconds[part if part in PARTS else "step"] += max(0.0, from_records.time - beat.time)  # it lived on after its last heartbeat
     known = {part: round(value, 3) for part, value in seconds.items() if value}
