@@ -120,7 +120,7 @@ def joined(
         if now.count > 1:
             _initialize(now, group.local_addresses() if now.process == 0 else set(), say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
-        progress_file.record(absent=tuple(absent))
+        progress_file.record(absent=tuple(absent), process=now.process)  # as hosts and lost are numbered
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)

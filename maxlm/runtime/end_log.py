@@ -46,7 +46,7 @@ class EndLog:
             self._waiting.append(process._replace(attempt=progress.attempt))
             self._write()
         cause = "hang" if process.hung else CAUSES.get(process.code, "crash")
-        if progress.alerted != cause and self._known.alerts is not None and _speaks(progress):
+        if not (progress.alerted or progress.regroup) and self._known.alerts is not None and _speaks(progress):
             self._send({"cause": cause, "text": process.reason, **self._run(progress), "time": round(process.ended, 3)})
 
     def close(self) -> None:

@@ -29,18 +29,25 @@ _log = logging.getLogger(__name__)
 
 
 def attach_reference(
-    config: Config, program: Program, start: Start, pipelines: dict[str, Pipeline], folder: ocp.path.Path, phases: Phases
+    config: Config,
+    program: Program,
+    start: Start,
+    pipelines: dict[str, Pipeline],
+    folder: ocp.path.Path,
+    phases: Phases,
+    touch: Callable[[], None] = lambda: None,
 ) -> None:
     """Make every batch of the pipelines, by name, carry the reference's log-probabilities.
 
     While no checkpoint was restored they are those of `start`, and always computed: whatever lies in `folder`, the checkpoints' own, may be
-    of other weights. Afterwards they are those in `folder`. Process 0 alone reads and writes it, and all learn of its failure.
+    of other weights. Afterwards they are those in `folder`. Process 0 alone reads and writes it, and all learn of its failure. `touch` is
+    called after each batch.
 
     Raises UserError: the file cannot be written, or is missing or damaged though training has begun, or is of another source or other data.
     """
     needed = {name: (_batches(config, name, pipeline), pipeline.fingerprint) for name, pipeline in pipelines.items()}
     if start.restored is None:
-        sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases) for name, pipeline in pipelines.items()}
+        sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases, touch) for name, pipeline in pipelines.items()}
         _in_process_0(partial(_keep, config, folder, sets))
     else:
         kept = _in_process_0(partial(_kept, config, folder, needed))
@@ -58,7 +65,9 @@ def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
     return pipeline.n_batches if name == "train" else min(config.train.eval_batches, pipeline.n_batches)
 
 
-def _computed(program: Program, start: Start, name: str, pipeline: Pipeline, batches: int, phases: Phases) -> Pairs:
+def _computed(
+    program: Program, start: Start, name: str, pipeline: Pipeline, batches: int, phases: Phases, touch: Callable[[], None]
+) -> Pairs:
     """Log-probabilities of the first `batches` by the parameters of `start`, the same in every process."""
     evaluate = replace(program, objective=LogProbabilities(program.config)).evaluate
     rows, table = pipeline.in_order(), np.full((pipeline.n_documents, 2), np.nan, np.float32)
@@ -72,6 +81,7 @@ def _computed(program: Program, start: Start, name: str, pipeline: Pipeline, bat
                 waiting.append((step, evaluate(start.state.params, start.state.model_state, source.get()).added))
                 if len(waiting) > IN_FLIGHT:
                     damaged += _fill(table, rows, *waiting.pop(0))
+                    touch()
                 if time.monotonic() - said > SAY_SECONDS:
                     said = time.monotonic()
                     phases.say(f"{doing}: {step + 1:,} of {batches:,} batches")

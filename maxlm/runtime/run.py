@@ -198,7 +198,7 @@ def _run(
     if checkpoints.memory is not None and start.step < config.total_steps:
         _prepare_memory(checkpoints.memory, program, here.local_processes)
     if config.objective is not None and config.objective.kind == "dpo" and start.step < config.total_steps:
-        attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases)
+        attach_reference(config, program, start, opened.pipelines, checkpoints.directory, phases, watchdog.progress.touch)
     owner = Ownership(checkpoints.directory) if asked.elastic is not None else None
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
@@ -230,9 +230,10 @@ def _run(
             watchdog.stop()
             summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
             hung = {"reason": "hung"} if watchdog.fired else {}
-            observers.on_event(Event("stop", outcome.step, data=summary | hung))
+            regroup = outcome.status == "preempted" and bool(here.regrouping())
+            observers.on_event(Event("stop", outcome.step, data=summary | hung | ({"regroup": True} if regroup else {})))
         checkpoints.close()
-        progress_file.record(regroup=outcome.status == "preempted" and bool(here.regrouping()))
+        progress_file.record(regroup=regroup)
         if phases.primary:
             _conclude(
                 config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)

@@ -171,7 +171,7 @@ class Watchdog:
             until = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < until and len(self._group.stacks) < len(operations) - 1:
                 time.sleep(SLEEP_SECONDS)
-            frames |= {number: Frame(one["where"], one["waits"]) for number, one in self._group.stacks.items()}
+            frames |= {number: Frame(one["where"], one["waits"]) for number, one in list(self._group.stacks.items())}
         result = verdict(operations, behind, frames, self._label)
         culprit = result.behind[0] if len(result.behind) == 1 < len(operations) else None
         self._report(result.line, culprit, operations[behind[0]].seconds, final=not saves)

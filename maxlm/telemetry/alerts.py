@@ -14,10 +14,13 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def cause_of(event: Event) -> str:
-    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, hang, rollback, restart; "" for no alert."""
+    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, hang, rollback, restart; "" for no alert, as
+    of a hang that the end of the run will tell, and of processes that end to join anew.
+    """
     if event.kind == "alarm":
-        return str(event.data.get("cause") or "alarm")
-    if event.kind == "stop":
+        cause = str(event.data.get("cause") or "alarm")
+        return "" if cause == "hang" else cause
+    if event.kind == "stop" and not event.data.get("regroup"):
         reason = str(event.data.get("reason") or "stop")
         return "finish" if reason in OVER else "hang" if reason == "hung" else reason
     if event.kind == "rollback":

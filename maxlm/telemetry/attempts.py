@@ -72,7 +72,8 @@ class _Span(NamedTuple):
     def hung(self) -> bool:
         """True if it was ended because nothing moved."""
         alarmed = any(event.kind == "alarm" and event.data.get("cause") == "hang" for event in self.events)
-        return self.dead and (alarmed or (self.process is not None and self.process.hung))
+        recorded = self.end.data.get("reason") == "hung"
+        return recorded or (self.dead and (alarmed or (self.process is not None and self.process.hung)))
 
     @property
     def goodput(self) -> Mapping[str, Any]:
@@ -137,7 +138,7 @@ def _attempt(span: _Span, counted: tuple[int, int]) -> Attempt:
             seconds[part] += max(0.0, left - before)
             unfinished_s += max(0.0, left - before)
             ended = max(ended, process.ended)
-    unfinished_s = min(unfinished_s, seconds[part]) if span.dead else 0.0
+    unfinished_s = min(unfinished_s, seconds[part]) if span.dead or span.hung else 0.0
     if span.hung:
         seconds[part] -= unfinished_s
         seconds["hang"] += unfinished_s

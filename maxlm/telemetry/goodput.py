@@ -49,8 +49,8 @@ class Goodput:
         self._switch("step" if part in ("init", "compile") else part)
 
     @contextmanager
-    def measure(self, part: Part) -> Iterator[None]:
-        """Attribute the time of the block to `part`, without that of nested blocks.
+    def measure(self, part: Part, *, counts: bool = True) -> Iterator[None]:
+        """Attribute the time of the block to `part`, without that of nested blocks. A block of `step` is a step done, if it `counts`.
 
         Until `started` a step counts as `compile`, because it includes loading the program.
         """
@@ -59,7 +59,7 @@ class Goodput:
         try:
             yield
         finally:
-            self._switch("step" if outer == "init" and not self._starting else outer, steps=part == "step")
+            self._switch("step" if outer == "init" and not self._starting else outer, steps=counts and part == "step")
 
     def summary(self) -> dict[str, Any]:
         """`{"wall_s": float, "seconds": {part: float}, "steps": int, "part": str, "part_s": float}`, ready to be an event's data.

@@ -21,7 +21,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
-from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event
 from maxlm.training import evidence
 from maxlm.training.ema import average_of
@@ -57,7 +57,9 @@ def restore_or_init(
     if latest is not None:
         start = _restore(program, checkpoints, journal, unfit, goodput)
     else:
-        start = Start((init or program.init)(), 0, left_out=journal.left_out({}))
+        with _measured(goodput, "init"):
+            state = (init or program.init)()
+        start = Start(state, 0, left_out=journal.left_out({}))
         if unfit:
             checkpoints.resume_at(0)
     compiled.result()
@@ -66,10 +68,14 @@ def restore_or_init(
 
 def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit: Mapping[int, str], goodput: Goodput | None) -> Start:
     began = time.monotonic()
-    with goodput.measure("restore") if goodput is not None else contextlib.nullcontext():
+    with _measured(goodput, "restore"):
         restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
     return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
+
+
+def _measured(goodput: Goodput | None, part: Part) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if goodput is None else goodput.measure(part)
 
 
 def train(session: Session, start: Start) -> Outcome:
@@ -194,7 +200,7 @@ def _corrupted(session: Session, step: int, state: TrainState, batch: Any = None
     """End of the run if a check for silent corruption finds any: of the copies of the state, or, with a batch, of what devices compute."""
     if session.integrity is None:
         return None
-    with session.goodput.measure("step"):
+    with session.goodput.measure("step", counts=False):
         checks = session.integrity
         end = checks.check(step, state, now=now) if batch is None else checks.replay(step, state, batch)
     return None if end is None else replace(end, state=state)

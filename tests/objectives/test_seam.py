@@ -95,7 +95,12 @@ def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, mon
     measured = meter.Meter(stand_in, observers, 0)
     for step in range(1, 4):
         sums = Sums(jnp.float32(4), {"loss": jnp.float32(8), "loss_ahead": jnp.array([12.0, 16.0])}, {"heaviest": jnp.float32(-step)})
-        values = sums.values(Weighted.metrics) | {"grad_norm": jnp.float32(1), "lr": jnp.float32(1), "tokens": sums.denominator, "skipped": jnp.int32(0)}
+        values = sums.values(Weighted.metrics) | {
+            "grad_norm": jnp.float32(1),
+            "lr": jnp.float32(1),
+            "tokens": sums.denominator,
+            "skipped": jnp.int32(0),
+        }
         measured.stepped(step, meter.Metrics(values), 0.0)
     measured.flush()
     observers.close()
