@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxlm.telemetry.attempts import attempts_of
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
@@ -118,3 +119,10 @@ def test_any_figures_of_an_end_make_an_attempt(run, goodput):
     (attempt,) = load_run(run.path).attempts
     assert attempt.wall_s == 10.0
     assert sum(attempt.seconds.values()) == pytest.approx(10.0)
+
+
+def test_a_hang_that_was_ended_and_said_so_is_no_time_of_steps():
+    goodput = {"wall_s": 100.0, "seconds": {"init": 10.0, "step": 90.0}, "steps": 30, "part": "step", "part_s": 60.0}
+    events = [Event("start", 0, 1000.0, {"startup_s": 0.0}), Event("stop", 30, 1100.0, {"reason": "hung", "goodput": goodput})]
+    (attempt,) = attempts_of(events, lambda: [])
+    assert (attempt.seconds["hang"], attempt.seconds["step"]) == (60.0, 30.0)

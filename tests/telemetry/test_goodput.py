@@ -133,3 +133,13 @@ def test_the_parts_add_up_to_the_wall_time_whatever_happens(seed):
     assert summary["wall_s"] == pytest.approx(clock.now - 100.0, abs=1e-3)
     assert sum(summary["seconds"].values()) == pytest.approx(clock.now - 100.0, abs=1e-2)
     assert all(seconds > 0 for seconds in summary["seconds"].values())
+
+
+def test_checks_beside_a_step_take_its_time_and_are_no_steps():
+    clock = Clock()
+    goodput = Goodput(clock)
+    goodput.started()
+    for counts in (False, False, True):
+        with goodput.measure("step", counts=counts):
+            clock.wait(2)
+    assert (goodput.summary()["steps"], goodput.summary()["seconds"]["step"]) == (1, 6)
