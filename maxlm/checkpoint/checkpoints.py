@@ -8,6 +8,7 @@ order, and each writes its own shards.
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import re
@@ -17,22 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
-from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, failed_save
+from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
-from maxlm.checkpoint.tree_paths import abstract_leaf, bytes_here, named_leaves
+from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
 from maxlm.config.paths import is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
-from maxlm.config.transient import first_line
+from maxlm.config.transient import first_line, retried
 
 _log = logging.getLogger(__name__)
+STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
@@ -49,7 +52,7 @@ class Restored:
     state: Any
     data_position: dict[str, Any]
     skipped: tuple[str, ...] = ()
-    source: str = "checkpoint"  # or "memory", or "memory of peers" where a process had lost its part
+    source: str = STORE  # or "memory", or "memory of peers" where a process had lost its part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +122,19 @@ class Checkpoints:
         self._settle()
         copy = self.memory.newest() if self.memory is not None else None
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
+        problem = ""
         for step in self.steps() if jax.process_index() == 0 else ():
-            with contextlib.suppress(CheckpointError, DamagedError, OSError):  # reported when it is restored
-                found[step] = manifest.read(self.directory / str(step)).data_position
+            folder = self.directory / str(step)
+            try:
+                found[step] = retried(functools.partial(manifest.read, folder), f"reading the manifest of {folder}").data_position
+            except (CheckpointError, DamagedError):
+                continue  # reported when it is restored
+            except OSError as error:  # without it nobody knows whether training has gone back behind this checkpoint
+                problem = problem or f"the manifest of {folder} cannot be read: {first_line(error)}"
+        if multihost.max_over_processes(int(bool(problem))):
+            raise UnreachableError(
+                f"{problem or 'process 0 cannot read a manifest'}; try again when the cause is gone. Nothing was changed."
+            )
         text = multihost.text_from_process_0(json.dumps(found))
         return {int(step): position for step, position in json.loads(text).items()}
 
@@ -206,12 +219,21 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """Wait as `wait` does, and end the background threads. Once all is saved, the copies in memory go."""
+    def discard_copy(self, reason: str) -> None:
+        """Use the newest copy in memory no more; `reason` is logged."""
+        if self.memory is not None:
+            self.memory.discard(reason)
+
+    def close(self, *, remove_copies: bool = False) -> None:
+        """Wait as `wait` does, and end the background threads. Copies in memory go once there is a checkpoint as new as they are, or with
+        `remove_copies`.
+        """
         try:
             self.wait()
             if self.memory is not None:
-                self.memory.close()
+                saved = max(multihost.from_process_0(self.steps()), default=-1)
+                copied = multihost.max_over_processes(self.memory.newest_step + 1) - 1
+                self.memory.close(remove=remove_copies or saved >= copied)
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -228,6 +250,8 @@ class Checkpoints:
         after several tries.
         """
         restored = self._from_memory(abstract_state, unfit or {}) if step is None else None
+        if restored is None and step is None and self.latest(unfit or {}) is None and self.memory is not None:
+            raise CopyLostError(f"{self.directory} has no checkpoint to continue from, and no copy in memory can be used.")
         restored = restored or self._restore(abstract_state, step, self._identity, unfit or {})
         self._resumed_at = restored.step
         if self.memory is not None:
@@ -257,11 +281,14 @@ class Checkpoints:
         if copy is None:
             return None
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
-        known = copy.layout.described.leaves.keys() >= wanted.keys()  # else of other settings: a checkpoint may lack optional leaves
-        loaded = self.memory.restore(wanted) if known else None
+        described = copy.layout.described.leaves
+        absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in described}
+        loaded = self.memory.restore({name: leaf for name, leaf in wanted.items() if name not in absent})
         if loaded is None:
+            self.memory.discard()
             return None
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.arrays[name] for name in wanted])
+        arrays = loaded.arrays | {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
         source = "memory of peers" if loaded.sent else "memory"
         passed_over = tuple(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())
         return Restored(copy.step, state, loaded.data_position, passed_over, source=source)

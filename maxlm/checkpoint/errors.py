@@ -16,6 +16,10 @@ class CheckpointError(UserError):
     """A checkpoint could not be written, read or used. One line: which one, where, why, and what to do."""
 
 
+class CopyLostError(CheckpointError):
+    """A copy in memory was all there was to continue from, and it cannot be used."""
+
+
 class DamagedError(Exception):
     """The bytes of a checkpoint are not those that were written; the previous one may be good."""
 

@@ -178,6 +178,17 @@ class MemoryCopies:
             self._remove_newer(step + 1)
             self._next, self._complete, self._at = None, -1, -1
 
+    def discard(self, reason: str = "") -> None:
+        """Forget `newest`: it cannot be used."""
+        if reason and self._found is not None:
+            self._say(f"the copy of step {self._found.step} in memory is not used: {reason}")
+        self._found = None
+
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest copy that this process knows to be complete; -1: none."""
+        return max(self._complete, -1 if self._found is None else self._found.step)
+
     def close(self, *, remove: bool = True) -> None:
         """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
         self._settle()

@@ -99,9 +99,9 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
         raise DamagedError("a copy could not be read, here or in another process")
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != described.leaves[name].digest]
-    if changed:
+    if multihost.max_over_processes(int(bool(changed))):
         raise DamagedError(
-            f"the bytes of {', '.join(changed[:3])} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
+            f"the bytes of {', '.join(changed[:3]) or 'leaves of another process'} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
         )
     return Loaded(arrays, described.data_position, sent)
 

@@ -97,6 +97,10 @@ def on_present(config: Config, here: Cluster) -> Config:
         raise UserError(
             f"elastic: {devices} devices on {len(here.hosts)} of {here.configured} processes make no mesh: set cluster.topology."
         )
+    memory = smaller.memory_checkpoints
+    if memory is not None and memory.domains is not None and here.group is not None and max(here.group.configured) < len(memory.domains):
+        present = memory.model_copy(update={"domains": tuple(memory.domains[number] for number in here.group.configured)})
+        return smaller.model_copy(update={"memory_checkpoints": present})
     return smaller
 
 

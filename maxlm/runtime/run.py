@@ -181,7 +181,7 @@ def _run(
     data = opened.train
     watchdog.follow(goodput)
     program = build_program(config, build_mesh(config))
-    integrity.check_mesh(config, program.mesh)
+    config = _with_possible_checks(config, program, here, phases)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     flips = bit_flips.from_environment(directory.path)
     tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
@@ -232,7 +232,7 @@ def _run(
             hung = {"reason": "hung"} if watchdog.fired else {}
             regroup = outcome.status == "preempted" and bool(here.regrouping())
             observers.on_event(Event("stop", outcome.step, data=summary | hung | ({"regroup": True} if regroup else {})))
-        checkpoints.close()
+        checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=regroup)
         if phases.primary:
             _conclude(
@@ -303,6 +303,18 @@ def _start(
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
             integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init
+
+
+def _with_possible_checks(config: Config, program: Program, here: Cluster, phases: Phases) -> Config:
+    """`config`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
+    try:
+        integrity.check_mesh(config, program.mesh)
+    except ConfigError as error:
+        if not here.absent:
+            raise
+        phases.say(f"no checks for silent corruption until all hosts are back ({error})")
+        return config.model_copy(update={"integrity": None})
+    return config
 
 
 def _integrity(

@@ -29,7 +29,7 @@ class StopSignal:
         self._alone = jax.process_count() == 1
         # Times that this was called, equally often in all processes. jax's service agrees on one more than the largest number that it was
         # called with, 0 before the first call: with the step of a resumed run it would never be reached if the signal came before.
-        self._asked = 0
+        self._asked, self._reached = 0, False  # jax's service says only once that the agreed call is this one
         self._restore = contextlib.ExitStack()
         self._restore.enter_context(deadline.allow(deadline.SAVE))
         for number in deadline.SIGNALS:
@@ -39,7 +39,8 @@ class StopSignal:
         if self._alone:
             return self.received
         self._asked += 1
-        if not multihost_utils.reached_preemption_sync_point(self._asked):
+        self._reached = self._reached or multihost_utils.reached_preemption_sync_point(self._asked)
+        if not self._reached:
             return None
         return self.received or self._regrouping() or "SIGTERM"
 

@@ -64,6 +64,7 @@ class Unsettled:
 
     step: int
     element: Element
+    devices: tuple[str, ...] = ()  # keys, in the order of the positions
 
 
 class Findings:
@@ -79,7 +80,7 @@ class Findings:
         if saved := record.get("unsettled"):
             element = saved["element"]
             values = {int(position): value for position, value in element["values"].items()}
-            self.unsettled = Unsettled(saved["step"], Element(element["leaf"], element["place"], values))
+            self.unsettled = Unsettled(saved["step"], Element(element["leaf"], element["place"], values), tuple(saved.get("devices", ())))
 
     def add(self, step: int, reason: str, named: Sequence[DeviceName], suspects: Sequence[DeviceName]) -> None:
         """Add a finding: a strike for each device that is `named`, none for suspects."""
@@ -102,7 +103,7 @@ class Findings:
         if not self._run.primary:
             return
         unsettled = self.unsettled
-        saved = unsettled and {"step": unsettled.step, "element": unsettled.element._asdict()}
+        saved = unsettled and {"step": unsettled.step, "element": unsettled.element._asdict(), "devices": unsettled.devices}
         record = {"findings": self._findings, "strikes": self.strikes, "hosts": self._hosts, "unsettled": saved}
         try:
             write_text(self._run.integrity, json.dumps(record, indent=1) + "\n")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import IntegrityConfig
@@ -110,7 +111,7 @@ class Integrity:
         sums = digest(first)
         jax.tree.map(lambda leaf: leaf.delete(), first)  # before the second needs its place
         state, metrics = advance(kept, batch)
-        if digest(state) != sums:
+        if multihost.max_over_processes(int(digest(state) != sums)):  # each process reads the sums of its own devices
             self._unequal = done
         return state, metrics
 
@@ -129,7 +130,7 @@ class Integrity:
         if not verdict.odd:
             groups = [(name, list(values)) for name, values in disagreeing][:LOOKED_AT]
             clearest = max((self._replicas.widest(state, name, group) for name, group in groups), key=_clarity)
-            self._findings.unsettled = Unsettled(step, clearest)
+            self._findings.unsettled = Unsettled(step, clearest, tuple(device.key for device in self._devices))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return self._corrupted(running.step, f"held other bits of {names[0]}{more} than its copies", verdict, self._agreed)
 
@@ -152,7 +153,7 @@ class Integrity:
             self._alarm(step, "corrupted", f"computing step {step:,} again did not tell which device was wrong")
             return None
         end = self._corrupted(step, f"held a wrong {unsettled.element.leaf} before training went back", verdict, step)
-        return end if end.roll_back is None else None
+        return end if end.roll_back is not None and end.roll_back.final else None
 
     def _corrupted(self, step: int, did: str, verdict: Verdict, before: int) -> Outcome:
         """Report and record a finding. The end of the run if a device was named too often, else the way back."""
@@ -167,7 +168,8 @@ class Integrity:
         self._alarm(step, "corrupted", reason, **found, certain=bool(named))
         if out := self._findings.struck_out(named):
             hosts = ", ".join(sorted({device.host for device in out}))
-            return Outcome("corrupted", step, f"{reason}; not for the first time: replace host {hosts}")
+            back = RollBack(reason, "corrupted", before, final=True)
+            return Outcome("corrupted", step, f"{reason}; not for the first time: replace host {hosts}", roll_back=back)
         return Outcome("corrupted", step, reason, roll_back=RollBack(reason, "corrupted", before))
 
     def _alarm(self, step: int, cause: str, reason: str, **data: Any) -> None:
@@ -183,7 +185,11 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
         replay = CellReplay(program)
         _ = replay.program
     _ = replicas.program
-    return Integrity(settings, replicas, replay, device_names(program.mesh, hosts), findings, start, report)
+    devices = device_names(program.mesh, hosts)
+    if findings.unsettled is not None and findings.unsettled.devices != tuple(device.key for device in devices):
+        findings.unsettled = None  # its positions are those of another mesh
+        findings.write()
+    return Integrity(settings, replicas, replay, devices, findings, start, report)
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.checkpoints import STORE
+from maxlm.checkpoint.errors import CopyLostError
 from maxlm.config.errors import UserError
 from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
@@ -30,7 +32,7 @@ from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
-from maxlm.training.saving import Saving
+from maxlm.training.saving import Saving, not_finite
 from maxlm.training.session import Outcome, RollBack, Session, Start
 from maxlm.training.step import TrainState
 
@@ -54,9 +56,11 @@ def restore_or_init(
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)  # an error below is raised at once
+    start = None
     if latest is not None:
-        start = _restore(program, checkpoints, journal, unfit, goodput)
-    else:
+        with contextlib.suppress(CopyLostError):  # a copy in memory was all there was
+            start = _restore(program, checkpoints, journal, unfit, goodput)
+    if start is None:
         with _measured(goodput, "init"):
             state = (init or program.init)()
         start = Start(state, 0, left_out=journal.left_out({}))
@@ -70,6 +74,11 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
     began = time.monotonic()
     with _measured(goodput, "restore"):
         restored = checkpoints.restore(program.abstract_state, unfit=unfit)
+        if restored.source != STORE and (
+            names := not_finite(restored.state, program.mesh)
+        ):  # copies are made without a look at their numbers
+            checkpoints.discard_copy(f"it holds values that are not finite, in {names[0]}")
+            restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
     return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
 
@@ -96,7 +105,8 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     same_data = start.position.get("store") == session.data.fingerprint
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
     meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped)
-    saving = Saving(session, meter, start.step)
+    from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
+    saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.left_out = start.left_out
     with jax.set_mesh(session.program.mesh):
         try:
@@ -114,20 +124,26 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
 
     The roll back is recorded before anything else: a kill at any moment then leads to the same state, and the same data order.
     """
-    began, journal, checkpoints = time.monotonic(), session.journal, session.checkpoints
+    session.check_owner()
+    began, journal = time.monotonic(), session.journal
     settings = session.program.config.health or HealthConfig()
-    saving.poll(None)
     before = min((back.before, *back.batches))
     batches = [batch_number(step, start.left_out) for step in back.batches]
-    problem = journal.refusal(settings, end.step) or _unreachable(session, before)
-    problem = problem or journal.add(end.step, before, batches, back.cause, back.reason)
+    with session.goodput.measure("save"):
+        saving.poll(None)
+        problem = "" if back.final else journal.refusal(settings, end.step) or _unreachable(session, before)
+    if not problem or back.cause == "corrupted":  # also where this start ends: the next one must not continue from a wrong state
+        problem = journal.add(end.step, before, batches, back.cause, back.reason) or problem
+    if back.final:
+        return None
     if problem:
         meter.health.fail(f"{back.reason}; {problem}")
         return None
     evidence.write(session, meter.health, end.step, back)
     for leaf in jax.tree.leaves(end.state):
         leaf.delete()  # or there would be two states
-    again = restore_or_init(session.program, checkpoints, session.init, journal, session.goodput)
+    again = restore_or_init(session.program, session.checkpoints, session.init, journal, session.goodput)
+    session.progress.pause()
     data = {"from_step": end.step, "reason": back.reason, "cause": back.cause, "batches": batches}
     data |= {"seconds": round(time.monotonic() - began, 3), "passed_over": (again.restored or {}).get("passed_over", [])}
     session.observers.on_event(Event("rollback", again.step, data=data))
@@ -152,7 +168,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     try:
         for step in range(start.step, total):
             reason = session.stop(step)
-            if end := _corrupted(session, step, state, now=saving.due(step)):
+            if end := _corrupted(session, step, state, now=saving.due(step) or saving.copy_due(step)):
                 return replace(end, eval_loss=eval_loss)
             if reason is None:
                 saving.save_if_due(step, state)

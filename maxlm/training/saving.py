@@ -27,10 +27,11 @@ NAMED = 3  # leaves named in a message; the others are counted
 class Saving:
     """Saves the states of one attempt, and reports how each save ended."""
 
-    def __init__(self, session: Session, meter: Meter, start: int) -> None:
+    def __init__(self, session: Session, meter: Meter, start: int, *, saved: bool = True) -> None:
+        """`saved`: the state of `start` is that of a checkpoint, or the first one; else of a copy in memory."""
         self._session, self._meter = session, meter
         self._start = start
-        self._saved = start  # step of the newest save, or of the checkpoint that training continues
+        self._saved = start if saved else start - 1  # step of the newest save, or of the checkpoint that training continues
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure_reported = False  # of the newest save
@@ -111,6 +112,11 @@ class Saving:
         else:
             data = {"seconds": round(time.monotonic() - self._began, 3), "blocked_s": round(self._blocked_s, 4)}
             self._session.observers.on_event(Event("save", ended.step, data=data))
+
+    def copy_due(self, step: int) -> bool:
+        """True if the state of `step` is to be copied to memory, unless training is in trouble."""
+        memory = self._session.checkpoints.memory
+        return memory is not None and step != self._start and memory.due(step)
 
     def _copy_if_due(self, step: int, state: TrainState) -> None:
         """Start a copy of `state` in memory if one is due. Its health is that of the updates read so far: nothing waits for the device."""

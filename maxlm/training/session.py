@@ -81,13 +81,14 @@ class Start:
 @dataclass(frozen=True)
 class RollBack:
     """Request to go back to the newest healthy checkpoint of step `before` or earlier, and to leave out the batches of the steps `batches`,
-    counted from 0. `cause`: one word, as of alarms.
+    counted from 0. `cause`: one word, as of alarms. `final`: this start ends, and the next one goes back.
     """
 
     reason: str
     cause: str
     before: int
     batches: tuple[int, ...] = ()
+    final: bool = False
 
 
 @dataclass(frozen=True)
