@@ -50,9 +50,8 @@ def read_checkpoint(
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != saved.leaves[name].digest]
     if multihost.max_over_processes(int(bool(changed))):
-        raise DamagedError(
-            f"the bytes of {', '.join(changed[:3]) or 'leaves of another process'} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
-        )
+        names = ", ".join(changed[:3]) or "leaves of another process"
+        raise DamagedError(f"the bytes of {names} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)")
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
     return arrays | zeros, saved.data_position
 

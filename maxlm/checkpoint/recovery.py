@@ -100,9 +100,8 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != described.leaves[name].digest]
     if multihost.max_over_processes(int(bool(changed))):
-        raise DamagedError(
-            f"the bytes of {', '.join(changed[:3]) or 'leaves of another process'} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)"
-        )
+        names = ", ".join(changed[:3]) or "leaves of another process"
+        raise DamagedError(f"the bytes of {names} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)")
     return Loaded(arrays, described.data_position, sent)
 
 

@@ -5,6 +5,7 @@ Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name
 """
 
 import ipaddress
+import itertools
 import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -219,7 +220,7 @@ def _all_nodes(nodes: str) -> list[str]:
         names = [""]
         for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
             parts = [text] if text else [number for part in ranges.split(",") for number in _numbers(part)]
-            names = [name + part for name in names for part in parts][:MAX_PROCESSES]
+            names = list(itertools.islice((name + part for name in names for part in parts), MAX_PROCESSES))
         found += names
     return found[:MAX_PROCESSES]
 

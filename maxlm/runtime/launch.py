@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ MAX_BACKOFF_SECONDS = 60.0  # less than a host waits for the others, so that hos
 MARGIN_SECONDS = 10.0  # beyond its grace time, after which a run that received a signal is killed
 FROZEN_SECONDS = 60.0  # after which a run stopped by SIGSTOP is killed and restarted: the other hosts wait for it
 _POLL_SECONDS = 1.0
+_SLEEP_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the one that this process received
         self._signal_at = 0.0
-        self._stopped = threading.Event()
         self._log = EndLog(say)
         self._absent: tuple[int, ...] = ()  # numbers of the processes without which the run went on before
 
@@ -119,7 +118,7 @@ class Supervisor:
             line = f"maxlm launch: the run {end}; {which} in {pause:g} s"
             self._say(line)
             self._record(end, line)
-            if self._stopped.wait(pause):
+            if self._stopped_within(pause):
                 return ExitCode.STOPPED
             pause = min(2 * pause, MAX_BACKOFF_SECONDS)
 
@@ -191,11 +190,17 @@ class Supervisor:
                 process.wait()
                 return reason
 
+    def _stopped_within(self, seconds: float) -> bool:
+        """Wait; True once a signal has come. By a plain field: a handler must not take a lock that this thread may hold."""
+        until = time.monotonic() + seconds
+        while self._signal is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _SLEEP_SECONDS))
+        return self._signal is not None
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:
             self._signal_at = time.monotonic()
         self._signal = number
-        self._stopped.set()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
