@@ -1,6 +1,5 @@
 """Saves that are killed or find no room: older checkpoints stay good, and the next save works."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_run import environment
 
 # Saves states 1, 2, 3 ... of 8 MB; every element of state n is n. Says which step is committed and which has begun.
 SAVING = """
@@ -83,11 +83,6 @@ assert store.last_failure is None and store.steps() == [5]
 assert bool((store.restore(state(0)).state["params"]["w"] == 5).all())
 store.close()
 """
-
-
-def environment() -> dict[str, str]:
-    """One CPU device: these programs need no mesh and start faster."""
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 def run(program: str, *arguments: str) -> str:

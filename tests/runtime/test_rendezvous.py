@@ -55,17 +55,18 @@ else:
 def start():
     """Starts process `process` of `count`, which stays until told otherwise.
 
-    `then`: stay, crash, crash-later, wrong, or seconds until it ends; `told`: another count; `secret`: "" for none; `extra`: variables.
+    `then`: stay, crash, crash-later, wrong, or seconds until it ends; `told`: another count; `secret`: "" for none; `port`: where another
+    group meets; `extra`: variables.
     """
-    port, started = free_port(), []
+    own, started = free_port(), []
 
-    def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, **extra):
+    def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, port=own, **extra):
         program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
         how = {message_socket.SECRET: secret, **extra}
         started.append(subprocess.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
-    go.port = port
+    go.port = own
     yield go
     for process in started:
         process.kill()
@@ -273,13 +274,17 @@ def test_what_was_refused_is_said_when_time_is_up(start):
     assert code == 6 and "process 1 did not come" in said and "was started for 3 processes, and" in said
 
 
-@pytest.mark.parametrize("secrets", [(SECRET, "another secret, just as long"), (SECRET, ""), ("", SECRET)])
-def test_another_secret_is_named_on_both_sides(start, secrets):
-    first, second = (start(number, 2, seconds=4 - number, secret=secrets[number]) for number in range(2))
-    (code, here), (other, there) = end(first), end(second)
-    assert (code, other) == (6, 6)
-    assert "process 1 did not come" in here and "MAXLM_CLUSTER_SECRET" in here
-    assert "did not answer for 3 s (it " in there and "MAXLM_CLUSTER_SECRET" in there
+def test_another_secret_is_named_on_both_sides(start):
+    """Or that one side has none. The three pairs wait at the same time."""
+    pairs = []
+    for secrets in ((SECRET, "another secret, just as long"), (SECRET, ""), ("", SECRET)):
+        port = free_port()
+        pairs.append([start(number, 2, seconds=4 - number, secret=secrets[number], port=port) for number in range(2)])
+    for first, second in pairs:
+        (code, here), (other, there) = end(first), end(second)
+        assert (code, other) == (6, 6)
+        assert "process 1 did not come" in here and "MAXLM_CLUSTER_SECRET" in here
+        assert "did not answer for 3 s (it " in there and "MAXLM_CLUSTER_SECRET" in there
 
 
 def test_a_secret_that_can_be_guessed_is_refused():
@@ -468,18 +473,22 @@ def test_after_the_meeting_nobody_listens(start):
         socket.create_connection(("localhost", start.port), timeout=5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_that_is_stopped_is_named_by_all_others(start, victim):
-    """Its kernel still answers for it."""
-    everyone = [start(number, 3, HEARTBEAT_TIMEOUT_SECONDS="4") for number in range(3)]
-    for process in everyone:
-        assert process.stdout.readline()
-    everyone[victim].send_signal(signal.SIGSTOP)
-    ends = [end(process, 60) for number, process in enumerate(everyone) if number != victim]
-    assert [code for code, _ in ends] == [6, 6]
-    for _, said in ends:
-        assert said.startswith(f"maxlm: lost {socket.gethostname()} (process {victim}): no heartbeat for ")
-        assert said.endswith("while its host answers: the process is stopped, or hangs")
+def test_one_that_is_stopped_is_named_by_all_others(start):
+    """Its kernel still answers for it. Process 0 of one group, process 1 of another, at the same time."""
+    groups = {}
+    for victim in (0, 1):
+        port = free_port()
+        groups[victim] = [start(number, 3, port=port, HEARTBEAT_TIMEOUT_SECONDS="4") for number in range(3)]
+    for victim, everyone in groups.items():
+        for process in everyone:
+            assert process.stdout.readline()
+        everyone[victim].send_signal(signal.SIGSTOP)
+    for victim, everyone in groups.items():
+        ends = [end(process, 60) for number, process in enumerate(everyone) if number != victim]
+        assert [code for code, _ in ends] == [6, 6]
+        for _, said in ends:
+            assert said.startswith(f"maxlm: lost {socket.gethostname()} (process {victim}): no heartbeat for ")
+            assert said.endswith("while its host answers: the process is stopped, or hangs")
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
@@ -496,12 +505,12 @@ def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
 
 def test_a_process_that_was_stopped_for_a_while_blames_nobody(start):
     """Messages sent meanwhile count."""
-    everyone = [start(number, 3, then=9, HEARTBEAT_TIMEOUT_SECONDS="5") for number in range(3)]
+    everyone = [start(number, 3, then=7, HEARTBEAT_TIMEOUT_SECONDS="5") for number in range(3)]
     for process in everyone:
         assert process.stdout.readline()
     for _ in range(2):
         everyone[0].send_signal(signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(2)
         everyone[0].send_signal(signal.SIGCONT)
         time.sleep(1)
     assert [end(process, 60) for process in everyone] == [(0, "")] * 3
