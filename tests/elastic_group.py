@@ -40,7 +40,7 @@ began = time.monotonic()
 while not group.regrouping and not os.path.exists("done"):
     time.sleep(0.05)
 if not group.regrouping and group.returning is not None:
-    group.returning.close(finished=True)
+    group.returning.close()
 group.leave()
 time.sleep(0.3)
 sys.exit(0 if not group.regrouping else 7)

@@ -80,10 +80,10 @@ class Cluster:
 
         self.group.returning.when_larger(grow)
 
-    def finish(self) -> None:
-        """Tell processes that wait for their return that the run is done."""
+    def finish(self, reason: str = "") -> None:
+        """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again."""
         if self.group is not None and self.group.returning is not None:
-            self.group.returning.close(finished=True)
+            self.group.returning.close(reason)
 
 
 @contextlib.contextmanager

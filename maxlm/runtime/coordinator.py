@@ -145,10 +145,15 @@ class Coordinator:
         for task in tasks:
             task.cancel()
 
-    def finish(self) -> None:
-        """Tell processes that wait for their return that the run is done. Call it once `wait_for_returning` has ended."""
+    def finish(self, reason: str = "") -> None:
+        """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again. Call it once
+        `wait_for_returning` has ended.
+        """
         for member in self._members.values():
-            member.socket.try_send("finished")
+            if reason:
+                member.socket.try_send("refused", reason=f"the run that this process waited for has ended: {reason}", wrong=True)
+            else:
+                member.socket.try_send("finished")
 
     async def _wait_for_change(self) -> None:
         if self._quorum is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,11 +10,16 @@ from dataclasses import replace
 import pytest
 from small_run import free_port
 
-from maxlm.runtime import coordinator
+from maxlm.config.errors import ExitCode, UserError
+from maxlm.runtime import coordinator, process_group, rendezvous
+from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.coordinator import Coordinator, SupersededError
+from maxlm.runtime.launch import NO_RESTART
 from maxlm.runtime.lookout import open_socket
+from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.runtime.returning import ReturningProcesses
 
 SECRET = b"a secret of the tests"
 
@@ -85,3 +91,43 @@ def test_one_that_gives_way_to_nobody_waits():
 def test_everybody_may_meet_under_another_than_process_0():
     """It connects to one that coordinates just then: the numbers begin with the coordinator's, or process 0 refuses them."""
     assert meet(1, range(3), count=3, together=1) == ((1, 0, 2), {"members"})
+
+
+ENDS = {
+    "done": (lambda group: Cluster("", ("h",), group=group).finish(), ExitCode.DONE, "the run is done"),
+    "unhealthy": (
+        lambda group: Cluster("", ("h",), group=group).finish(NO_RESTART[ExitCode.UNHEALTHY]),
+        ExitCode.WRONG_INPUT,
+        "has ended: training is unhealthy and would be again",
+    ),
+    "wrong here": (lambda group: group.leave("x = 1: is wrong", ExitCode.WRONG_INPUT), ExitCode.WRONG_INPUT, "has ended: x = 1: is wrong"),
+    "wrong elsewhere": (
+        lambda group: group.end_all("y = 1: is wrong", ExitCode.WRONG_INPUT, None),
+        ExitCode.WRONG_INPUT,
+        "y = 1: is wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_after_an_end_without_a_restart_nobody_waits_on(monkeypatch, end):
+    """A process that waits until a run takes it in hears of its last end, and does not look for its coordinator for ever."""
+    monkeypatch.setattr(process_group.os, "_exit", lambda code: None)
+    monkeypatch.setattr(process_group, "SETTLE_SECONDS", 0.1)
+    how, code, words = ENDS[end]
+    spec, waits = replace(specification(3), hosts=()), threading.Event()
+    quorum = Quorum(3, 1, 1, lambda units: True, wait_s=0.3, grow_after_s=60.0)
+    one = Coordinator(spec, "h", SECRET, lambda text: None, quorum)
+    group = ProcessGroup(replace(spec, count=2), ("h", "h"), {}, configured=(0, 1))
+    listeners = coordinator.listen("127.0.0.1", int(spec.address.rpartition(":")[2]), 3)
+    group.returning = ReturningProcesses(one, listeners, (0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(rendezvous.join, replace(spec, process=2), 3.0, SECRET, lambda text: waits.set(), quorum)
+        assert waits.wait(10)
+        how(group)
+        try:
+            with pytest.raises(UserError, match=words) as ended:
+                back.result(20)
+        finally:
+            group.returning.close()
+    assert ended.value.exit_code == code
