@@ -18,14 +18,14 @@ from maxlm.config.errors import UserError
 from maxlm.runtime import coordinator, lookout, message_socket, process_group, rendezvous
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.quorum import Quorum
-process, port, hosts, wait_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), float(sys.argv[4])
+process, port, hosts, wait_s, together = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), float(sys.argv[4]), int(sys.argv[5])
 coordinator.SETTLE_SECONDS, coordinator.POLL_SECONDS, lookout.PAUSE_SECONDS = 3.0, 0.2, 0.2
 process_group.SETTLE_SECONDS = 0.2
 if "HEARTBEAT_TIMEOUT_SECONDS" in os.environ:
     process_group.HEARTBEAT_SECONDS, process_group.HEARTBEAT_TIMEOUT_SECONDS = 0.5, float(os.environ["HEARTBEAT_TIMEOUT_SECONDS"])
 message_socket.KEEPALIVE_SECONDS = 6
 spec = ProcessSpec(len(hosts), process, f"{hosts[0]}:{port}", "a test", hosts=tuple(hosts))
-quorum = Quorum(len(hosts), 1, 1, lambda units: True, wait_s, grow_after_s=1.0, digest=os.environ.get("DIGEST", ""))
+quorum = Quorum(len(hosts), together, 1, lambda units: True, wait_s, grow_after_s=1.0, digest=os.environ.get("DIGEST", ""))
 say = lambda text: print(json.dumps({"said": text, "at": time.time()}), flush=True)
 try:
     group = rendezvous.join(spec, 60, message_socket.shared_secret(os.environ), say, quorum)
@@ -40,7 +40,7 @@ began = time.monotonic()
 while not group.regrouping and not os.path.exists("done"):
     time.sleep(0.05)
 if not group.regrouping and group.returning is not None:
-    group.returning.close(finished=True)
+    group.returning.close()
 group.leave()
 time.sleep(0.3)
 sys.exit(0 if not group.regrouping else 7)
@@ -51,14 +51,14 @@ AGAIN = 'while true; do "$@"; code=$?; case $code in 6 | 7) ;; *) exit $code ;; 
 class Cluster:
     """Processes on loopback addresses of their own, or on `hosts`, each started again when its run ends."""
 
-    def __init__(self, folder, count, wait_s=3.0, hosts=None):
-        self.folder, self.port, self.wait_s, self.namespaces = folder, free_port(), wait_s, hosts
+    def __init__(self, folder, count, wait_s=3.0, hosts=None, together=1):
+        self.folder, self.port, self.how, self.namespaces = folder, free_port(), (str(wait_s), str(together)), hosts
         self.hosts = [f"127.0.0.{number + 1}" for number in range(count)] if hosts is None else hosts.names
         self.running = {}
 
     def start(self, *numbers, **extra):
         for number in numbers:
-            program = [sys.executable, "-c", PROGRAM, str(number), str(self.port), ",".join(self.hosts), str(self.wait_s)]
+            program = [sys.executable, "-c", PROGRAM, str(number), str(self.port), ",".join(self.hosts), *self.how]
             with self._log(number).open("a") as log:
                 how = {"env": environment(**{SECRET: "a secret of the tests", **extra}), "stdout": log, "stderr": log, "cwd": self.folder}
                 command, how["start_new_session"] = ["sh", "-c", AGAIN, "sh", *program], True
@@ -80,7 +80,7 @@ class Cluster:
         return " ".join(one["said"] for one in self._lines(number) if "said" in one)
 
     def wait(self, numbers, since=0.0, seconds=90):
-        """Until these, and no others, are a group that was formed after `since`; returns the time when the last one had joined."""
+        """Until these, in this order, and no others, are a group formed after `since`; returns the time when the last one had joined."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             last = [(self.joined(number) or [{"numbers": [], "at": 0}])[-1] for number in numbers]

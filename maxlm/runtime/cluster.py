@@ -80,10 +80,10 @@ class Cluster:
 
         self.group.returning.when_larger(grow)
 
-    def finish(self) -> None:
-        """Tell processes that wait for their return that the run is done."""
+    def finish(self, reason: str = "") -> None:
+        """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again."""
         if self.group is not None and self.group.returning is not None:
-            self.group.returning.close(finished=True)
+            self.group.returning.close(reason)
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def joined(
     group = rendezvous.join(spec, seconds, secret, say, quorum)
     try:
         now, absent = group.spec, sorted(set(range(spec.count)) - set(group.configured))
-        if absent:
+        if group.configured != tuple(range(spec.count)):
             _tell_slices(spec, group.configured, os.environ)
         if now.count > 1:
             _initialize(now, group.local_addresses() if now.process == 0 else set(), say)
@@ -151,8 +151,10 @@ def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int
 
 
 def _tell_slices(spec: ProcessSpec, configured: Collection[int], environ: MutableMapping[str, str]) -> None:
-    """Number the slices of a TPU that are left, for its runtime, which finds the configured ones in the metadata otherwise."""
-    slices = sorted({number // spec.together for number in configured})
+    """Number the slices of a TPU that are left, as their processes are, for its runtime, which finds the configured ones in the metadata
+    otherwise.
+    """
+    slices = list(dict.fromkeys(number // spec.together for number in configured))
     if environ.get("MEGASCALE_NUM_SLICES") or environ.get("TPU_WORKER_ID") or "Cloud TPU" in spec.launcher:
         environ["MEGASCALE_NUM_SLICES"] = str(len(slices))
         environ["MEGASCALE_SLICE_ID"] = str(slices.index(spec.process // spec.together))

@@ -22,7 +22,7 @@ from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped
-from maxlm.runtime.quorum import Quorum
+from maxlm.runtime.quorum import Quorum, candidates
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it
@@ -48,7 +48,7 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes that go on: the numbers they were started with, ascending, this one's first; hosts; sockets by those numbers."""
+    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; sockets by those numbers."""
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -83,6 +83,7 @@ class Coordinator:
         """`began`: time of `time.monotonic` since when this process waits, perhaps for another coordinator at first."""
         self._spec, self._own, self._secret, self._say, self._quorum = spec, own_name, secret, say, quorum
         self.superseded = threading.Event()  # set from outside, once another process coordinates
+        self.gave_way = False  # to another, since this process is not among those that may go on
         self._settled_since = time.monotonic()
         self._began = self._settled_since if began is None else began
         self._running = False  # a run goes on: others wait
@@ -144,10 +145,15 @@ class Coordinator:
         for task in tasks:
             task.cancel()
 
-    def finish(self) -> None:
-        """Tell processes that wait for their return that the run is done. Call it once `wait_for_returning` has ended."""
+    def finish(self, reason: str = "") -> None:
+        """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again. Call it once
+        `wait_for_returning` has ended.
+        """
         for member in self._members.values():
-            member.socket.try_send("finished")
+            if reason:
+                member.socket.try_send("refused", reason=f"the run that this process waited for has ended: {reason}", wrong=True)
+            else:
+                member.socket.try_send("finished")
 
     async def _wait_for_change(self) -> None:
         if self._quorum is None:
@@ -160,22 +166,33 @@ class Coordinator:
         """Numbers of the processes that go on, admitted and alive; () if not yet, and then `_changed` is set at the next change."""
         self._changed.clear()
         everyone = len(self._members) == self._spec.count - 1
-        numbers = tuple(range(self._spec.count)) if everyone else self._fewer()
+        numbers = tuple(range(self._spec.count)) if everyone and self._spec.process == 0 else self._fewer()
         if not numbers:
             return ()
         await self._drop_silent([number for number in numbers if number != self._spec.process])
-        return numbers if self._problem is None and not self._changed.is_set() else ()
+        if self._problem is not None or self._changed.is_set():
+            return ()
+        if numbers[0] != self._spec.process:
+            self.gave_way = True
+            self.superseded.set()
+            return ()
+        return numbers
 
     def _fewer(self) -> tuple[int, ...]:
-        """Numbers of those that go on without the others, this process first; () if it is too early, or they are not enough."""
+        """Numbers of those that go on without the others, the one that coordinates them first: another candidate if this process cannot be
+        among them, for want of the rest of its unit. () if it is too early, or they are not enough.
+        """
         if self._quorum is None:
             return ()
         missing = set(range(self._spec.count)) - {self._spec.process, *self._members}
         waited = SETTLE_SECONDS if missing <= self._quorum.absent else self._quorum.wait_s
         if time.monotonic() < max(self._began + waited, self._settled_since + SETTLE_SECONDS):
             return ()
-        numbers = self._quorum.going_on({self._spec.process, *self._members})
-        return numbers if numbers[:1] == (self._spec.process,) else ()  # jax's service, too, is started by the first
+        for first in (self._spec.process, *candidates(self._spec, self._quorum.together)):
+            numbers = self._quorum.going_on({self._spec.process, *self._members}, first)
+            if numbers[:1] == (first,):  # jax's service, too, is started by the first
+                return numbers
+        return ()
 
     async def _drop_silent(self, numbers: Collection[int]) -> None:
         """Remove those of these members that do not answer."""

@@ -57,7 +57,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         digest(f"{maxlm.__version__} {code_digest()} {jax.__version__} {dump(config)}"),
         _absent_before(os.environ),
     )
-    _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=len(candidates(place.spec)) == 1)
+    _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=len(candidates(place.spec, together)) == 1)
     return quorum
 
 

@@ -92,17 +92,21 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        ends: list[End] = []  # without those of waiting for a host that had joined before, which may take hours
+        ends: list[End] = []  # since the start or the last regroup, without those of waiting for a host, which may take hours
+        joined = False  # all hosts that are needed, in some attempt: they come back
         pause = self._backoff
         while True:
             end = self._attempt()
             code = self._code_of(end)
             self._absent = end.progress.absent or (self._absent if end.incomplete else ())
+            joined = joined or bool(end.progress.hosts)
             if end.regroups and self._signal is None:
-                self._say("maxlm launch: the run was saved, and its processes join anew")
-                ends = [end]  # it has made progress: a host that fails again and again as it returns must not end the others
+                line = "maxlm launch: the run was saved, and its processes join anew"
+                self._say(line)
+                self._record(end, line)
+                ends, pause = [], self._backoff  # it has made progress: a host that fails as it returns must not end the others
                 continue
-            if end.incomplete and any(one.progress.hosts for one in ends):
+            if end.incomplete and joined:
                 reason, which = (None if self._signal is None else ""), "trying again"
             else:
                 ends.append(end)

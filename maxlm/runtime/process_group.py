@@ -93,6 +93,7 @@ class ProcessGroup:
             self._broadcast("leave")
         else:
             self._broadcast("abort", reason=reason, code=int(code), lost="")
+            self._end_returning(reason, code)
             self._drain_peers()
 
     def regroup(self, reason: str) -> None:
@@ -220,8 +221,14 @@ class ProcessGroup:
         progress_file.record_error(reason, lost)
         sys.stderr.write(f"maxlm: {reason}\n")
         sys.stderr.flush()
+        self._end_returning(reason, code)
         self._drain_peers()
         os._exit(code)  # the main thread may wait for the lost process for ever
+
+    def _end_returning(self, reason: str, code: int) -> None:
+        """End those that wait for their return, too, if no process is started again after `code`."""
+        if self.returning is not None and code in (ExitCode.WRONG_INPUT, ExitCode.UNHEALTHY):
+            self.returning.close(reason)
 
     def _drain_peers(self) -> None:
         """Let process 0 exit last: jax's service ends with it, and aborts the others before they have printed the reason."""

@@ -24,9 +24,12 @@ class Quorum:
     digest: str = ""  # of code and config: one that comes back with another must not end the run that goes on
     absent: frozenset[int] = frozenset()  # processes without which the run went on before: they are not waited for again
 
-    def going_on(self, present: Collection[int]) -> tuple[int, ...]:
-        """Numbers of the processes that go on if only these are there, ascending; () if none may."""
+    def going_on(self, present: Collection[int], coordinator: int = 0) -> tuple[int, ...]:
+        """Numbers of the processes that go on if only these are there: the unit of the `coordinator` if it is complete, then the others
+        ascending; () if none may.
+        """
         units = [first for first in range(0, self.count, self.together) if all(first + n in present for n in range(self.together))]
+        units.sort(key=lambda first: first // self.together != coordinator // self.together)  # stable
         for many in range(len(units), 0, -1):
             numbers = tuple(first + n for first in units[:many] for n in range(self.together))
             if self.allows(numbers) and self.fits(many):
@@ -40,13 +43,14 @@ class Quorum:
         return 2 * len(numbers) > self.count or (2 * len(numbers) == self.count and 0 in numbers)
 
 
-def candidates(spec: ProcessSpec, most: int = 8) -> dict[int, str]:
+def candidates(spec: ProcessSpec, together: int = 1, most: int = 8) -> dict[int, str]:
     """Process number -> address of those that may coordinate, in the order in which they are tried: the first process of `most` hosts, from
-    all parts of the cluster, so that the loss of a slice leaves some. Process 0 alone if the names of the others are not known.
+    all parts of the cluster, so that the loss of a slice leaves some; of a unit of `together`, as the first of those that go on is. Process
+    0 alone if the names of the others are not known.
     """
     port = spec.address.rpartition(":")[2]
     first = {host: number for number, host in reversed(list(enumerate(spec.hosts)))}
-    numbers = sorted(first.values())
+    numbers = sorted(number for number in first.values() if number % together == 0)
     chosen = sorted({numbers[place * len(numbers) // most] for place in range(most)}) if len(numbers) > most else numbers
     others = {number: f"{spec.hosts[number]}:{port}" for number in chosen if number != 0}
     return {0: spec.address, **others}

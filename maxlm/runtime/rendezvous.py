@@ -5,7 +5,8 @@ socket. With a shared secret nobody else takes part, and a process with another 
 trusted: it is refused, and process 0 goes on waiting.
 
 With a `Quorum` the lowest of a few candidates that is there coordinates in place of process 0. A process is a member of one group at a
-time: a candidate that finds another gives its own group up first.
+time: a candidate that finds another gives its own group up first. One whose unit is incomplete gives way to the next once the others may go
+on: it no longer listens, and joins as those do that are no candidates.
 """
 
 import asyncio
@@ -53,6 +54,10 @@ class RunEndedError(ConnectionLostError):
     """The run that this process waited for has ended, or its coordinator is lost."""
 
 
+class ElsewhereError(ConnectionLostError):
+    """Another process coordinates."""
+
+
 def join(
     spec: ProcessSpec, seconds: float, secret: bytes = b"", say: Say = lambda text: None, quorum: Quorum | None = None
 ) -> ProcessGroup:
@@ -63,7 +68,7 @@ def join(
 
     Raises UserError: process 0 cannot be reached, or at all processes alike: some did not come, or their configurations differ.
     """
-    addresses = {0: spec.address} if quorum is None else candidates(spec)
+    addresses = {0: spec.address} if quorum is None else candidates(spec, quorum.together)
     seconds += 0 if quorum is None else quorum.wait_s
     seeker = _Seeker(spec, secret, "" if quorum is None else quorum.digest, say)
     if spec.process not in addresses:
@@ -82,9 +87,15 @@ def join(
             pass
         finally:
             lookout.close()
-        with contextlib.suppress(RendezvousError):  # it is gone again
+        if coordinator.gave_way:
+            others = {number: address for number, address in addresses.items() if number != spec.process}
+            return seeker.connect(others, seconds, forever=True)
+        try:
             return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False)
-        began = time.monotonic()
+        except ElsewhereError:  # perhaps here: it has given way
+            continue
+        except RendezvousError:  # it is gone again
+            began = time.monotonic()
 
 
 def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quorum: Quorum | None) -> ProcessGroup:
@@ -122,6 +133,8 @@ class _Seeker:
     def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
         """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
         ending there: try again, and `forever` anew if it had made this process wait.
+
+        Raises UserError; ElsewhereError if not `forever`.
         """
         until = time.monotonic() + seconds
         pause = RETRY_SECONDS
@@ -136,6 +149,10 @@ class _Seeker:
                     if not forever:
                         raise RendezvousError(f"the run at {address} has ended.") from None
                     until, pause = time.monotonic() + seconds, RETRY_SECONDS
+                except ElsewhereError as error:
+                    if not forever:
+                        raise
+                    reason = str(error)
                 except OSError as error:
                     reason = error.strerror or str(error)
                 except AuthenticationError as error:
@@ -174,7 +191,7 @@ class _Seeker:
                 waits = True
                 self.say("a run goes on without this process: waiting until it takes it in")
             elif message["kind"] == "elsewhere":
-                raise ConnectionLostError("another process coordinates")
+                raise ElsewhereError("another process coordinates")
             else:
                 break
         expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
@@ -185,8 +202,8 @@ class _Seeker:
 
 def _is_valid(members: Message, spec: ProcessSpec) -> bool:
     numbers: list[int] = members["numbers"]
-    ascending = numbers == sorted(set(numbers)) and len(numbers) == len(members["hosts"])
-    return ascending and spec.process in numbers[1:] and numbers[-1] < spec.count
+    unique = len(set(numbers)) == len(numbers) == len(members["hosts"])
+    return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
 def _open_listeners(spec: ProcessSpec, until: float) -> list[socket.socket]:

@@ -26,12 +26,13 @@ class ReturningProcesses:
         """Have `grow` called, once, in that thread, with the numbers of the larger group that could run."""
         self._grow = grow
 
-    def close(self, *, finished: bool = False) -> None:
-        """End the thread. If the run is `finished`, those that wait are told; else they look for a coordinator once this process ends."""
+    def close(self, reason: str = "") -> None:
+        """End the thread, and tell those that wait that the run is done, or for which `reason` it would fail again. Where this is not
+        called they look for a coordinator once this process ends.
+        """
         self._ended.set()
         self._thread.join(CLOSE_SECONDS)
-        if finished:
-            self._coordinator.finish()
+        self._coordinator.finish(reason)
 
     def _run(self) -> None:
         with contextlib.ExitStack() as listeners:

@@ -34,6 +34,7 @@ from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime.launch import NO_RESTART
 from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.ownership import Ownership
 from maxlm.runtime.reference import attach_reference
@@ -156,8 +157,8 @@ def run_training(
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
         code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
-        if code == ExitCode.DONE:
-            here.finish()
+        if code in NO_RESTART:
+            here.finish(NO_RESTART[code])
         return code
 
 

@@ -35,15 +35,35 @@ def test_only_what_was_saved_and_stopped_goes_back_to_the_queue(cloud, code, aga
     assert (["scontrol", "requeue", "4097"] in cloud.calls) == again
 
 
-def test_sigterm_reaches_the_tasks_and_the_job_waits_for_their_save(cloud):
-    cloud.answer("srun", wait=60, code=3)
-    process = subprocess.Popen(["bash", SCRIPT, "mine.yml"], env={**cloud.environment, **JOB}, stdout=subprocess.PIPE, text=True)
+def terminated(cloud, code, **environment):
+    """What the job prints that receives SIGTERM; its tasks end with `code` then."""
+    cloud.answer("srun", wait=60, code=code)
+    environment = {**cloud.environment, **JOB, **environment}
+    process = subprocess.Popen(["bash", SCRIPT, "mine.yml"], env=environment, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (cloud.home / "waiting").exists() and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 3
+    assert process.returncode == code
+    return out
+
+
+@pytest.mark.parametrize(("elastic", "code", "again"), [("1", 6, True), ("1", 137, True), ("1", 4, False), ("", 6, False)])
+def test_a_run_that_was_saved_goes_back_to_the_queue_whatever_became_of_a_host_that_it_lost(cloud, elastic, code, again):
+    """srun returns the highest code: that of the lost host hides the 3 of the others."""
+    terminated(cloud, code, ELASTIC=elastic)
+    assert (["scontrol", "requeue", "4097"] in cloud.calls) == again
+
+
+def test_an_elastic_run_that_failed_by_itself_stays_out_of_the_queue(cloud):
+    cloud.answer("srun", code=6)
+    cloud.execute(["bash", SCRIPT, "mine.yml"], code=6, ELASTIC="1", **JOB)
+    assert ["scontrol", "requeue", "4097"] not in cloud.calls
+
+
+def test_sigterm_reaches_the_tasks_and_the_job_waits_for_their_save(cloud):
+    out = terminated(cloud, 3)
     assert (cloud.home / "terminated").exists()
     assert cloud.calls[-1] == ["scontrol", "requeue", "4097"]
     assert "job 4097 goes back to the queue" in out

@@ -46,6 +46,19 @@ def test_the_others_go_on_and_take_it_back(cluster, victim):
     assert [process.wait(30) for process in three.running.values()] == [0, 0, 0]
 
 
+def test_slices_go_on_without_the_first_although_process_0_is_there_and_take_it_back(cluster):
+    """Process 0 gives way, and waits as the rest of its slice does; in the end the slice of the coordinator comes first."""
+    six = cluster(6, wait_s=1.0, together=2)
+    six.start(0, 1, 2, 3, 4, 5)
+    at = six.wait([0, 1, 2, 3, 4, 5])
+    six.kill(1)
+    at = six.wait([2, 3, 4, 5], at)
+    six.start(1)
+    six.wait([2, 3, 0, 1, 4, 5], at)
+    (six.folder / "done").touch()
+    assert [process.wait(30) for process in six.running.values()] == [0] * 6
+
+
 @pytest.mark.soak
 def test_of_two_only_the_half_with_process_0_goes_on(cluster):
     two = cluster(2, wait_s=1.0)

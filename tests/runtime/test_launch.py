@@ -12,6 +12,7 @@ from small_run import command, environment
 
 from maxlm.runtime import progress_file
 from maxlm.runtime.launch import Supervisor
+from maxlm.telemetry.lifetime import read_processes
 
 PRELUDE = """
 import os, signal, sys, time
@@ -50,6 +51,22 @@ def test_a_run_that_joins_anew_is_started_at_once_and_again_and_again(supervise)
     assert (code, tries) == (0, 5)
     assert [line for line in said if "join anew" in line] == ["maxlm launch: the run was saved, and its processes join anew"] * 2
     assert [Path(f"seen{number}").read_text() for number in range(5)] == ["", "2,5", "2,5", "2,5", "2,5"]
+
+
+def test_joining_anew_uses_up_no_restart_and_is_on_record(supervise):
+    """All restarts are left after it, with the first pause; and hosts that do not come are waited for, as they have been there."""
+    script = (
+        "came(7)\nprogress_file.record(folder=os.getcwd())\nif number == 2: progress_file.record(regroup=True); sys.exit(3)\n"
+        "if number == 5: progress_file.record(hosts=()); sys.exit(6)\nsys.exit(0 if number == 6 else 1)"
+    )
+    code, said, tries = supervise(script, restarts=2)
+    assert (code, tries) == (0, 7)
+    how = [line.rpartition("; ")[2] for line in said]
+    assert how[:2] == how[3:5] == ["restart 1 of 2 in 0.01 s", "restart 2 of 2 in 0.02 s"]
+    assert how[5] == "trying again in 0.01 s"
+    ends = read_processes(Path("supervisor.jsonl"))
+    assert [end.code for end in ends] == [1, 1, 3, 1, 1, 6, 0]
+    assert ends[2].reason == "the run was saved, and its processes join anew"
 
 
 def test_a_crash_is_started_again_and_what_is_done_is_done(supervise):
