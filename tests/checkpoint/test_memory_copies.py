@@ -225,7 +225,7 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     other.add_memory(MemoryCheckpointsConfig(folder=str(work / "memory")))
     other.memory.save(1, state_of(1), {"next_step": 1})
     assert len(list((work / "memory").glob("*/*"))) == 2
-    alive.close()
+    alive.close(remove_copies=True)
     other.memory.close(remove=False)  # died
     assert len(list((work / "memory").glob("*/*"))) == 1
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
@@ -240,7 +240,7 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
         supervisor.communicate(b"\n")
     third.memory.save(2, state_of(2), {"next_step": 2})
     assert not lost.exists(), "nobody starts it again"
-    third.close()
+    third.close(remove_copies=True)
     assert list((work / "memory").glob("*/*")) == []
 
 

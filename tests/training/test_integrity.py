@@ -117,7 +117,7 @@ def test_a_device_named_twice_ends_the_run_also_after_a_restart(copied, tmp_path
     other = Checks(copied, tmp_path).check(3, with_flip(state, flip_of(copied, position=2)), now=True)
     assert other.roll_back, "another device"
     again = Checks(copied, tmp_path).check(9, with_flip(state, flip_of(copied, leaf="step", bit=0, element=0)), now=True)
-    assert again.roll_back is None and again.status == "corrupted" and "replace host host-a" in again.message
+    assert again.roll_back.final and again.status == "corrupted" and "replace host host-a" in again.message
 
 
 def test_training_that_has_gone_back_is_compared_from_there(copied):

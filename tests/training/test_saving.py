@@ -435,7 +435,9 @@ def test_a_copy_in_memory_holds_what_the_checkpoint_of_its_step_holds(tmp_path):
     checkpoints.add_memory(MemoryCheckpointsConfig(folder=str(tmp_path / "memory")))
     assert checkpoints.memory.newest().layout.described == saved
     start = restore_or_init(script, checkpoints)
-    assert (start.step, start.position, start.restored["source"]) == (20, saved.data_position, "memory")
+    assert (start.step, start.position, start.restored["source"]) == (20, saved.data_position, "checkpoint"), (
+        "of two equals the one whose lineage needs no proof"
+    )
 
 
 def test_no_copy_is_made_of_an_unhealthy_state_and_a_failure_is_an_alarm(tmp_path, monkeypatch):
