@@ -85,8 +85,14 @@ def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _removed(folder: Path) -> bool:
-    shutil.rmtree(folder, ignore_errors=True)
-    return not folder.exists()
+    """Remove the folder under another name, where threads that still write into it do not find it; True once it is gone."""
+    if not folder.exists():
+        return True
+    gone = Path(tempfile.mkdtemp(prefix=folder.name[:-8], dir=folder.parent))  # as `_make` names it, so that a later command removes it
+    with suppress(OSError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    return not folder.exists() and not gone.exists()
 
 
 def _wait_for(made: Path, out: Path) -> None:
