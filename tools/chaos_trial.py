@@ -150,7 +150,14 @@ class Chaos:
         reference = self.undisturbed(fault, shape, _left_out(run))
         if fault.gone:
             return problems + _apart(result["losses"], reference["losses"])
-        return problems + [f"{name} differ from those of the undisturbed run" for name in reference if result[name] != reference[name]]
+        problems += ["parameters differ from those of the undisturbed run"] * (result["parameters"] != reference["parameters"])
+        rows, wanted = ({row[0]: row for row in one["losses"]} for one in (result, reference))
+        if any(wanted.get(step) != row for step, row in rows.items()):
+            problems.append("losses differ from those of the undisturbed run")
+        # A copy in memory is complete before the record of its step is written, which is read one step late.
+        if len(missing := sorted(wanted.keys() - rows.keys())) > found.restarts:
+            problems.append(f"no record of steps {missing}")
+        return problems
 
 
 def culprit_of(fault: Fault, world: World) -> str:
