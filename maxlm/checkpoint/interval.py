@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses least time to saves and failures together."""
+"""Interval of saves: the one that loses least time to saves and failures together."""
 
 import math
 

@@ -19,6 +19,7 @@ from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
 from maxlm.checkpoint.reader import check_leaves
+from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tiles import Index, bounded, overlap
 
 _CANDIDATES = 4  # copies of a host, newest first, that are looked at
@@ -26,7 +27,6 @@ _WORD = 4  # bytes of a content's digest that processes exchange
 _BLOCK = 16 << 20  # bytes that are sent at a time
 _THREADS = 16  # that read and verify
 Say = Callable[[str], None]
-HEALTHY = "healthy"  # entry of a data position: False where the run was not
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class NewestHealthy:
         self._healthy = healthy
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Of each checkpoint, oldest first, whether it stays."""
+        """Decisions for each checkpoint, oldest first: whether it stays."""
         steps = sorted((one.step for one in checkpoints), reverse=True)
         newest = next((step for step in steps if self._healthy(step)), None)  # mostly the first: no other mark is read
         return [one.step == newest for one in checkpoints]

@@ -523,7 +523,7 @@ def _samples(config: Config) -> Iterator[Problem]:
 
 
 def _elastic(config: Config) -> Iterator[Problem]:
-    """What would change the losses, or make no smaller mesh possible, when hosts are lost."""
+    """Problems of `elastic`: what would change the losses, or make no smaller mesh possible, when hosts are lost."""
     if config.elastic is None:
         return
     router = None if config.model.moe is None else config.model.moe.router

@@ -28,7 +28,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What the loop of a process does, as its heartbeats carry it."""
+    """Operation of the loop of a process, as its heartbeats carry it."""
 
     dispatched: int = 0  # updates given to its devices
     finished: int = 0  # updates whose metrics it has read
@@ -87,7 +87,7 @@ class Limits:
         return fixed.get(part, settings.startup_seconds)
 
     def _percentile_99(self) -> float:
-        """Of the recent step times, rounded up to one of them."""
+        """99th percentile of the recent step times, rounded up to one of them."""
         return sorted(self._times)[(99 * len(self._times)) // 100]
 
 

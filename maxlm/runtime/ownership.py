@@ -25,7 +25,7 @@ class SupersededRunError(UserError):
 
 
 class Ownership:
-    """Of the checkpoints in `folder`, taken by process 0; in the others it does nothing."""
+    """Ownership of the checkpoints in `folder`, taken by process 0; in the others it does nothing."""
 
     def __init__(self, folder: ocp.path.Path) -> None:
         """Take the ownership from earlier starts of the run. Raises OSError."""

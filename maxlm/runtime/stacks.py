@@ -59,7 +59,7 @@ def debugger_attached() -> bool:
 
 
 def _main_frames() -> Iterator[FrameType]:
-    """Of the main thread, from the innermost outwards."""
+    """Frames of the main thread, from the innermost outwards."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame

@@ -220,7 +220,7 @@ class Watchdog:
 
 
 class Age:
-    """How long the loop is in its operation without progress, in seconds in which this process ran."""
+    """Seconds that the loop is in its operation without progress, in seconds in which this process ran."""
 
     def __init__(self, goodput: Goodput, progress: LoopProgress) -> None:
         self._goodput, self._progress = goodput, progress

@@ -155,7 +155,7 @@ def _attempt(span: _Span, counted: tuple[int, int]) -> Attempt:
 
 
 def _counted(spans: Sequence[_Span]) -> list[tuple[int, int]]:
-    """Of each attempt the steps that no later start or rollback undid, and all that it did."""
+    """Steps of each attempt that no later start or rollback undid, and all that it did."""
     stretches: list[list[int]] = []  # attempt, first and last step: what counts so far, in the order of steps
     done = [0] * len(spans)
 

@@ -18,7 +18,7 @@ KINDS = ("gradient norm", "update/weight ratio")
 
 
 class LayerFigures(NamedTuple):
-    """Of one update. `gradient_G`: norms of the gradient before clipping; `ratio_G`: norms of the change over those of the weights."""
+    """One update. `gradient_G`: norms of the gradient before clipping; `ratio_G`: norms of the change over those of the weights."""
 
     names: Sequence[str]
     gradient_G: NDArray[np.float32]

@@ -118,7 +118,7 @@ class CellReplay:
         return (model.n_layers - model.n_dense) // len(model.layer_pattern)
 
     def _take(self, model: ModelConfig, tree: Parameters, period: jax.Array) -> Parameters:
-        """Of stacked layers those of one period, and nothing of an incomplete last one."""
+        """Parameters: of stacked layers those of one period, and nothing of an incomplete last one."""
         if not self._periods(model):
             return tree
         kept = {name: branch for name, branch in tree.items() if name not in ("layers", "tail")}
