@@ -10,6 +10,7 @@ from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
+from maxlm.training.frozen_adam import frozen_adam
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
@@ -18,7 +19,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table.
     """
     axes = parameter_axes(config.model)
-    direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
+    direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         direction,
@@ -27,7 +28,10 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
-def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:
+def _adam(config: Config) -> optax.GradientTransformation:
+    settings, compression = config.optimizer, config.compression
+    if compression is not None and compression.kind != "int8" and config.diloco is None:
+        return frozen_adam(settings, compression.warmup_steps)
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
