@@ -20,14 +20,14 @@ VOCABULARY, SEQ_LEN, BATCH, HELD_OUT = 512, 64, 16, 16
 PACKAGES = ("asyncio", "email", "unittest", "importlib", "http", "logging", "json", "concurrent/futures")
 
 
-def settings(kind: str, steps: int) -> dict[str, Any] | None:
+def settings(kind: str, steps: int, density: float) -> dict[str, Any] | None:
     """The section that a run is given; None for the one that it is compared with."""
     fifth = {"warmup_steps": steps // 5}
-    ramp = {"density": 2**-6, "ramp_steps": steps // 5}
+    ramp = {"density": density, "ramp_steps": steps // 5}
     return {"none": None, "int8": {"kind": "int8"}, "sign": {"kind": "sign", **fifth}, "top_k": {"kind": "top_k", **fifth, **ramp}}[kind]
 
 
-def losses(folder: Path, kind: str, seed: int, steps: int, slices: int) -> tuple[float, float]:
+def losses(folder: Path, kind: str, seed: int, steps: int, slices: int, density: float) -> tuple[float, float]:
     """(mean training loss of the last tenth of a run, mean held-out loss at its end)."""
     import jax
 
@@ -50,7 +50,7 @@ def losses(folder: Path, kind: str, seed: int, steps: int, slices: int) -> tuple
             "mesh": {"data": slices, "fsdp": 1, "slices": slices},
             "memory": {"remat": "none"},
             "precision": {"compute": "float32"},
-            "compression": settings(kind, steps),
+            "compression": settings(kind, steps, density),
         }
     )
     rules.check(config)
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--slices", type=int, default=2)
+    parser.add_argument("--density", type=float, default=2**-6, help="of top_k")
     parser.add_argument("--kinds", nargs="+", default=["int8", "sign", "top_k"], choices=["int8", "sign", "top_k"])
     parser.add_argument("--folder", type=Path, help="where the token store is made, or lies already")
     arguments = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
             plain: tuple[float, float] | None = None
             for kind in ("none", *arguments.kinds):
                 began = time.monotonic()
-                found = losses(folder, kind, seed, arguments.steps, arguments.slices)
+                found = losses(folder, kind, seed, arguments.steps, arguments.slices, arguments.density)
                 plain = plain or found
                 differences = ", ".join(f"{100 * (own / other - 1):+.2f}%" for own, other in zip(found, plain, strict=True))
                 seconds = time.monotonic() - began

@@ -2,6 +2,7 @@
 feedback of compression errors needs it.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,33 +12,36 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import OptimizerConfig
 
-LEAST_SHARE = 1e-2  # of a tensor's mean: least second moment that is frozen. Rows of rare tokens have none yet, and would be divided by 0
+LEAST_SHARE = 1e-2  # of a matrix's mean: least second moment that is kept. Rows of tokens not yet seen have none, and would be divided by 0
 
 
 def frozen_adam(settings: OptimizerConfig, warmup_steps: int) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` for `warmup_steps` updates, with its state; afterwards updates are momentum already, as
+    """`optax.scale_by_adam` for `warmup_steps` updates, with its state. Afterwards updates are momentum already, as
     `compression.CompressedSums` gives it, and are divided by the root of the second moments of the warm-up.
     """
     adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
     correction = 1 - settings.beta2**warmup_steps
 
-    def warm(updates: Any, state: optax.ScaleByAdamState) -> tuple[Any, optax.ScaleByAdamState]:
-        scaled, after = adam.update(updates, state)
-        last = after.count == warmup_steps
-        nu = jax.lax.cond(last, lambda nu: jax.tree.map(_at_least, nu), lambda nu: nu, after.nu)
-        return scaled, after._replace(nu=nu)
-
-    def frozen(updates: Any, state: optax.ScaleByAdamState) -> tuple[Any, optax.ScaleByAdamState]:
-        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v / correction) + settings.eps), updates, state.nu)
-        return scaled, state._replace(count=optax.safe_increment(state.count), mu=updates)
-
     def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
-        return jax.lax.cond(state.count < warmup_steps, warm, frozen, updates, state)
+        frozen = state.count >= warmup_steps
+        warm, after = adam.update(updates, state)
+        least = jax.lax.cond(state.count == warmup_steps, _least, _no_least, state.nu)
+        kept = jax.tree.map(jnp.maximum, state.nu, least)
+        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v / correction) + settings.eps), updates, kept)
+        chosen = partial(jax.tree.map, partial(jnp.where, frozen))
+        return chosen(scaled, warm), after._replace(mu=chosen(updates, after.mu), nu=chosen(kept, after.nu))
 
     return optax.GradientTransformation(adam.init, update)
 
 
-def _at_least(nu: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Second moments, none below a share of the mean over the last two dims: those of one matrix."""
-    mean = jnp.mean(nu, axis=tuple(range(max(0, nu.ndim - 2), nu.ndim)), keepdims=True)
-    return jnp.maximum(nu, LEAST_SHARE * mean)
+def _least(moments: Any) -> Any:
+    """The least second moments of each matrix: of one tensor, those of the last two dims."""
+
+    def of_matrices(nu: Float[Array, "..."]) -> Float[Array, "..."]:
+        return LEAST_SHARE * jnp.mean(nu, axis=tuple(range(max(0, nu.ndim - 2), nu.ndim)), keepdims=True)
+
+    return jax.tree.map(of_matrices, moments)
+
+
+def _no_least(moments: Any) -> Any:
+    return jax.tree.map(lambda least: jnp.zeros(least.shape, least.dtype), jax.eval_shape(_least, moments))

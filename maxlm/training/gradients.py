@@ -3,7 +3,8 @@
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
 for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
-the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.)
+the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.) With `compression` matrices are
+reduced so inside a slice, and what crosses slices is compressed from there (compression.py).
 """
 
 from collections.abc import Callable, Mapping
