@@ -12,7 +12,7 @@ from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
 MODEL = "model.d_model=512 model.d_ff=1024 model.n_layers=2 model.n_heads=8 model.n_kv_heads=4 model.head_dim=128 model.vocab_size=1024"
-RUN = "data.seq_len=512 train.loss_chunks=2 train.global_batch=8 cluster.topology=v5p:2x2x1 cluster.accelerator=null"
+RUN = "data.seq_len=512 train.loss_chunks=2 train.global_batch=8 train.microbatches=1 cluster.topology=v5p:2x2x1 cluster.accelerator=null"
 MESH = "mesh.data=2 mesh.fsdp=4 mesh.slices=2"
 SENT = {"all-reduce": 2 * 1 / 2, "all-to-all": 1 / 2, "all-gather": 1 / 2}  # of two slices, of the bytes that a collective counts
 
