@@ -44,7 +44,7 @@ MODEL = (
         "train.eval_batches=64",
         "precision.compute=bfloat16",
     ),
-    *("optimizer.name=adamw", "optimizer.peak_lr=4e-3", "optimizer.warmup_steps=100", "mesh.fsdp=1"),
+    *("optimizer.name=adamw", "optimizer.peak_lr=4e-3", "mesh.fsdp=1"),
 )
 BASE = "bf16"
 FORMATS: dict[str, list[str]] = {
@@ -68,7 +68,8 @@ BOUND = 0.0025  # of bfloat16's loss
 
 
 def config_of(overrides: Sequence[str], seed: int, steps: int) -> Config:
-    return load(RUN, [*MODEL, f"train.steps={steps}", f"train.seed={seed}", *overrides]).config
+    own = [f"train.steps={steps}", f"optimizer.warmup_steps={min(100, steps // 10)}", f"train.seed={seed}"]
+    return load(RUN, [*MODEL, *own, *overrides]).config
 
 
 def run_cell(config: Config) -> dict[str, Any]:

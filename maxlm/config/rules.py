@@ -23,24 +23,8 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    sections = (
-        _model,
-        _moe,
-        _rope,
-        _lora,
-        _data,
-        _train,
-        _objective,
-        _optimizer,
-        _state,
-        _ema,
-        _diloco,
-        _mesh,
-        _memory,
-        _checkpoint,
-        _samples,
-    )
-    _refuse((problem for problems in (*sections, _health, _elastic) for problem in problems(config)), origins)
+    sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
+    _refuse((problem for problems in (*sections, _state, _health, _elastic) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         devices = topology_of(config, origins.get("cluster.topology", "")).devices
