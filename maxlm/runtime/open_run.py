@@ -140,6 +140,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
+    values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
     values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}

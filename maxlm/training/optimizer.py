@@ -6,28 +6,33 @@ from typing import Any
 import jax
 import optax
 
+from maxlm.config.optimizer_state import AdafactorConfig
 from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
+from maxlm.training.factored import adafactor, factored_adam
+from maxlm.training.small_states import in_small_state
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101), or Muon (Jordan 2024) for the hidden matrices with Adam for the rest.
+    """AdamW (arXiv 1711.05101), Muon (Jordan 2024) for the hidden matrices with Adam for the rest, or Adafactor (arXiv 1804.04235).
 
     Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table.
     """
     axes = parameter_axes(config.model)
-    direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
+    direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config.optimizer, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
-        direction,
+        in_small_state(config, direction),
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
 
 
-def _adam(settings: OptimizerConfig) -> optax.GradientTransformation:
+def _adam(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+    if settings.state is not None and settings.state.second == "factored":
+        return factored_adam(settings, axes)
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
@@ -43,6 +48,10 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
         muon_weight_dimension_numbers=_map_axes(_muon_dims, axes),
     )
     return optax.chain(direction, optax.scale(-1.0))  # optax's muon descends; the chain above does that itself
+
+
+def _adafactor(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+    return adafactor(settings.adafactor or AdafactorConfig(), axes)
 
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
