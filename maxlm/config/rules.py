@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in (*sections, _state, _health, _elastic) for problem in problems(config)), origins)
+    _refuse((problem for problems in (*sections, _state, _health, _elastic, _compression) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         devices = topology_of(config, origins.get("cluster.topology", "")).devices
@@ -95,6 +95,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     yield from _batch(config, sizes)
     yield from _context(config, sizes["context"], sizes["tensor"])
     yield from _stages(config, sizes)
+    yield from _compressed_links(config, sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:
@@ -501,6 +502,65 @@ def _diloco(config: Config) -> Iterator[Problem]:
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
     if diloco.momentum >= BELOW_ONE:
         yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
+
+
+def _compression(config: Config) -> Iterator[Problem]:
+    """Settings of `compression`, and what does not go together with it."""
+    settings, optimizer = config.compression, config.optimizer
+    if settings is None:
+        return
+    if config.diloco is None and config.mesh.slices == 1:
+        rule = "is for links between slices or between workers of local updates, and here are neither (mesh.slices = 1, no diloco)"
+        yield "compression", "set", rule, "remove it, or set mesh.slices or diloco"
+    elif config.diloco is None and config.mesh.across_slices != "data":
+        rule = "sends more than gradients between slices, and compression is of gradients"
+        yield "mesh.across_slices", config.mesh.across_slices, rule, "use data, or remove compression"
+    beside = {
+        "model.lora": (config.model.lora, "trains adapters, whose gradients are small"),
+        "elastic": (config.elastic, "changes the number of devices along mesh.data, each of which has feedback of its own"),
+    }
+    for field, (section, rule) in beside.items():
+        if section is not None:
+            yield field, "set", f"{rule}, and compression is set", "remove one of them"
+    if config.health is not None and config.health.layers is not None:
+        rule = "compares the gradients of layers, which are not summed before they are compressed"
+        yield "health.layers", config.health.layers, rule, "remove it, or compression"
+    frozen = settings.kind != "int8" and config.diloco is None
+    if frozen and optimizer.name != "adamw":
+        rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
+        yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
+    if frozen and optimizer.state is not None and optimizer.state.second == "factored":
+        rule = f"has no second moment a parameter, which compression.kind = {settings.kind} keeps as it is after its warm-up"
+        yield "optimizer.state.second_moment", "factored", rule, "use another, or compression.kind=int8"
+    yield from _phases(config, frozen)
+
+
+def _phases(config: Config, frozen: bool) -> Iterator[Problem]:
+    """Warm-up and ramp of `compression`. `frozen`: Adam's second moments are, after the warm-up."""
+    settings, optimizer = config.compression, config.optimizer
+    assert settings is not None, "asked about its phases"
+    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    field, steps = "compression.warmup_steps", settings.warmup_steps
+    if steps >= config.total_steps:
+        yield field, steps, f"leaves none of the {config.total_steps} updates of the run to compress", "lower it, or remove compression"
+    elif frozen and steps < warmup:
+        rule = f"is below the {warmup} updates in which the learning rate rises, and second moments are kept as they are then"
+        yield field, steps, rule, f"use {warmup} or more; a fifth of the run is usual"
+    if settings.kind == "top_k" and steps + settings.ramp_steps > config.total_steps:
+        rule = f"and compression.warmup_steps = {steps} do not fit in the {config.total_steps} updates of the run"
+        yield "compression.ramp_steps", settings.ramp_steps, rule, "shorten one of them"
+
+
+def _compressed_links(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Devices along `data`, between which gradients or changes are compressed."""
+    data, slices = sizes["data"], config.mesh.slices
+    if config.compression is None:
+        return
+    if config.diloco is not None and data == 1:
+        yield "compression", "set", "has no link to compress: all workers are on the same devices (mesh.data = 1)", "raise mesh.data"
+    elif config.diloco is None and slices > 1 and data != slices:
+        rule = f"must be mesh.slices = {slices} with compression: a slice is one replica, which fsdp splits"
+        yield "mesh.data", data, rule, f"use {slices}, and a larger mesh.fsdp (mesh.zero=1 keeps weights whole)"
 
 
 def _mesh(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from maxlm.config import paths
+from maxlm.config.compression import CompressionConfig
 from maxlm.config.fields import (
     AtLeastOne,
     Bool,
@@ -565,6 +566,7 @@ class Config(Section):
     pipeline: PipelineConfig | None = None
     ema: EmaConfig | None = None  # evaluated beside the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
+    compression: CompressionConfig | None = None  # of gradients between slices, or of changes between workers of local updates
     integrity: IntegrityConfig | None = None
     samples: SamplesConfig | None = None
     watchdog: WatchdogConfig | None = None  # None: with its defaults

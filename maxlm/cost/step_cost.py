@@ -200,6 +200,7 @@ def _transfers(computation: Computation, module: Module, topology: Topology, axi
 def _transfer(send: Op, topology: Topology, axis: str) -> Collective:
     """A ring over the slices, each chip at its share of the network's bandwidth."""
     kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, topology.slices
+    payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
     seconds = (2 if kind == "ALL_REDUCE" else 1) * (slices - 1) / slices * payload / topology.chip.dcn_bytes_per_s + DCN_S
     opcode = kind.lower().replace("_", "-") or "transfer"
     return Collective(send.name, opcode, "async", payload, slices, (axis,), send.where, seconds, "dcn", ("dcn",))

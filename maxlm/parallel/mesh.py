@@ -24,7 +24,7 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
 def lay_mesh(mesh: MeshConfig, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """A mesh of axes of `sizes`, whose product is the number of `devices`, whatever it is for."""
     shape = tuple(sizes[axis] for axis in AXES)
-    if mesh.slices > 1:
+    if mesh.slices > 1 and devices[0].platform != "cpu":  # whose devices have no slices: there consecutive ones stand for them
         across = tuple(mesh.slices if axis == mesh.across_slices else 1 for axis in AXES)
         within = tuple(size // crossing for size, crossing in zip(shape, across, strict=True))
         grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)

@@ -225,8 +225,15 @@ class Analytic:
             shards = math.prod(sizes[axis] for axis in axes)
             gathers += gathered * network.seconds("all-gather", size, axes, shards)
             sums += summed * network.seconds("reduce-scatter", size, axes, shards)
-            sums += summed * network.seconds("all-reduce", size // shards, ("data",), sizes["data"])
+            sums += summed * network.seconds("all-reduce", int(self._sent_share(sizes["data"]) * size) // shards, ("data",), sizes["data"])
         return gathers, sums, self._crossing_s(network, sizes)
+
+    def _sent_share(self, replicas: int) -> float:
+        """Bytes of a gradient that are sent over `data`, as a share of those without compression, after its warm-up."""
+        settings = self.config.compression
+        if settings is None:
+            return 1.0
+        return settings.wire_bits / (8 * self.number) * (replicas / 2 if settings.kind == "top_k" else 1)
 
     def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
         """Seconds a token of entering and leaving two tensor-parallel regions and of exchanges with experts, recomputation included."""

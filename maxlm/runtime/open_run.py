@@ -50,6 +50,8 @@ IDENTITY = (
     "data.mask_documents",
     "optimizer.name",
     "diloco.workers",
+    "compression.kind",
+    "compression.warmup_steps",
 )
 
 
@@ -139,6 +141,8 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     """Return field -> value of the settings that a checkpoint must match."""
     values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
+    if config.compression is not None and config.diloco is None:
+        values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
     values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section

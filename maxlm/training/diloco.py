@@ -5,19 +5,23 @@ updates they synchronise: the shared weights minus the mean of the workers' is t
 momentum, and all continue from the result. Between two synchronisations only scalars travel along `data`. Weights are averaged in float32.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import DilocoConfig
+from maxlm.config.schema import Config, DilocoConfig
 from maxlm.models.parameters import Parameters
-from maxlm.objectives import Sums
+from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
-from maxlm.training.step import TrainState, Updater
+from maxlm.training.compression import CompressedSums
+from maxlm.training.step import GradFn, TrainState, Updater
 
 AXIS = "data"
 
@@ -29,10 +33,26 @@ class WorkerState(NamedTuple):
     momentum: Parameters
 
 
+# (shared weights, weights of the workers, feedback) -> (shared weights minus the mean of the workers', feedback)
+PseudoGradient = Callable[[Parameters, Parameters, Any], tuple[Parameters, Any]]
+
+
 class LocalUpdates(Updater):
     """Local updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the
     inner optimizer belongs to the workers.
     """
+
+    def __init__(
+        self,
+        config: Config,
+        objective: Objective,
+        optimizer: optax.GradientTransformation,
+        gradients: GradFn,
+        compressed: CompressedSums | None = None,
+    ) -> None:
+        """`compressed`: sums the changes of the workers; their gradients are not summed."""
+        super().__init__(config, objective, optimizer, gradients)
+        self._changes = compressed
 
     @property
     def _settings(self) -> DilocoConfig:
@@ -41,20 +61,25 @@ class LocalUpdates(Updater):
 
     def init(self, state: TrainState) -> TrainState:
         workers = WorkerState(_stack(state, self._settings.workers), jax.tree.map(jnp.zeros_like, state.params))
-        return replace(state, opt_state=(), updater=workers)
+        feedback = None if self._changes is None else self._changes.init(state.params)
+        return replace(state, opt_state=(), updater=workers, feedback=feedback)
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
         axes = mesh_axes("worker", mesh) or None
         states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), shardings)
-        return replace(shardings, opt_state=(), updater=WorkerState(states, shardings.params))
+        feedback = None if self._changes is None else self._changes.shardings()
+        return replace(shardings, opt_state=(), updater=WorkerState(states, shardings.params), feedback=feedback)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         states, sums, grad_norm = self._update_workers(state.updater.states, batch)
         total, done = self.config.total_steps, state.step - state.skipped + 1
         due = (done % min(self._settings.every, total) == 0) | (state.step + 1 == total)
         workers = state.updater._replace(states=states)
-        params, model_state, workers = sync_workers(self._settings, state.params, state.model_state, workers, due)
-        return replace(state, step=state.step + 1, params=params, model_state=model_state, updater=workers), sums, grad_norm
+        gradient_of = _mean_change if self._changes is None else partial(_compressed_mean, self._changes, done - 1)
+        before = state.params, state.model_state, workers, state.feedback
+        params, model_state, workers, feedback = sync_workers(self._settings, *before, due, gradient_of)
+        synced = replace(state, step=state.step + 1, params=params, model_state=model_state, updater=workers, feedback=feedback)
+        return synced, sums, grad_norm
 
     def _update_workers(self, states: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
@@ -76,23 +101,43 @@ class LocalUpdates(Updater):
         return states, sums.over_leading_dim(), jnp.mean(norms)
 
 
+def _mean_change(shared: Parameters, own: Parameters, feedback: None) -> tuple[Parameters, None]:
+    return jax.tree.map(lambda anchor, each: anchor - jnp.mean(each, 0), shared, own), feedback
+
+
+def _compressed_mean(compressed: CompressedSums, updates: Int32[Array, ""], shared: Parameters, own: Parameters, feedback: Any) -> Any:
+    """`_mean_change`, compressed: each device along `data` gives the mean of its own workers."""
+    shares = compressed.shares
+
+    def of_share(anchor: Array, each: Array) -> Array:
+        return (anchor - jnp.mean(each.reshape(shares, -1, *anchor.shape), 1)) / shares
+
+    return compressed.of_changes(updates, jax.tree.map(of_share, shared, own), feedback)
+
+
 def sync_workers(
-    settings: DilocoConfig, shared: Parameters, model_state: Parameters, workers: WorkerState, due: Bool[Array, ""]
-) -> tuple[Parameters, Parameters, WorkerState]:
-    """(shared weights, shared model state, workers): after one more outer step if a synchronisation is `due`, else unchanged.
+    settings: DilocoConfig,
+    shared: Parameters,
+    model_state: Parameters,
+    workers: WorkerState,
+    feedback: Any,
+    due: Bool[Array, ""],
+    pseudo_gradient: PseudoGradient = _mean_change,
+) -> tuple[Parameters, Parameters, WorkerState, Any]:
+    """(shared weights, shared model state, workers, feedback): after one more outer step if a synchronisation is `due`, else unchanged.
 
     The model state is not learnt by gradient, so it is the mean over workers.
     """
 
-    def step(shared: Parameters, model_state: Parameters, workers: WorkerState) -> tuple[Parameters, Parameters, WorkerState]:
-        gradient = jax.tree.map(lambda anchor, own: anchor - jnp.mean(own, 0), shared, workers.states.params)
+    def step(shared: Parameters, model_state: Parameters, workers: WorkerState, feedback: Any) -> tuple[Any, ...]:
+        gradient, feedback = pseudo_gradient(shared, workers.states.params, feedback)
         momentum = jax.tree.map(lambda m, g: settings.momentum * m + g, workers.momentum, gradient)
         shared = jax.tree.map(lambda p, m, g: p - settings.lr * (settings.momentum * m + g), shared, momentum, gradient)
         model_state = jax.tree.map(lambda own: jnp.mean(own, 0), workers.states.model_state)
         stacked = {"params": _stack(shared, settings.workers), "model_state": _stack(model_state, settings.workers)}
-        return shared, model_state, WorkerState(replace(workers.states, **stacked), momentum)
+        return shared, model_state, WorkerState(replace(workers.states, **stacked), momentum), feedback
 
-    return jax.lax.cond(due, step, lambda *same: same, shared, model_state, workers)
+    return jax.lax.cond(due, step, lambda *same: same, shared, model_state, workers, feedback)
 
 
 def _stack(tree: Any, workers: int) -> Any:

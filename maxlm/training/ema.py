@@ -21,10 +21,10 @@ class EmaUpdates(Updater):
     """
 
     def init(self, state: TrainState) -> TrainState:
-        return replace(state, updater={EMA: state.params})
+        return replace(super().init(state), updater={EMA: state.params})
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return replace(shardings, updater={EMA: shardings.params})
+        return replace(super().shardings(shardings, mesh), updater={EMA: shardings.params})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         assert self.config.ema is not None, "program.py chooses"

@@ -144,6 +144,8 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     each = masters + moments + FLOAT32 * (config.ema is not None)
     if config.diloco is not None:
         each = 2 * FLOAT32 + -(-config.diloco.workers // sizes["data"]) * (masters + moments)
+    if config.compression is not None:  # errors, and velocities
+        each += FLOAT32 * (2 if config.compression.kind == "top_k" and config.diloco is None else 1)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split

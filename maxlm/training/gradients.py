@@ -3,7 +3,8 @@
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`
 for matrices and float32 for norms, biases and routers. Microbatches, and all that comes after the reduction, are float32. (The kernel of
-the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.)
+the loss forms the unembedding's gradient by itself, and sums it over the shards of its width in float32.) With `compression` matrices are
+reduced so inside a slice, and what crosses slices is compressed from there (compression.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -59,32 +60,40 @@ def split(batch: Any, microbatches: int) -> Any:
 
 def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Mesh axes over which `reduced_once` reduces: weights are whole along them (`data`; `fsdp` as well below ZeRO stage 3, Rajbhandari
-    2020, arXiv 1910.02054), and there is more than one microbatch to wait for. Below ZeRO stage 2 gradients stay whole anyway, and so they
-    do on the stages of a pipeline. Workers of local updates are not reduced over `data`.
+    2020, arXiv 1910.02054), and there is more than one microbatch to wait for, or compression. Below ZeRO stage 2 gradients stay whole
+    anyway, and so they do on the stages of a pipeline. Workers of local updates are not reduced over `data`.
     """
-    waits = config.train.microbatches > 1 or config.mesh.zero == 1 or sizes.get("stage", 1) > 1
+    waits = config.train.microbatches > 1 or config.mesh.zero == 1 or sizes.get("stage", 1) > 1 or compresses(config)
     axes = ("data",) if config.mesh.zero == 3 else ("data", "fsdp")
     return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))
 
 
-def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum) -> GradFn:
+def compresses(config: Config) -> bool:
+    """True if gradients are compressed where they are summed over `data`; of local updates, weights are."""
+    return config.compression is not None and config.diloco is None
+
+
+def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum, apart: str | None = None) -> GradFn:
     """The gradient of the loss over the denominator: each device along the mesh axes `local` computes that of its own rows, and they are
-    reduced once, at the end. `add`: what sums a gradient over axes along which it is whole.
+    reduced once, at the end. `add`: what sums a gradient over axes along which it is whole. `apart`: one of the axes, along which gradients
+    are not summed but stacked, in the dtype in which they would be: `compression.CompressedSums` sums them.
     """
     axes = parameter_axes(config.model)
 
     def on_device(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
         sums, grads = grad_fn(params, model_state, batch, denominator)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return sums.over_devices(local), _map(partial(_reduce, local=local, add=add), axes, grads)
+        grads = _map(partial(_reduce, local=tuple(axis for axis in local if axis != apart), add=add), axes, grads)
+        return sums.over_devices(local), grads if apart is None else jax.tree.map(lambda g: g[None], grads)
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
         compute = cast_matrices(config, params)
-        specs = _map(lambda names: P(*("fsdp" if _scatters(name, local) else None for name in names)), axes)
+        stacked = () if apart is None else (apart,)
+        specs = _map(lambda names: P(*stacked, *("fsdp" if _scatters(name, local) else None for name in names)), axes)
         rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
         run = jax.shard_map(on_device, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
         sums, grads = run(compute, model_state, batch, denominator)
-        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params) if apart is None else grads
 
     return gradients
 

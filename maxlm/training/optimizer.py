@@ -7,11 +7,12 @@ import jax
 import optax
 
 from maxlm.config.optimizer_state import AdafactorConfig
-from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
+from maxlm.config.schema import Config, MuonConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
 from maxlm.training.factored import adafactor, factored_adam
+from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.small_states import in_small_state
 
 
@@ -21,7 +22,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table.
     """
     axes = parameter_axes(config.model)
-    direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config.optimizer, axes)
+    direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         in_small_state(config, direction),
@@ -30,14 +31,18 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
-def _adam(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    settings, compression = config.optimizer, config.compression
     if settings.state is not None and settings.state.second == "factored":
         return factored_adam(settings, axes)
+    if compression is not None and compression.kind != "int8" and config.diloco is None:
+        return frozen_adam(settings, compression.warmup_steps)
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
-def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+def _muon(config: Config, axes: Parameters) -> optax.GradientTransformation:
     """Orthogonalised momentum, scaled to the size of Adam's updates (arXiv 2502.16982, eq. 4), so both share one rate."""
+    settings = config.optimizer
     direction = optax.contrib.muon(
         learning_rate=1.0,
         beta=(settings.muon or MuonConfig()).momentum,
@@ -50,8 +55,8 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
     return optax.chain(direction, optax.scale(-1.0))  # optax's muon descends; the chain above does that itself
 
 
-def _adafactor(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
-    return adafactor(settings.adafactor or AdafactorConfig(), axes)
+def _adafactor(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    return adafactor(config.optimizer.adafactor or AdafactorConfig(), axes)
 
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:

@@ -21,9 +21,10 @@ from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.metric import Metric
 from maxlm.training import pipelined
+from maxlm.training.compression import AXIS, CompressedSums
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
-from maxlm.training.gradients import accumulated, cast_frozen, reduced_once, reduction_axes, with_layers_gathered
+from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.small_states import path_of
@@ -51,7 +52,8 @@ class Program:
         """The gradients of a batch: how they are computed and reduced is chosen here, once.
 
         computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
-        reduced    once an update (`reduction_axes`); as layers are done, with whole weights (ZeRO stage 2); by the partitioner
+        reduced    once an update (`reduction_axes`), over `data` by the updater where it is compressed; as layers are done, with whole
+                   weights (ZeRO stage 2); by the partitioner
         """
         config, objective, sizes = self.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
@@ -63,7 +65,8 @@ class Program:
             grad_fn = partial(accumulated, config.train.microbatches, loss)
         elif config.mesh.zero == 2:
             grad_fn = partial(in_one_pass, with_layers_gathered(config, loss))
-        return cast_frozen(config, reduced_once(config, grad_fn, axes) if axes else grad_fn)
+        apart = AXIS if compresses(config) else None
+        return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
 
     @cached_property
     def updater(self) -> Updater:
@@ -74,10 +77,11 @@ class Program:
         kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
         if health is not None and health.layers is not None:
             gradients = with_gradient_norms(config.model, gradients)
+        compressed = None if config.compression is None else CompressedSums(config, self.mesh)
         watches = health is not None and (health.layers is not None or health.spike == "skip")
 
         def build(gradients: GradFn) -> Updater:
-            update = kind(config, self.objective, self.optimizer, gradients)
+            update = kind(config, self.objective, self.optimizer, gradients, compressed)
             return WatchedUpdates(update, health) if health is not None and watches else update
 
         return build(gradients) if difference_dtype(config) is None else SplitMasters(config, build, gradients)

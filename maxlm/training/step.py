@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, UInt32
 from maxlm.config.schema import Config
 from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
+from maxlm.training.compression import CompressedSums
 from maxlm.training.optimizer import learning_rate
 
 # (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
@@ -33,6 +34,7 @@ class TrainState:
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
     updater: Any = None  # state of the update itself: `diloco.WorkerState` with local updates, the average of `ema.EmaUpdates`
     guard: Any = None  # `spike_guard.Window`, where spikes are refused
+    feedback: Any = None  # of `compression.CompressedSums`
 
 
 class Metrics(NamedTuple):
@@ -54,14 +56,24 @@ class Metrics(NamedTuple):
 class Updater:
     """An update from one gradient of the whole batch, the plain case. Others: `diloco.LocalUpdates`, `EmaUpdates`, `WatchedUpdates`."""
 
-    def __init__(self, config: Config, objective: Objective, optimizer: optax.GradientTransformation, gradients: GradFn) -> None:
+    def __init__(
+        self,
+        config: Config,
+        objective: Objective,
+        optimizer: optax.GradientTransformation,
+        gradients: GradFn,
+        compressed: CompressedSums | None = None,
+    ) -> None:
+        """`compressed`: sums `gradients`, which are stacked by the devices along `data` then."""
         self.config, self._objective, self._optimizer, self._gradients = config, objective, optimizer, gradients
+        self._compressed = compressed
         self.metrics = tuple(objective.metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(updated state, figures of the batch, norm of its gradient before clipping)."""
         denominator = jnp.maximum(self._objective.denominator(batch), 1)  # of the global batch
         sums, grads = self._gradients(state.params, state.model_state, batch, denominator)
+        state, grads = (state, grads) if self._compressed is None else self._compressed.of_gradients(state, grads)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_norm)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
@@ -70,11 +82,11 @@ class Updater:
 
     def init(self, state: TrainState) -> TrainState:
         """The first state, from that of one worker."""
-        return state
+        return state if self._compressed is None else replace(state, feedback=self._compressed.init(state.params))
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
         """A NamedSharding for every leaf of the state, from those of one worker's."""
-        return shardings
+        return shardings if self._compressed is None else replace(shardings, feedback=self._compressed.shardings())
 
 
 def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -97,9 +109,7 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
 def in_one_pass(
     loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:
-    """(figures, gradient of the loss over `denominator`), by one forward and one backward pass. XLA's partitioner inserts the reductions
-    over devices that the shardings of parameters and batch imply.
-    """
+    """(figures, gradient of the loss over `denominator`). XLA's partitioner inserts the reductions over devices that shardings imply."""
 
     def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
         total, sums = loss_fn(params, model_state, batch)

@@ -28,11 +28,9 @@ def test_an_axis_knows_its_links(topology, line, links):
     assert links_of(line, parse(topology)) == links
 
 
-def step_between_slices(cycles: int) -> StepCost:
-    """One all-reduce of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
-    attributes = (
-        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
-    )
+def step_between_slices(cycles: int, kind: str = "ALL_REDUCE") -> StepCost:
+    """One transfer of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
+    attributes = f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="{kind}"}}'
     module = read(f"""HloModule m, is_scheduled=true
 
 ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
@@ -59,3 +57,9 @@ def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
     cost = step_between_slices(round(share * row.seconds * chip_named("v5e").clock_hz))
     assert cost.exposed_s == pytest.approx(row.seconds * max(0.0, 1 - share), rel=1e-3)
     assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)
+
+
+def test_of_a_gather_between_slices_every_part_goes_to_every_other_slice():
+    (row,) = step_between_slices(0, "ALL_GATHER").traffic
+    assert (row.opcode, row.bytes) == ("all-gather", 2 * 4 * 2**20)
+    assert row.seconds == pytest.approx(4 * 2**20 / parse("v5e:2x2").chip.dcn_bytes_per_s, rel=0.05)

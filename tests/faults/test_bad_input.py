@@ -99,6 +99,7 @@ def test_a_file_that_is_no_config(workspace, capsys, monkeypatch, text):
 
 LATENT = "{kv_rank: 16, nope_dim: 8, rope_dim: 4, value_dim: 8}"
 EXPERTS = "{n_experts: 6, top_k: 2, d_ff: 16}"
+SLICED = "mesh.data=2 ; mesh.fsdp=4 ; mesh.slices=2"
 SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "train.stepz=5": ["train.stepz = 5", "no such setting", "nearest is train.steps"],
     "optimizer.learning_rate=1": ["optimizer.learning_rate", "it has name, peak_lr"],
@@ -271,6 +272,20 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "health={not_finite: warn}": ["health.not_finite = warn", "skip", "roll_back"],
     "health={leave_out: [3, 3]}": ["health.leave_out = [3, 3]", "twice"],
     "health={layers: warn} ; diloco={workers: 1, every: 2}": ["health.layers = warn", "diloco"],
+    "compression={kind: int8}": ["compression = set", "neither", "mesh.slices = 1, no diloco"],
+    "compression={kind: signs, warmup_steps: 5}": ["compression", "int8, sign, top_k"],
+    "compression={warmup_steps: 5}": ["compression", "kind"],
+    f"{SLICED} ; compression={{kind: sign}}": ["compression.warmup_steps is missing"],
+    f"{SLICED} ; compression={{kind: sign, warmup_steps: 20}}": ["compression.warmup_steps = 20", "none of the 20 updates"],
+    f"{SLICED} ; compression={{kind: sign, warmup_steps: 3}}": ["compression.warmup_steps = 3", "below the 4 updates", "use 4 or more"],
+    f"{SLICED} ; compression={{kind: top_k, warmup_steps: 9, ramp_steps: 12}}": ["compression.ramp_steps = 12", "20 updates"],
+    f"{SLICED} ; compression={{kind: top_k, warmup_steps: 9, density: 0.5}}": ["compression.density = 0.5", "at most 0.0625"],
+    f"{SLICED} ; compression={{kind: sign, warmup_steps: 9}} ; optimizer.name=muon": ["optimizer.name = muon", "second moments", "int8"],
+    f"{SLICED} ; compression={{kind: int8}} ; mesh.across_slices=fsdp": ["mesh.across_slices = fsdp", "use data"],
+    f"{SLICED} ; compression={{kind: int8}} ; mesh.data=4 ; mesh.fsdp=2": ["mesh.data = 4", "mesh.slices = 2", "use 2"],
+    f"{SLICED} ; compression={{kind: int8}} ; health={{layers: warn}}": ["health.layers = warn", "compressed"],
+    f"{SLICED} ; compression={{kind: int8}} ; elastic={{min_hosts: 1}}": ["elastic = set", "compression"],
+    "diloco={workers: 2, every: 2} ; compression={kind: int8}": ["compression = set", "mesh.data = 1", "raise mesh.data"],
     "train.start_from={path: nowhere, weights: best}": ["train.start_from.weights = best", "raw", "ema"],
     "mesh.slices=3": ["mesh.slices = 3", "mesh.data"],
     "mesh.across_slices=tensor": ["mesh.across_slices = tensor", "data"],

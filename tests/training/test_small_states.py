@@ -20,7 +20,7 @@ from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import abstract_parameters, init_parameters, parameter_axes
 from maxlm.objectives import Sums
-from maxlm.runtime.run import identity
+from maxlm.runtime.open_run import identity
 from maxlm.training import fits
 from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
