@@ -16,7 +16,7 @@ The feedback is float32 and part of the state: of every device along `data` its 
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,6 @@ from maxlm.config.schema import Config
 from maxlm.models import abstract_parameters, parameter_axes, parameter_specs
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.parallel.reduce import Codec, Int8, Sign, TopK, reduce_compressed
-
-if TYPE_CHECKING:
-    from maxlm.training.step import TrainState
 
 AXIS = "data"
 ERROR, VELOCITY = "error", "velocity"
@@ -71,8 +68,10 @@ class CompressedSums:
         """A NamedSharding for every array of the feedback."""
         return {kind: {name: NamedSharding(self._mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
 
-    def of_gradients(self, state: "TrainState", gradients: Parameters) -> tuple["TrainState", Parameters]:
-        """(state with its feedback, what the optimizer is given): the sum of the gradients; momentum after the warm-up of sign, top_k."""
+    def of_gradients(self, state: Any, gradients: Parameters) -> tuple[Any, Parameters]:
+        """(`TrainState` with its feedback, what the optimizer is given): the sum of the gradients; after the warm-up of sign and top_k,
+        momentum.
+        """
         shared = {} if self._settings.kind == "int8" else named_leaves(optax.tree_utils.tree_get(state.opt_state, "mu"))
         given, feedback = self._sum(state.step - state.skipped, gradients, shared, state.feedback)
         return replace(state, feedback=feedback), given

@@ -285,7 +285,11 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     f"{SLICED} ; compression={{kind: int8}} ; mesh.data=4 ; mesh.fsdp=2": ["mesh.data = 4", "mesh.slices = 2", "use 2"],
     f"{SLICED} ; compression={{kind: int8}} ; health={{layers: warn}}": ["health.layers = warn", "compressed"],
     f"{SLICED} ; compression={{kind: int8}} ; elastic={{min_hosts: 1}}": ["elastic = set", "compression"],
-    "diloco={workers: 2, every: 2} ; compression={kind: int8}": ["compression = set", "mesh.data = 1", "raise mesh.data"],
+    "mesh.fsdp=4 ; mesh.tensor=2 ; diloco={workers: 2, every: 2} ; compression={kind: int8}": [
+        "compression = set",
+        "mesh.data = 1",
+        "raise mesh.data",
+    ],
     "train.start_from={path: nowhere, weights: best}": ["train.start_from.weights = best", "raw", "ema"],
     "mesh.slices=3": ["mesh.slices = 3", "mesh.data"],
     "mesh.across_slices=tensor": ["mesh.across_slices = tensor", "data"],
