@@ -90,8 +90,8 @@ class SplitMasters(Updater):
             half, difference = split(master, 8 * dtype.itemsize, random) if matrix else (master, None)
             halves.append(half)
             differences.append(difference)
-        updater = {**(state.updater or {}), RESIDUAL: tree.unflatten(differences)}
-        return replace(state, params=tree.unflatten(halves), updater=updater)
+        updater = {**(state.updater or {}), RESIDUAL: jax.tree.unflatten(tree, differences)}
+        return replace(state, params=jax.tree.unflatten(tree, halves), updater=updater)
 
 
 def matrices(model: ModelConfig) -> Parameters:
