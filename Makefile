@@ -15,9 +15,9 @@ help:
 train: .venv/installed
 	@$(BIN)/maxlm train runs/quickstart $(ARGS)
 
-# With ARGS (`make test ARGS="tests/x -k y"`) those tests alone, in this process and without lint: they start in seconds.
+# Three workers for two cores: many tests wait for processes that they have started. With ARGS (`make test ARGS="tests/x -k y"`) those tests alone, in this process and without lint: they start in seconds.
 test: $(if $(ARGS),,lint) .venv/gpu-compiler
-	$(BIN)/python -m pytest -m "not soak" $(or $(ARGS),-n 2 --dist worksteal --durations=20)
+	$(BIN)/python -m pytest -m "not soak" $(or $(ARGS),-n 3 --dist worksteal --durations=20)
 
 soak: .venv/gpu-compiler
 	$(BIN)/python $(if $(ARGS),-m pytest -m soak $(ARGS),tools/soaks.py)

@@ -106,7 +106,7 @@ def cut_network(world: World) -> None:
 
 
 def cut_one_way(world: World) -> None:
-    """What the victim sends is lost; what others send arrives."""
+    """Messages from the victim are lost; those to it arrive."""
     world.hosts.mute(world.victim)
     _until_others_ended(world)
     world.hosts.unmute(world.victim)
@@ -119,7 +119,7 @@ def _until_others_ended(world: World) -> None:
 
 
 def slow_link(world: World) -> None:
-    """What the victim sends goes at 1 Mbit/s."""
+    """The victim sends at 1 Mbit/s."""
     world.hosts.slow_down(world.victim, "1mbit")
     _some_steps(world)
     world.hosts.speed_up(world.victim)
@@ -151,7 +151,7 @@ def _some_steps(world: World) -> None:
 
 
 def hang_collective(world: World) -> None:
-    """What the victim sends in collectives never leaves it, while its heartbeats do."""
+    """Messages of collectives never leave the victim, while its heartbeats do."""
     with world.hanging(sends=HANG):
         pass
 

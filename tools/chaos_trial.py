@@ -107,7 +107,7 @@ class Chaos:
         return result
 
     def clean(self, shape: Shape, steps: int, settings: Sequence[str], name: str) -> list[dict[str, Any]]:
-        """What is said of a run of so many steps in which nothing is wrong: alarms, and attempts after the first."""
+        """Alarms, and attempts after the first, of a run of so many steps in which nothing is wrong."""
         folder = self.folder / f"clean-{shape}-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         setup = self._setup(None, shape, folder)
@@ -161,7 +161,7 @@ class Chaos:
 
 
 def culprit_of(fault: Fault, world: World) -> str:
-    """Whether the right one was named. Hosts that were named as lost or hung are counted: a host that is cut off blames the others."""
+    """Verdict on who was named. Hosts that were named as lost or hung are counted: a host that is cut off blames the others."""
     if not fault.named or (fault.named == LOST and world.shape.hosts == 1):
         return "-"
     said = world.said()

@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass
 class Progress:
-    """What a thread reads off metrics.jsonl and events.jsonl while the run goes on."""
+    """Progress that a thread reads off metrics.jsonl and events.jsonl while the run goes on."""
 
     step: int = 0  # the newest on record
     times: list[tuple[float, int]] = field(default_factory=list)  # monotonic time, step: whenever that changed
@@ -74,8 +74,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is started with. `store`: of tokens; `environment`: of all processes; `disks`: folders below the run's that are file
-    systems of their own, of DISK_MB megabytes.
+    """Settings that a run is started with. `store`: of tokens; `environment`: of all processes; `disks`: folders below the
+    run's that are file systems of their own, of DISK_MB megabytes.
     """
 
     store: Path
@@ -161,7 +161,7 @@ class World:
                 os.kill(pid, number)
 
     def restart_supervisor(self, name: str) -> None:
-        """What a scheduler does once nothing of the host's task is left; Slurm kills the rest after a while."""
+        """Start the host's supervisor again, as a scheduler does once nothing of its task is left; Slurm kills the rest after a while."""
         limit = time.monotonic() + 60
         while self.hosts.pids(name) and time.monotonic() < limit:
             time.sleep(_TICK_SECONDS)

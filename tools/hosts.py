@@ -25,7 +25,7 @@ ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || mount
 
 @functools.cache
 def can_make_hosts() -> bool:
-    """Whether this machine lets us: by making one."""
+    """True if this machine lets us make hosts: by making one."""
     if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         return False
     try:
@@ -120,7 +120,7 @@ class Hosts:
             _ip("-n", self._space(name), "neighbour", "delete", address, "dev", "eth0")
 
     def slow_down(self, name: str, rate: str) -> None:
-        """What the host sends goes no faster than `rate`, as tc writes it."""
+        """Limit the host's sending to `rate`, as tc writes it."""
         limit = ("rate", rate, "burst", "128kb", "latency", "200ms")
         subprocess.run(["tc", "-n", self._space(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], check=True)
 
@@ -196,7 +196,7 @@ class Run:
         subprocess.run(["nsenter", "--target", str(self.processes[name].pid), "--mount", *command], check=True, capture_output=True)
 
     def said(self, name: str) -> str:
-        """What a host printed by now."""
+        """Output of a host by now."""
         return self._log(name).read_text()
 
     def wait(self, there: Callable[[], bool], what: str, seconds: float = 240) -> float:

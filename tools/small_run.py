@@ -80,7 +80,7 @@ def events(folder: Path, kind: str, name: str = "small") -> list[dict]:
 
 
 def exact(records: list[dict]) -> list[tuple]:
-    """What must be the same to the bit: JSON keeps a float's shortest exact form."""
+    """Figures that must be the same to the bit: JSON keeps a float's shortest exact form."""
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["batch_digest"]) for r in records]
 
 

@@ -49,6 +49,14 @@ def _model(config: Config) -> Iterator[Inert]:
 def _training(config: Config) -> Iterator[Inert]:
     if config.optimizer.name != "muon":
         yield Inert("optimizer.muon", f"optimizer.name = {config.optimizer.name}", "use optimizer.name=muon")
+    if config.optimizer.name != "adafactor":
+        yield Inert("optimizer.adafactor", f"optimizer.name = {config.optimizer.name}", "use optimizer.name=adafactor")
+    else:
+        why, use = "optimizer.name = adafactor has no first moment, and a decay of its own", "use optimizer.name=adamw"
+        yield from (Inert(f"optimizer.{name}", why, use) for name in ("beta1", "beta2", "eps"))
+    state = config.optimizer.state
+    if state is not None and not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
+        yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
     if config.precision.compute == "bfloat16":

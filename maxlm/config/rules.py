@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in (*sections, _health, _elastic, _compression) for problem in problems(config)), origins)
+    _refuse((problem for problems in (*sections, _state, _health, _elastic, _compression) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         devices = topology_of(config, origins.get("cluster.topology", "")).devices
@@ -457,6 +457,32 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
+def _state(config: Config) -> Iterator[Problem]:
+    """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
+    name, state = config.optimizer.name, config.optimizer.state
+    if state is None:
+        return
+    field = "optimizer.state"
+    if name == "adafactor" and state.moments != "float32":
+        yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
+    if name == "adafactor" and state.second_moment is not None:
+        rule = "the second moment of optimizer.name = adafactor is always factored"
+        yield f"{field}.second_moment", state.second_moment, rule, "remove it, or use optimizer.name=adamw"
+    if name == "muon" and state.second_moment == "factored":
+        rule = "optimizer.name = muon has no second moment of matrices to factor"
+        yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8 (of embeddings), or optimizer.name=adamw"
+    if state.masters != "float32":
+        if config.precision.compute != "bfloat16":
+            rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {config.precision.compute}"
+            yield f"{field}.masters", state.masters, rule, "use float32, or precision.compute=bfloat16"
+        if config.diloco is not None:
+            rule = "keeps no float32 weights whose mean over workers diloco could take"
+            yield f"{field}.masters", state.masters, rule, "use float32, or remove diloco"
+        if config.model.lora is not None:
+            rule = "is for weights that are trained, and model.lora trains few numbers"
+            yield f"{field}.masters", state.masters, rule, "use float32"
+
+
 def _ema(config: Config) -> Iterator[Problem]:
     if config.ema is None:
         return
@@ -503,6 +529,9 @@ def _compression(config: Config) -> Iterator[Problem]:
     if frozen and optimizer.name != "adamw":
         rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
         yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
+    if frozen and optimizer.state is not None and optimizer.state.second == "factored":
+        rule = f"has no second moment a parameter, which compression.kind = {settings.kind} keeps as it is after its warm-up"
+        yield "optimizer.state.second_moment", "factored", rule, "use another, or compression.kind=int8"
     yield from _phases(config, frozen)
 
 

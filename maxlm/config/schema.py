@@ -31,6 +31,7 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
+from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -440,7 +441,7 @@ class MuonConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "adafactor"] = "adamw"
     peak_lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
@@ -453,6 +454,8 @@ class OptimizerConfig(Section):
     beta2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
     muon: MuonConfig | None = None
+    adafactor: AdafactorConfig | None = None
+    state: OptimizerStateConfig | None = None  # None: float32
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
 
 

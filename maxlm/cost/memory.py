@@ -15,6 +15,7 @@ from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
 from maxlm.models.parameters import parameter_axes
 from maxlm.models.stack import STACKED, layer_groups
+from maxlm.training.split_masters import RESIDUAL, difference_dtype
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
@@ -49,13 +50,26 @@ def divide_memory(program: "Program", step: CompiledStep, module: Module | None)
 def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     """Parameters, frozen ones, optimizer state and batch on one device, to the byte."""
     state = program.abstract_state
+    residual = state.updater.get(RESIDUAL) if isinstance(state.updater, dict) else None
     frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
     return (
         *(frozen if program.config.model.lora is not None else ()),
-        MemoryPart("state", "parameters (float32)", _bytes(state.params)),
-        MemoryPart("state", f"optimizer ({program.config.optimizer.name})", _bytes((state.opt_state, state.updater))),
+        MemoryPart("state", f"parameters ({_masters(program)})", _bytes(state.params) + _bytes(residual)),
+        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, state.updater)) - _bytes(residual)),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
+
+
+def _masters(program: "Program") -> str:
+    difference = difference_dtype(program.config)
+    return "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
+
+
+def _optimizer(program: "Program") -> str:
+    """The name of the optimizer, with the formats of its moments where they are not float32."""
+    settings = program.config.optimizer
+    formats = [] if settings.state is None or settings.name == "adafactor" else [settings.state.moments, settings.state.second]
+    return " ".join([settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])])
 
 
 def _bytes(tree: Any) -> int:

@@ -23,6 +23,7 @@ from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.split_masters import difference_dtype
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def _pattern(model: ModelConfig, depths: range | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class ParameterLeaf:
-    """One array of parameters: how many numbers, how many float32 the optimizer adds to each, and the mesh axes that split it."""
+    """One array of parameters: how many numbers, bytes of it with all that the optimizer adds, and the mesh axes that split it."""
 
     numbers: int
-    moments: int
+    state_bytes: int
     axes: tuple[str, ...]
     matrix: bool
 
@@ -135,10 +136,15 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     optimizer = jax.tree_util.tree_flatten_with_path(jax.eval_shape(build_optimizer(config).init, shapes))[0]
     axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
-    moments = Counter(_parameter(jax.tree_util.keystr(path), named) for path, _ in optimizer)
+    state: Counter[str] = Counter()
+    for path, leaf in optimizer:
+        state[_parameter(jax.tree_util.keystr(path), named)] += leaf.size * leaf.dtype.itemsize
+    difference = difference_dtype(config)
+    matrix_bytes = 4 if difference is None else 2 + difference.itemsize
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
-        leaves.append(ParameterLeaf(leaf.size, moments[name], tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
+        state_bytes = state[name] + leaf.size * (matrix_bytes if is_matrix(logical) else 4)
+        leaves.append(ParameterLeaf(leaf.size, state_bytes, tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
     return tuple(leaves)
 
 

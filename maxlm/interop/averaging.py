@@ -93,7 +93,10 @@ def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) 
 def _config(config: Config) -> Config:
     """The run's config, without what made its own checkpoints."""
     train = config.train.model_copy(update={"start_from": None})
-    return config.model_copy(update={"train": train, "objective": None, "ema": None, "checkpoint": CheckpointConfig()})
+    optimizer = config.optimizer.model_copy(update={"state": None})
+    return config.model_copy(
+        update={"train": train, "optimizer": optimizer, "objective": None, "ema": None, "checkpoint": CheckpointConfig()}
+    )
 
 
 def _write_model(path: Path, config: Config, source: str) -> None:

@@ -22,6 +22,7 @@ from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.parallel.experts import sends
 from maxlm.planning.layouts import Layout, divisors
+from maxlm.training.split_masters import difference_dtype
 
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
 MODEL_WIDE, HIDDEN_WIDE = 28, 5  # norms and residuals; the activation, backward (forward it is part of a matmul)
@@ -259,8 +260,8 @@ class Analytic:
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
         """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
         shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
-        copies = 1 if self.config.ema is None else 2
-        state = 4 * sum((copies + leaf.moments) * numbers for leaf, numbers in shares)
+        average = 0 if self.config.ema is None else 4
+        state = sum(leaf.state_bytes * numbers // leaf.numbers + average * numbers for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
@@ -289,7 +290,8 @@ class Analytic:
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
         backward = self._inside(layout.mesh, rows) + 4 * numbers
         gradients = 4 * numbers if layout.microbatches > 1 else 0
-        return int(stack + max(loss, backward) + gradients + number * numbers)
+        cast = 0 if difference_dtype(self.config) is not None else number * numbers  # masters in two parts hold them already
+        return int(stack + max(loss, backward) + gradients + cast)
 
     def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
         """Bytes that the backward pass of a layer needs: gathered weights of two layers, those of experts one matrix at a time."""

@@ -121,7 +121,7 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
     if not search.counted:
         batch = f"train.global_batch = {config.train.global_batch:,}"
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
-    state = 4 * sum((1 + leaf.moments) * leaf.numbers for leaf in parameter_leaves(config))
+    state = sum(leaf.state_bytes for leaf in parameter_leaves(config))
     short = (search.leanest - search.available) / GIB
     return too_small(topology, state, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "

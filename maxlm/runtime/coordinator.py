@@ -32,6 +32,7 @@ PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
+SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -84,7 +85,7 @@ class Coordinator:
         self._spec, self._own, self._secret, self._say, self._quorum = spec, own_name, secret, say, quorum
         self.superseded = threading.Event()  # set from outside, once another process coordinates
         self.gave_way = False  # to another, since this process is not among those that may go on
-        self._settled_since = time.monotonic()
+        self._settled_since = self._signed = time.monotonic()
         self._began = self._settled_since if began is None else began
         self._running = False  # a run goes on: others wait
         self._members: dict[int, _Member] = {}
@@ -158,9 +159,13 @@ class Coordinator:
     async def _wait_for_change(self) -> None:
         if self._quorum is None:
             await self._changed.wait()
-        else:  # time alone may decide, too
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), POLL_SECONDS)
+            return
+        with contextlib.suppress(TimeoutError):  # time alone may decide, too
+            await asyncio.wait_for(self._changed.wait(), POLL_SECONDS)
+        if time.monotonic() >= self._signed + SIGN_SECONDS:
+            self._signed = time.monotonic()
+            for member in self._members.values():
+                member.socket.try_send("ping")
 
     async def _complete(self) -> tuple[int, ...]:
         """Numbers of the processes that go on, admitted and alive; () if not yet, and then `_changed` is set at the next change."""

@@ -20,6 +20,7 @@ from maxlm.runtime.cluster_env import HOSTS
 from maxlm.runtime.consistency import code_digest, digest
 from maxlm.runtime.coordinator import RendezvousError
 from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.telemetry.goodput import Part
 from maxlm.training import fits
 
 Say = Callable[[str], None]
@@ -80,6 +81,11 @@ def _describe(quorum: Quorum, units: int, say: Say, *, alone: bool) -> None:
         return
     first = f"; process 0 must be there, since the names of the other hosts are not known (set {HOSTS})" if alone else ""
     say(f"elastic: can go on with {', '.join(map(str, sizes))} of {units} {unit} after {quorum.wait_s:g} s{first}")
+
+
+def waiting_part(config: Config, environ: Mapping[str, str] = os.environ) -> Part:
+    """Part of the ledger that waiting for hosts is in: `elastic`, a change of hosts, from the second start of an elastic run on."""
+    return "elastic" if config.elastic is not None and progress_file.ABSENT_VARIABLE in environ else "wait_hosts"
 
 
 def _absent_before(environ: Mapping[str, str]) -> frozenset[int]:

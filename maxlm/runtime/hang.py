@@ -16,6 +16,7 @@ NAMED = 5  # processes named in a line; the others are counted
 _WORDS = {
     "init": "its start",
     "wait_hosts": "the wait for the other hosts",
+    "elastic": "the wait for the other hosts",
     COMPILE: "a compilation",
     "restore": "a restore",
     "step": "a step",

@@ -77,7 +77,7 @@ class Supervisor:
         self._signal: int | None = None  # the one that this process received
         self._signal_at = 0.0
         self._log = EndLog(say)
-        self._absent: tuple[int, ...] = ()  # numbers of the processes without which the run went on before
+        self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
 
     def run(self) -> int:
         """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
@@ -98,7 +98,7 @@ class Supervisor:
         while True:
             end = self._attempt()
             code = self._code_of(end)
-            self._absent = end.progress.absent or (self._absent if end.incomplete else ())
+            self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
             joined = joined or bool(end.progress.hosts)
             if end.regroups and self._signal is None:
                 line = "maxlm launch: the run was saved, and its processes join anew"
@@ -161,7 +161,8 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
             path = Path(folder) / "progress.json"
             environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
-            environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
+            if self._absent is not None:
+                environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
             try:
                 with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
                     self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))

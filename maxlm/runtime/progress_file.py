@@ -15,7 +15,7 @@ from typing import Any
 from maxlm.config.errors import UserError
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
-ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor
+ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from maxlm.runtime.returning import ReturningProcesses
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
 OWN_FILES = 1024  # that process 0 may open beside its sockets
 ROUND_TRIP_SECONDS = 5.0  # for a connection, and for a handshake
-FOUND_SECONDS = 15.0  # for a coordinator that has just answered
+FOUND_SECONDS = 15.0  # for a coordinator that has just answered; it sends a ping every SIGN_SECONDS while it waits for others
 SILENCE_SECONDS = 60.0  # of a coordinator whose run a process waits for; it sends a ping every second
 
 
@@ -187,6 +187,7 @@ class _Seeker:
                 raise (RunEndedError(str(error)) if waits else error) from None
             if message["kind"] == "ping":
                 connection.send("pong")
+                until = max(until, time.monotonic() + FOUND_SECONDS)
             elif message["kind"] == "running" and not waits:
                 waits = True
                 self.say("a run goes on without this process: waiting until it takes it in")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-# init: imports, devices, data. compile: the step, its first run included. hang: nothing moved until the process was ended. elastic: a
-# change to another number of hosts.
+# init: imports, devices, data. compile: the step, its first run included. hang: nothing moved until the process was ended. elastic:
+# waiting for hosts from the second start of an elastic run on.
 Part = Literal["init", "compile", "wait_hosts", "restore", "data_wait", "step", "save", "eval", "hang", "elastic"]
 PARTS: tuple[Part, ...] = ("init", "compile", "wait_hosts", "restore", "data_wait", "step", "save", "eval", "hang", "elastic")
 

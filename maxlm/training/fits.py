@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.fields import Section
+from maxlm.config.optimizer_state import OptimizerStateConfig
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
@@ -132,28 +133,28 @@ _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, dat
 def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """Lower bound of what a device of a mesh of `sizes` holds during a step. In integers: no size is too large for it.
 
-    State in float32, without moments and gradients of what is frozen; either all gradients, or what the backward pass of a microbatch
+    State without moments and gradients of what is frozen; either all gradients, or what the backward pass of a microbatch
     starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients over
     microbatches is beside both. State is split evenly.
     """
     model, train = config.model, config.train
     number = 2 if config.precision.compute == "bfloat16" else FLOAT32
     numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
-    moments = 2 if config.optimizer.name == "adamw" else 1  # of Muon's matrices
-    copies = 1 + moments + (config.ema is not None)
+    masters, moments = _state_bytes(config)
+    each = masters + moments + FLOAT32 * (config.ema is not None)
     if config.diloco is not None:
-        copies = 2 + -(-config.diloco.workers // sizes["data"]) * (1 + moments)
+        each = 2 * FLOAT32 + -(-config.diloco.workers // sizes["data"]) * (masters + moments)
     if config.compression is not None:  # errors, and velocities
-        copies += 2 if config.compression.kind == "top_k" and config.diloco is None else 1
+        each += FLOAT32 * (2 if config.compression.kind == "top_k" and config.diloco is None else 1)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
     logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
     gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
     if model.lora is not None:  # of adapters there are few
-        copies, gradients = 1, 0
+        each, gradients = FLOAT32, 0
     smaller = functools.partial(_smaller_state, model)
-    state = Part("parameters and optimizer state", FLOAT32 * copies * numbers, smaller)
+    state = Part("parameters and optimizer state", each * numbers, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
@@ -163,6 +164,14 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
         return (state, beside, *activations, *_batches(config, sizes))
     either = (beside,) if gradients > kept + logits else activations
     return (state, *either, *_batches(config, sizes))
+
+
+def _state_bytes(config: Config) -> tuple[int, int]:
+    """(bytes of the masters, bytes of the moments) of a number in a matrix, at least."""
+    state = config.optimizer.state or OptimizerStateConfig()
+    sizes = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
+    moments = {"adamw": (state.moments, state.second), "muon": (state.moments,), "adafactor": ()}[config.optimizer.name]
+    return 3 if state.masters == "split24" else FLOAT32, sum(sizes[moment] for moment in moments)
 
 
 def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:

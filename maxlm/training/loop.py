@@ -74,9 +74,9 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
     began = time.monotonic()
     with _measured(goodput, "restore"):
         restored = checkpoints.restore(program.abstract_state, unfit=unfit)
-        if restored.source != STORE and (
-            names := not_finite(restored.state, program.mesh)
-        ):  # copies are made without a look at their numbers
+        # Copies are made without a look at their numbers.
+        names = [] if restored.source == STORE else not_finite(restored.state, program.mesh)
+        if names:
             checkpoints.discard_copy(f"it holds values that are not finite, in {names[0]}")
             restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}

@@ -6,37 +6,43 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.schema import Config, MuonConfig, OptimizerConfig
+from maxlm.config.optimizer_state import AdafactorConfig
+from maxlm.config.schema import Config, MuonConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
+from maxlm.training.factored import adafactor, factored_adam
 from maxlm.training.frozen_adam import frozen_adam
+from maxlm.training.small_states import in_small_state
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101), or Muon (Jordan 2024) for the hidden matrices with Adam for the rest.
+    """AdamW (arXiv 1711.05101), Muon (Jordan 2024) for the hidden matrices with Adam for the rest, or Adafactor (arXiv 1804.04235).
 
     Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table.
     """
     axes = parameter_axes(config.model)
-    direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config)
+    direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
-        direction,
+        in_small_state(config, direction),
         optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
 
 
-def _adam(config: Config) -> optax.GradientTransformation:
+def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
     settings, compression = config.optimizer, config.compression
+    if settings.state is not None and settings.state.second == "factored":
+        return factored_adam(settings, axes)
     if compression is not None and compression.kind != "int8" and config.diloco is None:
         return frozen_adam(settings, compression.warmup_steps)
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
-def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+def _muon(config: Config, axes: Parameters) -> optax.GradientTransformation:
     """Orthogonalised momentum, scaled to the size of Adam's updates (arXiv 2502.16982, eq. 4), so both share one rate."""
+    settings = config.optimizer
     direction = optax.contrib.muon(
         learning_rate=1.0,
         beta=(settings.muon or MuonConfig()).momentum,
@@ -47,6 +53,10 @@ def _muon(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransfor
         muon_weight_dimension_numbers=_map_axes(_muon_dims, axes),
     )
     return optax.chain(direction, optax.scale(-1.0))  # optax's muon descends; the chain above does that itself
+
+
+def _adafactor(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    return adafactor(config.optimizer.adafactor or AdafactorConfig(), axes)
 
 
 def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:

@@ -1,5 +1,6 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,7 +27,9 @@ from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
+from maxlm.training.split_masters import SplitMasters, difference_dtype
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
 
@@ -68,16 +71,20 @@ class Program:
     @cached_property
     def updater(self) -> Updater:
         """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`);
-        watched, if `health` asks for it.
+        watched, if `health` asks for it, and with master weights in two parts, if `optimizer.state` does.
         """
         config, health, gradients = self.config, self.config.health, self.gradients
         kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
         if health is not None and health.layers is not None:
             gradients = with_gradient_norms(config.model, gradients)
         compressed = None if config.compression is None else CompressedSums(config, self.mesh)
-        update = kind(config, self.objective, self.optimizer, gradients, compressed)
         watches = health is not None and (health.layers is not None or health.spike == "skip")
-        return WatchedUpdates(update, health) if health is not None and watches else update
+
+        def build(gradients: GradFn) -> Updater:
+            update = kind(config, self.objective, self.optimizer, gradients, compressed)
+            return WatchedUpdates(update, health) if health is not None and watches else update
+
+        return build(gradients) if difference_dtype(config) is None else SplitMasters(config, build, gradients)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -183,24 +190,28 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState with a NamedSharding for every leaf: optimizer moments are split as the parameter they belong to."""
+    """A TrainState with a NamedSharding for every leaf: what the optimizer keeps under the name of a parameter is split as it is."""
     abstract = abstract_parameters(config)
     shardings, state_shardings = (
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         for specs in (parameter_specs(config, mesh), model_state_specs(config, mesh))
     )
     whole = NamedSharding(mesh, PartitionSpec())
-    by_name = {_keys(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+    by_name = {path_of(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
 
     def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        keys = _keys(path)
+        keys = path_of(path)
         own = next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), None)
-        return own if own is not None else whole
+        return whole if own is None else _of_parts(own, leaf.shape)
 
     opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
     return TrainState(whole, whole, shardings, opt_state, state_shardings)
 
 
-def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
-    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)
+def _of_parts(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """`sharding` of a parameter, for an array with the same dims, some of them shorter (scales, row means): split as far as they go."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in sharding.spec]
+    sizes = [[math.prod(sharding.mesh.shape[axis] for axis in axes[:n]) for n in range(len(axes) + 1)] for axes in entries]
+    fitting = [max(n for n, parts in enumerate(each) if size % parts == 0) for each, size in zip(sizes, shape, strict=False)]
+    kept = [axes[:n] for axes, n in zip(entries, fitting, strict=True)]
+    return sharding if kept == entries else NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in kept)))

@@ -18,6 +18,7 @@ from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import Names
 from maxlm.training.ema import EMA
+from maxlm.training.split_masters import in_parts, whole
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
@@ -93,10 +94,12 @@ class SavedRun:
                 if part is not None:
                     shape = leaf(shapes, part)
                     put(asked, (*root, *part), jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_whole(target.sharding)))
+        asked = asked if kind == "ema" else in_parts(self.trained, asked)
         restored = self.checkpoints.restore_entries(asked, step)
+        state = restored.state if kind == "ema" else whole(self.trained, restored.state)
         found: dict[str, Parameters] = {"params": {}, "model_state": {}}
         for (entry, name), place in places.items():
-            put(found[entry], name, _merged(restored.state, root, place))
+            put(found[entry], name, _merged(state, root, place))
         return Weights(restored.step, found["params"], found["model_state"])
 
     def adapters(self, step: int | None = None, kind: WeightsKind = "raw") -> Parameters:

@@ -18,8 +18,8 @@ from maxlm.evaluation.task import find_tasks
 from maxlm.evaluation.while_training import open_tasks
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
-from maxlm.runtime import run
-from maxlm.runtime.run import open_data
+from maxlm.runtime import open_run
+from maxlm.runtime.open_data import open_data
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
@@ -145,11 +145,11 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     config = load("small.yml", ["mesh.fsdp=8", "evaluation.tasks=[own.yml]"]).config
     (workspace / "own.yml").write_text(json.dumps({**TASKS["text"], "data": "own.jsonl"}))
     told = []
-    monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append((facts, problem)))
+    monkeypatch.setattr(open_run, "require_equal", lambda facts, problem: told.append((facts, problem)))
     directory, program = RunDirectory(workspace / "none", primary=False), SimpleNamespace(mesh=build_mesh(config))
     for text in ("a", "b", "a"):
         (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
-        run._open_tasks_on_all_hosts(open_tasks, config, program, directory)
+        open_run._open_tasks_on_all_hosts(open_tasks, config, program, directory)
     assert told[0] == told[2] != told[1]
     assert told[0][0].keys() == {"task own"}
 
@@ -157,7 +157,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
         raise PermissionError(13, "Permission denied", "own.jsonl")
 
     with pytest.raises(AssertionError):
-        run._open_tasks_on_all_hosts(away, config, program, directory)
+        open_run._open_tasks_on_all_hosts(away, config, program, directory)
     assert isinstance(told[3][1], UserError)
 
 

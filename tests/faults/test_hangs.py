@@ -45,6 +45,7 @@ def start(folder, hang, marker, *settings):
     )
 
 
+@pytest.mark.soak
 def test_data_that_does_not_come_costs_no_step_and_the_run_starts_again(workspace):
     said = finish(start(workspace, READER, "hung", "checkpoint.every_steps=100"))
     assert "maxlm: hung: in the wait for data at step 10 for" in said

@@ -71,6 +71,7 @@ def killed_in_the_middle(folder, count, victim):
         assert witnesses, "nobody says who was lost"
 
 
+@pytest.mark.soak
 def test_a_host_that_is_killed_comes_back_and_changes_no_bit(workspaces):
     """The short form: two hosts."""
     killed_in_the_middle(folder := workspaces("killed"), 2, "host1")

@@ -7,7 +7,7 @@ from rich.console import Console
 from small_run import events, finish, make_workspace, metrics, start
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
-from maxlm.runtime import run
+from maxlm.runtime import open_data
 from maxlm.telemetry.phases import Phases
 
 
@@ -25,9 +25,9 @@ def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkey
     def fails(_config):
         raise error
 
-    monkeypatch.setattr(run, "open_data", fails)
+    monkeypatch.setattr(open_data, "open_data", fails)
     with pytest.raises(UserError, match=str(error)) as caught:
-        run._open_data_on_all_hosts(Data(), Phases(Console()))
+        open_data.open_data_on_all_hosts(Data(), Phases(Console()))
     assert caught.value.exit_code == code
 
 

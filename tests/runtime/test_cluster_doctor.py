@@ -78,6 +78,7 @@ def test_a_host_that_computes_slowly_is_named():
     assert report["rows"], "all were measured together as well"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 def test_a_host_behind_a_slow_link_is_named(tmp_path):
     """The third of four sends through a link of 30 MB/s: its neighbours, who share a pair with it, are not blamed.

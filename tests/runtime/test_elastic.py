@@ -10,7 +10,7 @@ from maxlm.config.errors import ExitCode
 from maxlm.runtime.cluster import Cluster, ClusterPlace
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.coordinator import RendezvousError
-from maxlm.runtime.elastic import quorum_of, waiting_if_too_large
+from maxlm.runtime.elastic import quorum_of, waiting_if_too_large, waiting_part
 from maxlm.runtime.ownership import FILE, Ownership, SupersededRunError
 from maxlm.runtime.progress_file import ABSENT_VARIABLE
 from maxlm.training import fits
@@ -84,6 +84,12 @@ def test_those_that_were_absent_before_are_known(monkeypatch):
     monkeypatch.setenv(ABSENT_VARIABLE, "1,3")
     quorum, _ = asked(mesh={"data": 4, "fsdp": 2})
     assert quorum.absent == {1, 3}
+
+
+def test_waiting_is_a_change_of_hosts_from_the_second_start_of_an_elastic_run_on():
+    elastic, fixed = tiny_config(elastic=ELASTIC), tiny_config()
+    assert [waiting_part(config, {}) for config in (elastic, fixed)] == ["wait_hosts", "wait_hosts"]
+    assert [waiting_part(config, {ABSENT_VARIABLE: ""}) for config in (elastic, fixed)] == ["elastic", "wait_hosts"]
 
 
 def test_a_smaller_mesh_that_is_too_small_makes_all_wait():

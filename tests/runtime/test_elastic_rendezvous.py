@@ -46,6 +46,7 @@ def test_the_others_go_on_and_take_it_back(cluster, victim):
     assert [process.wait(30) for process in three.running.values()] == [0, 0, 0]
 
 
+@pytest.mark.soak
 def test_slices_go_on_without_the_first_although_process_0_is_there_and_take_it_back(cluster):
     """Process 0 gives way, and waits as the rest of its slice does; in the end the slice of the coordinator comes first."""
     six = cluster(6, wait_s=1.0, together=2)

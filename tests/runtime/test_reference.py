@@ -22,8 +22,8 @@ from maxlm.config.loader import dump
 from maxlm.data import storage
 from maxlm.parallel import build_mesh
 from maxlm.runtime import reference, reference_file
+from maxlm.runtime.open_data import open_data
 from maxlm.runtime.reference import attach_reference
-from maxlm.runtime.run import open_data
 from maxlm.telemetry.phases import Phases
 from maxlm.training.program import build_program
 from maxlm.training.session import Start

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from maxlm.config import load
-from maxlm.runtime.run import observing
+from maxlm.runtime.observing import observing
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event

@@ -12,7 +12,7 @@ from maxlm.config import UserError
 from maxlm.config.loader import dump
 from maxlm.config.schema import DpoConfig, EmaConfig, NextTokenConfig, SftConfig, StartFromConfig
 from maxlm.interop.averaging import average
-from maxlm.runtime.run import identity
+from maxlm.runtime.open_run import identity
 from maxlm.training.ema import average_of
 from maxlm.training.loop import restore_or_init
 from maxlm.training.saved_run import open_run

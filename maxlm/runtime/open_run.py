@@ -1,0 +1,212 @@
+"""All that a run opens before it trains: its machine, data, program, tasks, checkpoints and first state. What is wrong with any of them is
+found here, on all hosts alike, before anything is written.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh
+
+import maxlm
+from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.memory import MemoryCopies
+from maxlm.config import Config, UserError
+from maxlm.config.errors import ConfigError, as_user_error
+from maxlm.config.loader import dump, flatten
+from maxlm.data.tokenizer import open_tokenizer
+from maxlm.objectives import kind_of
+from maxlm.parallel import build_mesh
+from maxlm.runtime import elastic, progress_file
+from maxlm.runtime.cluster import Cluster
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
+from maxlm.runtime.jax_setup import enable_compilation_cache
+from maxlm.runtime.metrics_port import metrics_server
+from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
+from maxlm.runtime.resume_checks import lost_checkpoints
+from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.metrics_server import MetricsServer
+from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training import bit_flips, fits, integrity
+from maxlm.training.bit_flips import BitFlips
+from maxlm.training.loop import restore_or_init
+from maxlm.training.program import Program, build_program
+from maxlm.training.rollback import Journal
+from maxlm.training.session import Start, Tasks
+from maxlm.training.start_from import begin_from, fingerprint
+from maxlm.training.step import TrainState
+
+# Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
+IDENTITY = (
+    "train.seed",
+    "train.global_batch",
+    "data.seq_len",
+    "data.shuffle",
+    "data.mask_documents",
+    "optimizer.name",
+    "diloco.workers",
+    "compression.kind",
+    "compression.warmup_steps",
+)
+
+
+class OpenTasks(Protocol):
+    """Opens the tasks of `evaluation`. Raises UserError for one that is wrong; writes nothing before it runs them."""
+
+    def __call__(self, config: Config, mesh: Mesh, folder: Path | None) -> Tasks: ...
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """`config`: `asked`, that for all hosts, on those that are present. `init` makes the first state. `flips`: bits to flip on purpose."""
+
+    asked: Config
+    config: Config
+    data: OpenedData
+    program: Program
+    directory: RunDirectory
+    tasks: Tasks | None
+    checkpoints: Checkpoints
+    server: MetricsServer | None
+    journal: Journal
+    start: Start
+    init: Callable[[], TrainState]
+    flips: BitFlips | None
+
+    @property
+    def trains(self) -> bool:
+        """True if steps are left."""
+        return self.start.step < self.config.total_steps
+
+
+def open_run(
+    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[], None]
+) -> OpenRun:
+    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called once the data is open. Raises UserError, in all
+    processes alike.
+    """
+    config = elastic.on_present(asked, here)
+    with elastic.waiting_if_too_large(here):
+        _check_machine(config, phases, here)
+    if here.absent and phases.primary:
+        phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
+    data = open_data_on_all_hosts(config, phases)
+    on_data()
+    program = build_program(config, build_mesh(config))
+    config = _with_possible_checks(config, program, here, phases)
+    directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    flips = bit_flips.from_environment(directory.path)
+    tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
+    checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
+    server = metrics_server(config, directory, phases)
+    leave_out = config.health.leave_out if config.health is not None else ()
+    journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
+    with elastic.waiting_if_too_large(here):
+        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
+    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, server, journal, start, init, flips)
+
+
+def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
+    """Check versions, devices and memory before anything is built. Raises UserError, on all hosts alike where they differ."""
+    with phases("looking for devices"):
+        enable_compilation_cache()
+    if jax.process_count() > 1:
+        require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+    phases.primary = jax.process_index() == 0
+    progress_file.record(hosts=here.hosts)
+    check_devices(config, jax.devices())
+    fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
+
+
+def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, here: Cluster) -> Checkpoints:
+    """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
+    folder = config.checkpoint.dir or str(directory.checkpoints)
+    check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
+    checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
+    if config.memory_checkpoints is not None:
+        supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
+        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
+    missing = checkpoints.latest() is None and directory.primary
+    problem = lost_checkpoints(directory, folder, checkpoints.strays()) if missing else ""
+    require_equal({}, UserError(problem) if problem else None)
+    return checkpoints
+
+
+def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
+    """Return field -> value of the settings that a checkpoint must match."""
+    values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
+    values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
+    if config.compression is not None and config.diloco is None:
+        values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
+    values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
+    values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
+    values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
+    fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
+    return {**fixed, "tokenizer": tokenizer_hash}
+
+
+def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:
+    """Raises UserError on all hosts if one has no room for its copies, or cannot write them."""
+    problem = None
+    try:
+        memory.prepare(program.abstract_state, local_processes)
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
+
+
+def _start(
+    config: Config,
+    phases: Phases,
+    program: Program,
+    checkpoints: Checkpoints,
+    journal: Journal,
+    local_processes: int,
+    goodput: Goodput,
+) -> tuple[Start, Callable[[], TrainState]]:
+    """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
+    anything is written beside it.
+    """
+    source = config.train.start_from
+    fresh = "" if source is None else f"reading the parameters of {source.path} and "
+    latest = checkpoints.latest()
+    restoring = "restoring the newest checkpoint and " if latest is not None else fresh
+    if source is not None and latest is None:
+        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
+    with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
+        stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
+        init = program.init if source is None else functools.partial(begin_from, program, source, stored)
+        start = restore_or_init(program, checkpoints, init, journal, goodput)
+        if start.step < config.total_steps:
+            fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
+            integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
+    return start, init
+
+
+def _with_possible_checks(config: Config, program: Program, here: Cluster, phases: Phases) -> Config:
+    """`config`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
+    try:
+        integrity.check_mesh(config, program.mesh)
+    except ConfigError as error:
+        if not here.absent:
+            raise
+        phases.say(f"no checks for silent corruption until all hosts are back ({error})")
+        return config.model_copy(update={"integrity": None})
+    return config
+
+
+def _open_tasks_on_all_hosts(open_tasks: OpenTasks, config: Config, program: Program, directory: RunDirectory) -> Tasks:
+    """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
+    opened, problem = None, None
+    try:
+        opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
+    except (UserError, OSError) as error:
+        problem = as_user_error(error)
+    require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)
+    assert opened is not None, "a failure was raised above"
+    return opened

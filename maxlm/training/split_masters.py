@@ -1,0 +1,133 @@
+"""Master weights in two parts: a bfloat16 half that matmuls read as it is, and the difference of the master from it in 16 or 8 bits.
+
+Both parts are integers of the same float32 pattern: master = half * 2^16 + difference * 2^(16 - bits). With 16 bits that is every float32;
+with 8 the master has 24 bits, to which it is rounded after each update. The half is the bfloat16 nearest to the master, as a cast would
+make it, but for ties: the even neighbour would leave 2^16 + 1 masters to one half, so they go away from zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, BFloat16, Float, Int32
+
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.models import parameter_axes
+from maxlm.models.adapters import leaf, put
+from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.objectives import Sums
+from maxlm.training.rounding import random_bits
+from maxlm.training.small_states import path_of
+from maxlm.training.step import GradFn, TrainState, Updater
+
+RESIDUAL = "residual"  # entry of `TrainState.updater`: the differences; None for what is no matrix, which stays float32
+DIFFERENCES = {"split": jnp.dtype("int16"), "split24": jnp.dtype("int8")}
+
+
+def difference_dtype(config: Config) -> Any:
+    """dtype of the differences; None if masters are float32."""
+    return None if config.optimizer.state is None else DIFFERENCES.get(config.optimizer.state.masters)
+
+
+def split(master: Float[Array, "..."], bits: int, random: Array | None = None) -> tuple[BFloat16[Array, "..."], Array]:
+    """(half, difference of `bits` bits) of float32 masters. With 8 bits the master is rounded, by chance if there is `random`."""
+    pattern, rest = jax.lax.bitcast_convert_type(master, jnp.uint32), 16 - bits
+    if rest:
+        up = jnp.uint32(1 << (rest - 1)) if random is None else random % (1 << rest)
+        pattern = jnp.where(jnp.isfinite(master), pattern + up, pattern) >> rest
+    half = (pattern + (1 << (bits - 1))) >> bits
+    difference = (pattern - (half << bits)).astype(jnp.int32).astype(f"int{bits}")
+    return jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16), difference
+
+
+def join(half: BFloat16[Array, "..."], difference: Array | None) -> Float[Array, "..."]:
+    """The float32 masters; without a difference, `half` as it is."""
+    if difference is None:
+        return half
+    bits = 8 * difference.dtype.itemsize
+    pattern = jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) << bits
+    pattern += difference.astype(jnp.int32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(pattern << (16 - bits), jnp.float32)
+
+
+class SplitMasters(Updater):
+    """The update that `build` makes of a gradient, which sees float32 parameters. The gradient itself is computed with their halves."""
+
+    def __init__(self, config: Config, build: Callable[[GradFn], Updater], gradients: GradFn) -> None:
+        self.config, self._build, self._of_halves, self._inner = config, build, gradients, build(gradients)
+        self.metrics = self._inner.metrics
+
+    def init(self, state: TrainState) -> TrainState:
+        return self._stored(self._inner.init(state), None)
+
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        shardings = self._inner.shardings(shardings, mesh)
+        residual = jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self.config.model), shardings.params)
+        return replace(shardings, updater={**(shardings.updater or {}), RESIDUAL: residual})
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        def gradients(masters: Parameters, model_state: Parameters, batch: Any, denominator: Array) -> tuple[Sums, Parameters]:
+            sums, grads = self._of_halves(state.params, model_state, batch, denominator)
+            return sums, jax.tree.map(lambda grad, master: grad.astype(master.dtype), grads, masters)
+
+        rest = {name: entry for name, entry in state.updater.items() if name != RESIDUAL}
+        masters = join_all(self.config.model, state.params, state.updater[RESIDUAL])
+        proposed, sums, grad_norm = self._build(gradients)(replace(state, params=masters, updater=rest or None), batch)
+        return self._stored(proposed, state.step), sums, grad_norm
+
+    def _stored(self, state: TrainState, step: Int32[Array, ""] | None) -> TrainState:
+        """The state with its float32 parameters in two parts, by chance from the first update on."""
+        settings, dtype = self.config.optimizer.state, difference_dtype(self.config)
+        by_chance = settings is not None and settings.rounding == "stochastic" and dtype.itemsize == 1
+        paths, tree = jax.tree_util.tree_flatten_with_path(state.params)[0], jax.tree.structure(state.params)
+        halves, differences = [], []
+        for (path, master), matrix in zip(paths, jax.tree.leaves(matrices(self.config.model)), strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            random = None if step is None or not by_chance else random_bits(self.config.train.seed, name, step, master.shape)
+            half, difference = split(master, 8 * dtype.itemsize, random) if matrix else (master, None)
+            halves.append(half)
+            differences.append(difference)
+        updater = {**(state.updater or {}), RESIDUAL: jax.tree.unflatten(tree, differences)}
+        return replace(state, params=jax.tree.unflatten(tree, halves), updater=updater)
+
+
+def matrices(model: ModelConfig) -> Parameters:
+    """True for every parameter that matmuls read in bfloat16."""
+    return jax.tree.map(is_matrix, parameter_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def join_all(model: ModelConfig, halves: Parameters, residual: Parameters) -> Parameters:
+    """The float32 parameters."""
+    return jax.tree.map(lambda _, half, difference: join(half, difference), matrices(model), halves, residual)
+
+
+# Masters in a checkpoint.
+
+
+def in_parts(config: Config, asked: Parameters) -> Parameters:
+    """Entries of a state to restore, with the parts of those parameters that a checkpoint of `config` holds in two."""
+    dtype = difference_dtype(config)
+    halves: Parameters = {}
+    differences: Parameters = {}
+    if dtype is None or "params" not in asked:
+        return asked
+    for path, wanted in jax.tree_util.tree_flatten_with_path(asked["params"])[0]:
+        name, in_two = path_of(path), leaf(matrices(config.model), path_of(path))
+        put(halves, name, jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16 if in_two else wanted.dtype, sharding=wanted.sharding))
+        if in_two:
+            put(differences, name, jax.ShapeDtypeStruct(wanted.shape, dtype, sharding=wanted.sharding))
+    return {**asked, "params": halves, **({"updater": {RESIDUAL: differences}} if differences else {})}
+
+
+def whole(config: Config, restored: Parameters) -> Parameters:
+    """What was restored as `in_parts` says, with float32 parameters."""
+    if difference_dtype(config) is None or "updater" not in restored:
+        return restored
+    params: Parameters = {}
+    for path, half in jax.tree_util.tree_flatten_with_path(restored["params"])[0]:
+        in_two = leaf(matrices(config.model), path_of(path))
+        put(params, path_of(path), jax.jit(join)(half, leaf(restored["updater"][RESIDUAL], path_of(path))) if in_two else half)
+    return {**restored, "params": params}
