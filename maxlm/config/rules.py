@@ -529,9 +529,11 @@ def _compression(config: Config) -> Iterator[Problem]:
     if frozen and optimizer.name != "adamw":
         rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
         yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
-    if frozen and optimizer.state is not None and optimizer.state.second == "factored":
-        rule = f"has no second moment a parameter, which compression.kind = {settings.kind} keeps as it is after its warm-up"
-        yield "optimizer.state.second_moment", "factored", rule, "use another, or compression.kind=int8"
+    formats = {} if optimizer.state is None else {"moments": optimizer.state.moments, "second_moment": optimizer.state.second}
+    for name, value in formats.items():
+        if frozen and value != "float32":
+            rule = f"is not float32, in which compression.kind = {settings.kind} reads and keeps the moments of Adam"
+            yield f"optimizer.state.{name}", value, rule, "remove it, or use compression.kind=int8"
     yield from _phases(config, frozen)
 
 

@@ -46,6 +46,7 @@ class CompressedSums:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         assert config.compression is not None, "program.py chooses"
         self._settings, self._mesh, self._beta1 = config.compression, mesh, config.optimizer.beta1
+        self._dtype = jnp.dtype("float32" if config.diloco is not None else config.precision.compute)  # of sums without compression
         shapes = abstract_parameters(config.model)
         self._tree, names = jax.tree.structure(shapes), list(named_leaves(shapes))
         specs = jax.tree.leaves(parameter_specs(config.model, mesh), is_leaf=lambda leaf: isinstance(leaf, P))
@@ -105,7 +106,7 @@ class CompressedSums:
         return {**exact, **totals}, feedback
 
     def _uncompressed(self, addends: Named, shared: Named, feedback: Feedback) -> tuple[Named, Feedback]:
-        return {name: _plain(one) for name, one in addends.items()}, feedback
+        return {name: _plain(one.astype(self._dtype)) for name, one in addends.items()}, feedback
 
     def _compressed(
         self, codec: Codec, first: Bool[Array, ""], addends: Named, shared: Named, feedback: Feedback

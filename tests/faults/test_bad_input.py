@@ -281,6 +281,12 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     f"{SLICED} ; compression={{kind: top_k, warmup_steps: 9, ramp_steps: 12}}": ["compression.ramp_steps = 12", "20 updates"],
     f"{SLICED} ; compression={{kind: top_k, warmup_steps: 9, density: 0.5}}": ["compression.density = 0.5", "at most 0.0625"],
     f"{SLICED} ; compression={{kind: sign, warmup_steps: 9}} ; optimizer.name=muon": ["optimizer.name = muon", "second moments", "int8"],
+    f"{SLICED} ; compression={{kind: sign, warmup_steps: 9}} ; optimizer.state={{moments: int8}}": [
+        "moments = int8",
+        "not float32",
+        "sign",
+    ],
+    f"{SLICED} ; compression={{kind: top_k, warmup_steps: 9}} ; optimizer.state={{second_moment: factored}}": ["second_moment = factored"],
     f"{SLICED} ; compression={{kind: int8}} ; mesh.across_slices=fsdp": ["mesh.across_slices = fsdp", "use data"],
     f"{SLICED} ; compression={{kind: int8}} ; mesh.data=4 ; mesh.fsdp=2": ["mesh.data = 4", "mesh.slices = 2", "use 2"],
     f"{SLICED} ; compression={{kind: int8}} ; health={{layers: warn}}": ["health.layers = warn", "compressed"],
