@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig
@@ -36,7 +35,7 @@ class QuantizedWeight:
             form = Quantized(form.values.reshape(inputs, outputs), form.scale.reshape(1, -1))
         return replace(self, w=self.w.reshape(inputs, outputs), form=form)
 
-    def times(self, x_BSC: Float[Array, "B S C"], parts: Parts) -> Float[Array, "B S *O"]:
+    def times(self, x_BSC: Float[Array, "B S C"], parts: Parts) -> Array:
         """x w, in the dtype of x."""
         config = self.config
         if config.hadamard is not None:
@@ -59,5 +58,3 @@ def quantized_weight(config: QuantizedConfig, w: Array, stacked: int, inputs: in
         return QuantizedWeight(w, None, config)
     shared = tuple(range(stacked, w.ndim)) if config.scaling == "tensor" else dims
     return QuantizedWeight(w, quantize(jax.lax.stop_gradient(w), config.element, shared), config)
-
-
