@@ -33,7 +33,6 @@ class QuantizedConfig(Section):
     skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
     first_layers: Count = 0  # layers at the beginning whose matrices are all kept so, in whole periods of model.layer_pattern
     last_layers: Count = 0  # and at the end
-    unembedding: Bool = False  # quantize it, too
     force: Bool = False  # allow a format that the chip is no faster with
 
     @property

@@ -80,14 +80,17 @@ def _backward(
 def _weight_gradient(config: QuantizedConfig, parts: Parts, x: Quantized, g: Quantized, scale_1O: Array, g_BSO: Array) -> Array:
     """x^T g, [C, j, *O] or [i, c, *O]. x: [B, S, i, c]; g: quantized after `scale_1O` was folded into it, [B, S, j, *O]."""
     tokens, outputs, dtype = g_BSO.shape[:2], g_BSO.shape[2:], g_BSO.dtype
+    narrow = math.prod(outputs) // parts.outer < x.values.shape[3]  # more inputs than outputs on a device
     if config.scaling == "tensor":
+        x_BS1C, g_BS1O = x.values.reshape(*tokens, 1, -1), g.values.reshape(*tokens, 1, *outputs)
         scale_O = x.scale.reshape(()) * g.scale.reshape(()) / scale_1O[0]
-        return _over_tokens(parts, x.values.reshape(*tokens, 1, -1), g.values.reshape(*tokens, 1, *outputs), scale_O, dtype, None, "inner")
-    if math.prod(outputs) // parts.outer < x.values.shape[3]:
+        if narrow:
+            return jnp.moveaxis(_over_tokens(parts, g_BS1O, x_BS1C, scale_O[..., None], dtype, None, "outer"), -1, 1)
+        return _over_tokens(parts, x_BS1C, g_BS1O, scale_O, dtype, None, "inner")
+    if narrow:
         scaled_BSiO = g_BSO.astype(jnp.float32)[:, :, None] * _wide(x.scale[..., 0], 3 + len(outputs))
         folded, scale_nmiO = _over_rows(config, parts, scaled_BSiO, config.gradient_element or config.element)
-        dw_iOc = _over_tokens(parts, folded, x.values, scale_nmiO[..., None], dtype, "inner", "outer")
-        return jnp.moveaxis(dw_iOc, -1, 1)
+        return jnp.moveaxis(_over_tokens(parts, folded, x.values, scale_nmiO[..., None], dtype, "inner", "outer"), -1, 1)
     x_BS1C = dequantize(x).reshape(*tokens, 1, -1)
     folded, scale_nmjC = _over_rows(config, parts, x_BS1C * _wide(g.scale.reshape(g.scale.shape[:3]), 4), config.element)
     scale_j1O = jnp.moveaxis(cut(scale_1O, 1, parts.outer), 0, 1)

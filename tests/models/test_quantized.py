@@ -53,12 +53,12 @@ def high():
     ids=str,
 )
 def test_three_matmuls_a_matrix_are_quantized_and_no_other(settings, matrices, high):
-    """A layer that is kept high is a scan of its own, with its own matmuls in high precision."""
+    """A layer that is kept high is in a scan of its own, with its own matmuls in high precision."""
     found = dots(program_of({**INT8, **settings}, memory={"remat": "none"}))
-    assert found["int8", "int8"] == 3 * matrices
-    kept = 3 * MATRICES if "layers" in str(settings) else 0
-    attention = found.total() - high - kept if kept else 0
-    assert found.total() == high + kept + attention and set(found) == {("int8", "int8"), ("float32", "float32")}
+    assert found.pop(("int8", "int8")) == 3 * matrices
+    in_high = found.pop(("float32", "float32"))
+    assert in_high > high if "layers" in str(settings) else in_high == high - 3 * matrices
+    assert not found
 
 
 @pytest.mark.parametrize(
