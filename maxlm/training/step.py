@@ -129,10 +129,8 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
 
 
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
-    """`proposed` if loss and gradient norm are finite, and it does not count itself as skipped; else `state` with the batch counted as
-    consumed and skipped.
-
-    The norm is a reduction over every gradient, so all devices agree.
+    """`proposed` if loss and gradient norm, which are the same on all devices, are finite, and it does not count itself as skipped; else
+    `state` with the batch counted as consumed and skipped.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (proposed.skipped == state.skipped)
     chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), proposed, state)

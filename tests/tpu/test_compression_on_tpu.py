@@ -34,8 +34,8 @@ def sent(compression: str) -> float:
 
 @pytest.mark.soak
 def test_bytes_between_slices():
-    """Against bfloat16, in which gradients are summed otherwise; int8 is half of that, no less."""
+    """Against sums in bfloat16 and, of the unembedding, float32; int8 is half of that, no less."""
     plain = sent("null")
     assert plain / sent("{kind: sign, warmup_steps: 2500}") > 14
     assert plain / sent("{kind: top_k, warmup_steps: 2500, density: 0.015625}") > 20
-    assert 1.8 < plain / sent("{kind: int8}") < 2
+    assert 2 < plain / sent("{kind: int8}") < 2.2

@@ -16,7 +16,7 @@ from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.models import abstract_parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime.run import identity
+from maxlm.runtime.open_run import identity
 from maxlm.training.compression import CompressedSums
 from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.loop import restore_or_init
