@@ -19,6 +19,7 @@ from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
+from maxlm.precision.grouped import ExpertWeight, grouped_dot
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
@@ -147,9 +148,12 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
 
 
 def grouped_linear(
-    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"] | ExpertWeight, group_sizes_E: Int[Array, " E"], *, transposed: bool = False
 ) -> Array:
     """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    if isinstance(w_KG, ExpertWeight):
+        assert w_KG.transposed == transposed, "it is quantized along what is summed"
+        return grouped_dot(x, w_KG, group_sizes_E)
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 

@@ -97,14 +97,10 @@ def test_equals_exact_arithmetic(implementation, dtype, sizes):
 
 def test_sums_of_integers_are_exact_beyond_what_float32_holds():
     """127 * 127 * 4,097 is odd and above 2^24: float32 sums would be off."""
-    x, w = np.full((128, 4097), 127, np.int8), np.full((4097, 128), 127, np.int8)
-    ones = ProductScales(np.ones(128, np.float32), np.ones((1, 128), np.float32))
-    out = quantized_grouped_matmul(x, w, jnp.asarray([128]), ones, dtype=jnp.float32, implementation="xla")
-    assert np.all(np.asarray(out) == np.float32(127 * 127 * 4097))
-    small = quantized_grouped_matmul(
-        x, w, jnp.asarray([128]), ones._replace(rows_M=np.full(128, 2.0**-30, np.float32)), dtype=jnp.bfloat16, implementation="xla"
-    )
-    assert small.dtype == jnp.bfloat16
+    x, w = jnp.full((8, 4097), 127, jnp.int8), jnp.full((4097, 8), 127, jnp.int8)
+    scales = ProductScales(jnp.ones(8), jnp.full((1, 8), 2.0**-30))
+    out = quantized_grouped_matmul(x, w, jnp.asarray([8]), scales, dtype=jnp.float32, implementation="xla")
+    assert np.all(np.asarray(out) == np.float32(127 * 127 * 4097) * 2.0**-30)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -192,7 +188,13 @@ def test_kernels_compile_where_the_format_is_fast(chip, dtype, monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_named(change, named):
-    given = {"x": jnp.zeros((8, 4), jnp.int8), "w": jnp.zeros((4, 12), jnp.int8), "rows": jnp.ones(8), "columns": jnp.ones((2, 6)), **change}
+    given = {
+        "x": jnp.zeros((8, 4), jnp.int8),
+        "w": jnp.zeros((4, 12), jnp.int8),
+        "rows": jnp.ones(8),
+        "columns": jnp.ones((2, 6)),
+        **change,
+    }
     scales = ProductScales(given.pop("rows"), given.pop("columns"))
     with pytest.raises(ValueError, match="grouped_matmul: ") as error:
         quantized_grouped_matmul(
