@@ -30,7 +30,6 @@ def product(
     """See `maxlm.kernels.grouped_matmul`; `scales` of quantized operands, and `dtype` of the result, as in `tpu.product`."""
     rows, wide, dtype = len(x), w_KG.shape[1] // len(group_sizes_E), jnp.dtype(dtype or x.dtype)
     tile = min(_TILE, rows)
-    of_rows_M1 = None if scales is None else _padded(scales.rows_M[:, None], tile)
     x = _padded(x, tile)
     visits = row_visits(group_sizes_E, rows, tile)
 
@@ -40,7 +39,7 @@ def product(
         rows_TK, weights_KN = multiplied(_tile(x, start, tile), weights_KN)
         new = summed(rows_TK, weights_KN, ((1,), (1 if transposed else 0,)))
         if scales is not None:
-            new = new.astype(jnp.float32) * _tile(of_rows_M1, start, tile) * scales.columns_ED[visits.groups_R[rank]]
+            new = new.astype(jnp.float32) * _tile(_padded(scales.rows_M[:, None], tile), start, tile) * scales.columns_ED[visits.groups_R[rank]]
         merged = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new.astype(dtype), _tile(out, start, tile))
         return jax.lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 

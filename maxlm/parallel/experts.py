@@ -22,8 +22,7 @@ from maxlm.kernels.platform import LANES, device, logged
 from maxlm.parallel.expert_rows import Compute, Sorted, Weights, collect, compute_rows, even_load, in_rounds, sort, spread
 from maxlm.parallel.quantized_rows import RowFormats, exchange, exchange_in, gather_in, scatter_sum_from
 from maxlm.parallel.sharding import mesh_axes, split_axes
-from maxlm.precision import Quantized
-from maxlm.precision.grouped import ExpertWeight
+from maxlm.precision import ExpertWeight, Quantized
 
 # B batch, S sequence, T tokens of a device, D width, K choices of a token, E experts, P devices of the axis, R rows
 
@@ -111,8 +110,9 @@ def _whole_or_quantized(weight: Any, axes: Axes, split: tuple[Axes, ...]) -> Any
         return Quantized(_whole(form.values, axes, split), (gather(scale_KE, axis, 0) if axis else scale_KE).T)
 
     inner, outer = (2, 0) if weight.transposed else (0, 2)
-    forms = {"forward": whole(weight.forward, inner), "backward": whole(weight.backward, outer)}
-    return replace(weight, w=_whole(weight.w, axes, split), **forms)
+    forward, backward = whole(weight.forward, inner), whole(weight.backward, outer)
+    assert forward is not None
+    return replace(weight, w=_whole(weight.w, axes, split), forward=forward, backward=backward)
 
 
 def _whole(weight: Array, axes: Axes, split: tuple[Axes, ...]) -> Array:

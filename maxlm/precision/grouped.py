@@ -1,8 +1,8 @@
 """Matmuls of experts with 8-bit operands, forward and in the gradient.
 
 Each of the three matmuls has operands quantized along what it sums. Weights are quantized twice, along their width and along hidden units:
-the scale of an expert's column would otherwise have to be folded into rows that belong to other experts, too. Both are quantized once, where
-they lie split over devices, and gathered in 8 bits. In the gradient of the weights, which sums rows, scales are those of tiles of rows
+a scale of an expert's column cannot be folded into rows, which belong to many experts. Both are quantized once, where they lie split over
+devices, and gathered in 8 bits. In the gradient of the weights, which sums rows, scales are those of tiles of rows
 (`maxlm.kernels.grouped_matmul.scales`).
 """
 
@@ -112,8 +112,8 @@ def _backward(config: QuantizedConfig, transposed: bool, saved: tuple[Any, ...],
         return dx, dw_KG.astype(like_w.dtype), None, None, None
     noise = noise_of(g) if config.stochastic_rounding else None
     dx, scale_of_g_R = _by_rows(config, not transposed, g, element, form, sizes_E, noise)
-    columns = _columns(config, x, partner(config)), _columns(config, g, element, noise)
-    from_K, from_N = columns[::-1] if transposed else columns
+    of_x, of_g = _columns(config, x, partner(config)), _columns(config, g, element, noise)
+    from_K, from_N = (of_g, of_x) if transposed else (of_x, of_g)
     if config.tile_size is not None:
         dw_KG = _rounded_gradient(from_K.values, from_N.values, sizes_E)
     else:
