@@ -42,7 +42,7 @@ def quantized_grouped_matmul(
 
 
 def quantized_weights_gradient(
-    x_MK: Num[Array, "M K"],
+    x_KM: Num[Array, "K M"],
     dout_MN: Num[Array, "M N"],
     group_sizes_E: Int[Array, " E"],
     scales: GradientScales,
@@ -50,20 +50,21 @@ def quantized_weights_gradient(
     dtype: jnp.dtype,
     implementation: str | None = None,
 ) -> Float[Array, "K G"]:
-    """x^T dout of every group, side by side, of quantized rows: dots of `SCALED_ROWS` rows, times scales of their columns, in float32.
+    """x dout of every group, side by side, of quantized columns and rows: dots of `SCALED_ROWS` of them, times scales, in float32.
 
-    Formats and errors as of `quantized_grouped_matmul`. With transposed weights x is what has K columns: the gradient of the result.
+    x is transposed: to transpose 8 bits within the matmul would take longer than the matmul. Formats and errors as of
+    `quantized_grouped_matmul`. With transposed weights x is what has K numbers a row: the gradient of the result.
     """
-    _check_dtypes(x_MK, dout_MN, "dout")
-    if x_MK.ndim != 2 or dout_MN.ndim != 2 or len(x_MK) != len(dout_MN):
-        raise ValueError(f"grouped_matmul: shapes do not fit: rows of {x_MK.shape} and of {dout_MN.shape}")
-    (rows, deep), wide = x_MK.shape, dout_MN.shape[1]
+    _check_dtypes(x_KM, dout_MN, "dout")
+    if x_KM.ndim != 2 or dout_MN.ndim != 2 or x_KM.shape[1] != len(dout_MN):
+        raise ValueError(f"grouped_matmul: shapes do not fit: columns of {x_KM.shape} and rows of {dout_MN.shape}")
+    (deep, rows), wide = x_KM.shape, dout_MN.shape[1]
     tiles = -(-rows // SCALED_ROWS)
     _check_scales(scales, ((tiles, deep), (tiles, wide), (len(group_sizes_E),)))
     platform, kind = device()
-    run = _module(choose(implementation, rows, deep, wide, x_MK.dtype, jnp.dtype(dtype)))
+    run = _module(choose(implementation, rows, deep, wide, x_KM.dtype, jnp.dtype(dtype)))
     options = {"device_kind": kind, "interpret": platform != "tpu"}
-    return run.weights_gradient(x_MK, dout_MN, group_sizes_E, scales=scales, dtype=dtype, **options)
+    return run.weights_gradient(x_KM, dout_MN, group_sizes_E, scales=scales, dtype=dtype, **options)
 
 
 def _module(chosen: str) -> ModuleType:

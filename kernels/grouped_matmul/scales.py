@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 # M rows, E experts, K and N what weights map from and to, D columns of a product, T tiles of `SCALED_ROWS` rows
 
-SCALED_ROWS = 512  # that share scales in the weights' gradient
+SCALED_ROWS = 1024  # that share scales in the weights' gradient
 
 
 class ProductScales(NamedTuple):
@@ -25,7 +25,7 @@ class ProductScales(NamedTuple):
 
 
 class GradientScales(NamedTuple):
-    """Scales of columns in every tile of rows, of x and of dout; `groups_E` multiplies the gradient of a group's weights: 1, or NaN where
+    """Scales of columns in every tile of rows, of x (before it is transposed) and of dout; `groups_E` multiplies the gradient of a group's weights: 1, or NaN where
     a row of the group is not finite, which an integer cannot say.
     """
 

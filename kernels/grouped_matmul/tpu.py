@@ -30,6 +30,7 @@ from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE, Index, Ref, v
 FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose", "grouped_matmul_transposed_dw"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
+DEEP_PIECES = (512, DEEP_PIECE)  # of 8 bits, whose contraction must be longer to outlast the sum in float32 that follows it
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, besides multiples of LANES that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
@@ -72,9 +73,10 @@ def _widths(columns: int, cores: int) -> Iterator[int]:
 
 def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str, out: int | None = None) -> Iterator[Tiles]:
     """Tiles of the weights' gradient that fit into VMEM, best first: rows are read least often, with little computed beyond edges."""
-    height = min(MOST_ROWS, _up(rows, DEEP_PIECE))
+    height = min(MOST_ROWS if itemsize > 1 else 2 * MOST_ROWS, _up(rows, DEEP_PIECE))
     depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
     most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
+    most *= 2 if itemsize == 1 and kind in _MOST_CYCLES_OF_WEIGHTS else 1  # which take half of them
     tried = (Tiles(height, d, w, _chunk(d, height * w, kind, most)) for d in sorted(depths) for w in widths)
     fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize, out) <= vmem_bytes(kind)]
 
@@ -258,7 +260,7 @@ def _weights(plan: MetadataRefs, visit: Visit, tiles: Tiles, transposed: bool, w
 
 
 def weights_gradient(
-    x_MK: Float[Array, "M K"],
+    x: Float[Array, "M K"],
     dout_MN: Float[Array, "M N"],
     group_sizes_E: Int[Array, " E"],
     *,
@@ -268,9 +270,12 @@ def weights_gradient(
     scales: GradientScales | None = None,
     dtype: jnp.dtype | None = None,
 ) -> Float[Array, "K G"]:
-    """x^T dout of every group, summed in float32; 0 of an empty one. `tiles`, `scales`, `dtype`: as for `product`, of `weights_tiles`."""
-    (rows, deep), wide, itemsize = x_MK.shape, dout_MN.shape[1], x_MK.dtype.itemsize
-    dtype = jnp.dtype(dtype or x_MK.dtype)
+    """x^T dout of every group, summed in float32; 0 of an empty one. `tiles`, `scales`, `dtype`: as for `product`, of `weights_tiles`.
+
+    With scales x comes transposed, [K, M]: to transpose 8 bits on the way into the matrix unit takes longer than to multiply them.
+    """
+    (rows, wide), deep, itemsize = dout_MN.shape, x.size // len(dout_MN), x.dtype.itemsize
+    dtype = jnp.dtype(dtype or x.dtype)
     tiles = tiles or next(weights_tiles(rows, deep, wide, itemsize, device_kind, dtype.itemsize))
     visits = group_visits(group_sizes_E, rows, tiles.rows)
     over, across = -(-deep // tiles.deep), wide // tiles.wide
@@ -283,6 +288,7 @@ def weights_gradient(
         return at[v] * tiles.rows // SCALED_ROWS
 
     of_x = pl.BlockSpec((1, 1, tiles.deep), lambda k, n, v, weights, ranks, at, *_: (of_tile(v, at), 0, k))
+    of_transposed = pl.BlockSpec((tiles.deep, tiles.rows), lambda k, n, v, weights, ranks, at, *_: (k, at[v]))
     of_dout = pl.BlockSpec((1, 1, tiles.wide), lambda k, n, v, weights, ranks, at, *_: (of_tile(v, at), 0, n))
     return pl.pallas_call(
         functools.partial(_weights_kernel, tiles, scales is not None),
@@ -293,7 +299,7 @@ def weights_gradient(
             grid=(over, across, visits.total),
             in_specs=[
                 *((of_x, of_dout) if scaled else ()),
-                pl.BlockSpec((tiles.rows, tiles.deep), lambda k, n, v, weights, ranks, at, *_: (at[v], k)),
+                of_transposed if scaled else pl.BlockSpec((tiles.rows, tiles.deep), lambda k, n, v, weights, ranks, at, *_: (at[v], k)),
                 pl.BlockSpec((tiles.rows, tiles.wide), lambda k, n, v, weights, ranks, at, *_: (at[v], n)),
             ],
             out_specs=pl.BlockSpec((tiles.deep, tiles.wide), lambda k, n, v, weights, ranks, *_: (k, ranks[v] * across + n)),
@@ -302,13 +308,13 @@ def weights_gradient(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * deep * wide,
             transcendentals=0,
-            bytes_accessed=itemsize * (across * x_MK.size + over * dout_MN.size) + dtype.itemsize * groups * deep * wide,
+            bytes_accessed=itemsize * (across * x.size + over * dout_MN.size) + dtype.itemsize * groups * deep * wide,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=weights_bytes(tiles, itemsize, dtype.itemsize)
         ),
         interpret=interpret,
-    )(*scalars, *scaled, x_MK, dout_MN)
+    )(*scalars, *scaled, x, dout_MN)
 
 
 def _weights_kernel(tiles: Tiles, scaled: bool, *refs: Ref) -> None:
@@ -318,10 +324,12 @@ def _weights_kernel(tiles: Tiles, scaled: bool, *refs: Ref) -> None:
 
     def add(rows: pl.Slice, *, masked: bool) -> None:
         def part(at: pl.Slice) -> None:
-            x, dout = x_ref[rows, at], dout_ref[rows, :]
+            x, dout = x_ref[at, rows] if scaled else x_ref[rows, at], dout_ref[rows, :]
             if masked:
-                x, dout = (_merged(visit, rows, value, jnp.zeros_like(value)) for value in (x, dout))
-            new = summed(x, dout, ((0,), (0,)))
+                zero = jnp.zeros_like
+                x = _columns_kept(visit, rows, x) if scaled else _merged(visit, rows, x, zero(x))
+                dout = _merged(visit, rows, dout, zero(dout))
+            new = summed(x, dout, ((1,) if scaled else (0,), (0,)))
             if scaled:
                 of_x_ref, of_dout_ref = scale_refs
                 across = of_dout_ref[0] * of_groups[0][plan.groups_ref[visit.rank]]
@@ -332,7 +340,7 @@ def _weights_kernel(tiles: Tiles, scaled: bool, *refs: Ref) -> None:
 
         _in_chunks(tiles.deep, tiles.chunk, part)
 
-    whole = visit.whole(tiles.rows)
+    whole, pieces = visit.whole(tiles.rows), [size for size in DEEP_PIECES if size <= tiles.rows] if scaled else [DEEP_PIECE]
     pl.when(whole)(functools.partial(add, pl.Slice(0, tiles.rows), masked=False))
 
     @pl.when(jnp.logical_not(whole))
@@ -341,7 +349,7 @@ def _weights_kernel(tiles: Tiles, scaled: bool, *refs: Ref) -> None:
         def _() -> None:
             sum_ref[...] = jnp.zeros_like(sum_ref)  # before the first of perhaps several pieces
 
-        pl.when(visit.high > visit.low)(lambda: visit.on_pieces([DEEP_PIECE], functools.partial(add, masked=True)))
+        pl.when(visit.high > visit.low)(lambda: visit.on_pieces(pieces, functools.partial(add, masked=True)))
 
         @pl.when(visit.high <= visit.low)
         def _() -> None:
@@ -365,6 +373,15 @@ def _in_chunks(size: int, chunk: int, run: Any) -> None:
 def _upright(row_1N: jax.Array) -> jax.Array:
     """A row as a column."""
     return jnp.transpose(row_1N)
+
+
+def _columns_kept(visit: Visit, columns: pl.Slice, x: jax.Array) -> jax.Array:
+    """x with 0 in the columns that are not the visit's. Of integers whatever is there counts for nothing, since rows of dout are 0."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    words = pltpu.bitcast(x, jnp.int32)
+    column = jax.lax.broadcasted_iota(jnp.int32, words.shape, 1) + columns.start
+    return pltpu.bitcast(jnp.where((column >= visit.low) & (column < visit.high), words, 0), x.dtype)
 
 
 def _merged(visit: Visit, rows: pl.Slice, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -48,7 +48,7 @@ def product(
 
 
 def weights_gradient(
-    x_MK: Array,
+    x: Array,
     dout_MN: Array,
     group_sizes_E: Int[Array, " E"],
     *,
@@ -57,8 +57,8 @@ def weights_gradient(
     scales: GradientScales | None = None,
     dtype: jnp.dtype | None = None,
 ) -> Float[Array, "K G"]:
-    """x^T dout of every group, summed in float32. `scales` and `dtype` as for `product`."""
-    (rows, wide), dtype = dout_MN.shape, dtype or x_MK.dtype
+    """x^T dout of every group, summed in float32. `scales` and `dtype` as for `product`; with scales x comes transposed."""
+    (rows, wide), dtype, x_MK = dout_MN.shape, dtype or x.dtype, x if scales is None else x.T
     tile = min(_TILE, rows)
     x_MK, dout_MN = _padded(x_MK, tile), _padded(dout_MN, tile)
     visits = group_visits(group_sizes_E, rows, tile)

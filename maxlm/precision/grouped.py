@@ -118,7 +118,7 @@ def _backward(config: QuantizedConfig, transposed: bool, saved: tuple[Any, ...],
         dw_KG = _rounded_gradient(from_K.values, from_N.values, sizes_E)
     else:
         scales = GradientScales(from_K.scale, from_N.scale, _finite(scale_R * 0 + scale_of_g_R * 0, sizes_E))
-        dw_KG = quantized_weights_gradient(from_K.values, from_N.values, sizes_E, scales, dtype=like_w.dtype)
+        dw_KG = quantized_weights_gradient(from_K.values.T, from_N.values, sizes_E, scales, dtype=like_w.dtype)
     return dx, dw_KG.astype(like_w.dtype), None, None, None
 
 

@@ -15,8 +15,8 @@ from tests.kernels.interpreted import interpreted_tpu
 
 # M rows, E experts, K and N what weights map from and to, G = E N, T tiles of rows that share scales
 
-ROWS, DEEP, WIDE, EXPERTS = 600, 256, 384, 5
-SIZES = {"some": (130, 0, 254, 1, 200), "whole": (512, 0, 0, 88, 0), "few": (1, 0, 1, 1, 1), "none": (0, 0, 0, 0, 0)}
+ROWS, DEEP, WIDE, EXPERTS = 1300, 256, 384, 5
+SIZES = {"some": (130, 0, 900, 1, 200), "whole": (1024, 0, 0, 88, 0), "few": (1, 0, 1, 1, 1), "none": (0, 0, 0, 0, 0)}
 FORMATS = (jnp.int8, jnp.float8_e4m3fn)
 IMPLEMENTATIONS = ("xla", "tpu")
 
@@ -57,7 +57,7 @@ def everything(implementation, given, sizes):
     return (
         quantized_grouped_matmul(x, w, sizes, by_w, **options),
         quantized_grouped_matmul(dout, w, sizes, by_transpose, transposed=True, **options),
-        quantized_weights_gradient(x, dout, sizes, of_gradient, **options),
+        quantized_weights_gradient(x.T, dout, sizes, of_gradient, **options),
     )
 
 
@@ -142,7 +142,7 @@ def test_tpu_kernels_race_nowhere_and_read_nothing_unwritten(capfd):
         found = (
             tpu.product(x, w, sizes, scales=by_w, dtype=jnp.float32, device_kind=""),
             tpu.product(dout, w, sizes, transposed=True, scales=by_transpose, dtype=jnp.float32, device_kind=""),
-            tpu.weights_gradient(x, dout, sizes, scales=of_gradient, dtype=jnp.float32, device_kind=""),
+            tpu.weights_gradient(x.T, dout, sizes, scales=of_gradient, dtype=jnp.float32, device_kind=""),
         )
         jax.block_until_ready(found)
     for ours, plain in zip(found, everything("tpu", given, sizes), strict=True):
