@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ROWS, COLUMNS = "quantize_rows", "quantize_columns"  # names of the kernels in the compiled program
 BLOCK = 1 << 21  # numbers of a block of rows, at most
 HEIGHTS = (512, 256, 128)  # rows of such a block
+STEP = 32  # rows at a time: all of it is straight code
 WIDE = 512  # columns of a block of columns
 FLOAT8 = ("TPU7x",)  # TPUs that convert to it
 
@@ -48,6 +49,7 @@ def quantize_rows(
         grid=(-(-rows // height),),
         in_specs=[pl.BlockSpec((height, columns), lambda m: (m, 0))],
         out_specs=(pl.BlockSpec((height, columns), lambda m: (m, 0)), pl.BlockSpec((1, height), lambda m: (0, m))),
+        scratch_shapes=[pltpu.VMEM((height, LANES), jnp.float32)],
         cost_estimate=_cost(x_MC, form),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_bytes("TPU v5")),
         interpret=interpret,
@@ -55,17 +57,16 @@ def quantize_rows(
     return values_MC, scale_1M[0]
 
 
-def _rows_kernel(form: "Quantization", x_ref: Ref, values_ref: Ref, scale_ref: Ref) -> None:
-    height = x_ref.shape[0]
-    step = min(height, 128)  # rows at a time: a scale for every lane
-
-    @pl.loop(0, height // step)
-    def _(i: Index) -> None:
-        rows = pl.Slice(pl.multiple_of(i * step, step), step)
+def _rows_kernel(form: "Quantization", x_ref: Ref, values_ref: Ref, scale_ref: Ref, upright_ref: Ref) -> None:
+    def part(i: Index) -> None:
+        rows = pl.Slice(pl.multiple_of(i * STEP, STEP), STEP)
         x = x_ref[rows, :].astype(jnp.float32)
         scale = scale_of(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=1, keepdims=True), form)
         values_ref[rows, :] = rounded(x * (1 / scale), form)
-        scale_ref[:, rows] = jnp.transpose(jnp.broadcast_to(scale, (step, LANES)))[:1]
+        upright_ref[rows, :] = jnp.broadcast_to(scale, (STEP, LANES))
+
+    pl.loop(0, x_ref.shape[0] // STEP)(part)
+    scale_ref[...] = jnp.transpose(upright_ref[...])[:1]
 
 
 def quantize_columns(
@@ -94,13 +95,20 @@ def quantize_columns(
 
 
 def _columns_kernel(form: "Quantization", rows: int, transposed: bool, x_ref: Ref, values_ref: Ref, scale_ref: Ref) -> None:
-    x = x_ref[...].astype(jnp.float32)
-    row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) + pl.program_id(0) * len(x)
-    x = jnp.where(jnp.isfinite(x) & (row < rows), x, 0)
-    scale = scale_of(jnp.max(jnp.abs(x), axis=0, keepdims=True), form)
-    scale_ref[0] = scale
-    scaled = x * (1 / scale)
-    values_ref[...] = rounded(jnp.transpose(scaled) if transposed else scaled, form)
+    start = pl.program_id(0) * x_ref.shape[0]
+
+    def part(i: Index) -> None:
+        columns = pl.Slice(pl.multiple_of(i * LANES, LANES), LANES)
+        x = x_ref[:, columns].astype(jnp.float32)
+        row = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        x = jnp.where(jnp.isfinite(x) & (row < rows), x, 0)
+        scale = scale_of(jnp.max(jnp.abs(x), axis=0, keepdims=True), form)
+        scale_ref[0, :, columns] = scale
+        scaled = x * (1 / scale)
+        at = (columns, slice(None)) if transposed else (slice(None), columns)
+        values_ref[at] = rounded(jnp.transpose(scaled) if transposed else scaled, form)
+
+    pl.loop(0, x_ref.shape[1] // LANES)(part)
 
 
 def _cost(x: jax.Array, form: "Quantization") -> pl.CostEstimate:
