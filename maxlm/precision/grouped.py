@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm.config.precision import ElementFormat, QuantizedConfig
+from maxlm.config.precision import QuantizedConfig
 from maxlm.kernels import (
     SCALED_ROWS,
     GradientScales,
@@ -58,22 +58,14 @@ def expert_weight(config: QuantizedConfig, w: Array, *, transposed: bool) -> Exp
     inner, outer = (w.ndim - 1, w.ndim - 3) if transposed else (w.ndim - 3, w.ndim - 1)
     if config.hadamard is not None:
         w = rotated(w, inner, config.hadamard)
-    held, element = jax.lax.stop_gradient(w), partner(config)
+    held, quantizes_gradients = jax.lax.stop_gradient(w), config.gradient_element is not None
 
-    def along(dim: int, name: ElementFormat) -> Quantized:
+    def along(dim: int) -> Quantized:
         if config.tile_size is not None:
-            return Quantized(rounded(config, held, name, (dim,)), jnp.ones((1,) * w.ndim, jnp.float32))
-        return quantize(held, name, (inner, outer) if config.scaling == "tensor" else dim)  # of each expert its own
+            return Quantized(rounded(config, held, config.element, (dim,)), jnp.ones((1,) * w.ndim, jnp.float32))
+        return quantize(held, config.element, (inner, outer) if config.scaling == "tensor" else dim)  # of each expert its own
 
-    return ExpertWeight(w, along(inner, config.element), None if element is None else along(outer, element), config, transposed)
-
-
-def partner(config: QuantizedConfig) -> ElementFormat | None:
-    """Format of what gradients are multiplied by; None: no format of theirs. Formats of floating-point numbers may be mixed."""
-    gradient = config.gradient_element
-    if config.weights_only or gradient is None:
-        return None
-    return config.element if (config.element == "int8") == (gradient == "int8") else gradient
+    return ExpertWeight(w, along(inner), along(outer) if quantizes_gradients else None, config, transposed)
 
 
 def grouped_dot(x: Float[Array, "R C"], weight: ExpertWeight, group_sizes_E: Int[Array, " E"]) -> Float[Array, "R D"]:
@@ -123,7 +115,7 @@ def _backward(config: QuantizedConfig, transposed: bool, saved: tuple[Any, ...],
     noise = noise_of(g) if config.stochastic_rounding else None
     dx, scale_of_g_R = _by_rows(config, not transposed, g, element, form, sizes_E, noise)
     turned = config.tile_size is None  # what has K numbers a row
-    of_x = _columns(config, x, partner(config), transposed=turned and not transposed)
+    of_x = _columns(config, x, config.element, transposed=turned and not transposed)
     of_g = _columns(config, g, element, noise, transposed=turned and transposed)
     from_K, from_N = (of_g, of_x) if transposed else (of_x, of_g)
     if config.tile_size is not None:
@@ -148,8 +140,8 @@ def _by_rows(
 ) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
     """(the product of rows, quantized in `element`, and quantized weights; the scale of each row)."""
     if config.tile_size is not None:
-        small = rounded(config, rows, element, (1,), noise)
-        return grouped_matmul(small, weights.values.astype(rows.dtype), sizes_E, transposed=transposed), jnp.zeros(len(rows))
+        near = rounded(config, rows, element, (1,), noise)
+        return grouped_matmul(near, weights.values.astype(rows.dtype), sizes_E, transposed=transposed), jnp.zeros(len(rows))
     if config.scaling == "tensor" or noise is not None:
         small = quantize(rows, element, None if config.scaling == "tensor" else 1, noise=noise)
         values, scale_R = small.values, jnp.broadcast_to(small.scale[:, 0], len(rows))
@@ -160,10 +152,9 @@ def _by_rows(
 
 
 def _columns(
-    config: QuantizedConfig, rows: Float[Array, "R C"], element: str | None, noise: Array | None = None, *, transposed: bool
+    config: QuantizedConfig, rows: Float[Array, "R C"], element: str, noise: Array | None = None, *, transposed: bool
 ) -> Quantized:
     """Rows, or their transpose, with a scale for each column of `SCALED_ROWS` rows, [T, C]. Numbers that are not finite count as 0."""
-    assert element is not None, "gradients have a format"
     if config.tile_size is None and config.scaling != "tensor" and noise is None:
         return Quantized(*quantize_columns(rows, _quantization(element), SCALED_ROWS, transposed=transposed))
     height = SCALED_ROWS if config.tile_size is None else config.tile_size
