@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
+INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -21,12 +23,29 @@ def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1
 
     `tile`: the width of the matrix unit, to count features padded to whole tiles.
     """
+    return flops_by_operands(module, op, computation, tile).total()
+
+
+def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1) -> Counter[str]:
+    """`matmul_flops` by the dtypes that the dots read: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ.
+
+    These are the operands of the dot itself: what a fusion converts before its dot counts as what it is converted to.
+    """
     if op.opcode in ("dot", "convolution"):
-        return _flops(op, computation, tile)
-    if op.opcode != "fusion":
-        return 0
-    bodies = [module.computations[callee] for callee in op.calls]
-    return sum(matmul_flops(module, inner, body, tile) for body in bodies for inner in body.ops)
+        return Counter({_operands(op, computation): _flops(op, computation, tile)})
+    total: Counter[str] = Counter()
+    if op.opcode == "fusion":
+        for body in (module.computations[callee] for callee in op.calls):
+            for inner in body.ops:
+                total += flops_by_operands(module, inner, body, tile)
+    return total
+
+
+def kernel_operands(op: Op, computation: Computation) -> str:
+    """Dtypes of the two narrowest matrices that a kernel reads, as `flops_by_operands` writes them: scales and what it adds are wider."""
+    arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    matrices = sorted((shape for shape in arrays if len(shape.dims) >= 2 and shape.dtype not in INDICES), key=lambda shape: shape.bits)
+    return _pair(*(shape.dtype for shape in matrices[:2])) if len(matrices) > 1 else ""
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
@@ -54,6 +73,14 @@ def _head_dim(shape: Shape) -> int:
 def is_backward(name: str) -> bool:
     """True for the name, or source location, of an attention kernel of the backward pass."""
     return bool(re.search(r"dq|dkv|bwd|backward", name))
+
+
+def _operands(op: Op, computation: Computation) -> str:
+    return _pair(*(computation.operand(op, place).shapes[0].dtype for place in (0, 1)))
+
+
+def _pair(left: str, right: str) -> str:
+    return left if left == right else " x ".join(sorted((left, right)))
 
 
 def _flops(op: Op, computation: Computation, tile: int) -> int:
