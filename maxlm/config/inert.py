@@ -52,7 +52,7 @@ def _training(config: Config) -> Iterator[Inert]:
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
     if config.precision.compute == "bfloat16":
-        yield Inert("precision.matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
+        yield Inert("precision.float32_matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
 
 
 def _mesh(config: Config) -> Iterator[Inert]:

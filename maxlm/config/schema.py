@@ -30,6 +30,7 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
+from maxlm.config.precision import MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -496,7 +497,8 @@ class PrecisionConfig(Section):
     """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+    float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+    matmul: MatmulSection | None = None  # absent: operands are in `compute`
 
 
 class CheckpointConfig(Section):

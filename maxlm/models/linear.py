@@ -37,7 +37,7 @@ def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
     """Trace the model's matmuls with the precision of `settings`. Every function of this module may read it, as `_SETTINGS.get()`."""
     token = _SETTINGS.set(settings)
     try:
-        with jax.default_matmul_precision(settings.matmul):
+        with jax.default_matmul_precision(settings.float32_matmul):
             yield
     finally:
         _SETTINGS.reset(token)

@@ -77,7 +77,7 @@ class Analytic:
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
         self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
         chip = topology.chip
-        passes = PASSES[config.precision.matmul] if self.number == 4 else 1
+        passes = PASSES[config.precision.float32_matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
         self.share = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
         self.hbm = efficiency.HBM_SHARE * chip.hbm_bytes_per_s_per_device

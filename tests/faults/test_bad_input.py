@@ -165,7 +165,7 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "data.read_threads=1000000": ["data.read_threads", "at most 1024"],
     "optimizer.muon.momentum=0.9": ["optimizer.muon = {momentum: 0.9}", "does nothing", "optimizer.name=muon"],
     "optimizer.schedule=constant ; optimizer.end_lr_fraction=0.5": ["optimizer.end_lr_fraction = 0.5", "does nothing"],
-    "precision.compute=bfloat16 ; precision.matmul=highest": ["precision.matmul = highest", "does nothing", "float32"],
+    "precision.compute=bfloat16 ; precision.float32_matmul=highest": ["precision.float32_matmul = highest", "does nothing", "float32"],
     "samples.tokens=5": ["samples.prompts is missing"],
     "train.mtp_loss=1": ["train.mtp_loss = 1", "this setting is now model.mtp.loss_weight", "remove what was not in use"],
     "optimizer.outer={workers: 2, every: 2} ; train.pipeline=gpipe": ["now pipeline.schedule", "optimizer.outer as diloco"],

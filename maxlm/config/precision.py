@@ -1,0 +1,68 @@
+"""Section `precision.matmul`: number formats of the model's matmuls (docs/precision.md)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Strict
+
+from maxlm.config import paths
+from maxlm.config.fields import Bool, Count, Section
+
+# Of one operand. e4m3 and e5m2: 8-bit floating point (arXiv 2209.05433); int4 is emulated.
+ElementFormat = Literal["int8", "int4", "e4m3", "e5m2"]
+# Names as in the parameter tree; `experts`: the three matrices of every expert.
+QuantizedMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down", "experts"]
+MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, arXiv 2310.10537)
+
+
+class QuantizedConfig(Section):
+    """Matmuls of layers with 8-bit operands, forward and in the gradient; sums are exact, or float32. Routers stay in float32."""
+
+    format: Literal["int8", "fp8", "mxfp8", "int4"]  # fp8: e4m3. mxfp8: e4m3, a power of two for every 32 numbers. int4: weights only
+    # Of the operands of a gradient's two matmuls. None: int8 for int8; for fp8 e5m2, with tiles e4m3; e4m3 for mxfp8; bf16 for weights_only.
+    # bf16: `precision.compute`.
+    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None
+    # Numbers that share a scale. tensor: a whole operand; channel: a row or column, all that is summed; tile: `tile` of what is summed.
+    scaling: Literal["tensor", "channel", "tile"] | None = None  # None: channel; of mxfp8 tile
+    tile: Annotated[int, Strict(), Field(ge=16, le=4096)] | None = None  # None: 128 with scaling: tile, 32 for mxfp8
+    weights_only: Bool = False  # quantization-aware training: weights are rounded to the format, matmuls are in `precision.compute`
+    stochastic_rounding: Bool = False  # of gradients, up or down with probabilities that make their mean exact
+    hadamard: Annotated[int, Strict(), Field(ge=2, le=1024)] | None = (
+        None  # rotate operands by Hadamard matrices of this size, a power of two
+    )
+    skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
+    first_layers: Count = 0  # layers at the beginning whose matrices are all kept so, in whole periods of model.layer_pattern
+    last_layers: Count = 0  # and at the end
+    unembedding: Bool = False  # quantize it, too
+    force: Bool = False  # allow a format that the chip is no faster with
+
+    @property
+    def element(self) -> ElementFormat:
+        """Format of both operands of a forward matmul; with `weights_only` of the weights alone."""
+        return self.format if self.format in ("int8", "int4") else "e4m3"
+
+    @property
+    def gradient_element(self) -> ElementFormat | None:
+        """Format of gradients, and of what they are multiplied by; None: `precision.compute`."""
+        if self.gradients is not None:
+            return None if self.gradients == "bf16" else self.gradients
+        if self.weights_only or self.format == "int4":
+            return None
+        return "e5m2" if self.format == "fp8" and self.tile_size is None else self.element
+
+    @property
+    def tile_size(self) -> int | None:
+        """Numbers of the summed dim that share a scale; None: all of it."""
+        if self.format == "mxfp8":
+            return MX_TILE
+        return (self.tile or 128) if self.scaling == "tile" else None
+
+
+def _no_passes(value: Any) -> Any:
+    """`precision.matmul` was the number of passes of a float32 matmul."""
+    if value in ("default", "high", "highest"):
+        fix = "remove it" if value == "default" else f"write precision.float32_matmul={value}"
+        paths.refuse("be a section with a `format`: passes of a float32 matmul are now precision.float32_matmul", fix)
+    return value
+
+
+MatmulSection = Annotated[QuantizedConfig, BeforeValidator(_no_passes)]
