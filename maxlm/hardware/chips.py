@@ -17,14 +17,17 @@ HBM_LATENCY_S = 2e-6  # of a read from HBM, an upper bound: XLA charges the smal
 _BOOK = "jax-ml.github.io/scaling-book (parts 2 and 12, read August 2026)"
 _CLOUD = "docs.cloud.google.com/tpu/docs"
 
-MatmulFormat = Literal["bf16", "int8", "fp8"]  # of both operands of a matmul
+MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a matmul
+PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
-# Speed of a large matmul relative to bf16, as compiled: cycles that libtpu 0.0.42.1 estimates for 4096 x 4096 x 4096 (tools/format_speeds.py
-# prints them; fp8 is e4m3). Where it is below the ratio of the published peaks, the compiler, not the chip, is what is known to be slow.
+# Speed of a large matmul relative to bf16, as compiled: cycles that libtpu 0.0.42.1 estimates for 4096 x 4096 x 4096
+# (tools/format_speeds.py). Where it is below the ratio of the published peaks, the compiler is known to be slow, not the chip.
 COMPILED_SPEEDS: Mapping[str, Mapping[MatmulFormat, float]] = {
-    "v5p": {"int8": 1.97, "fp8": 0.97},
-    "v6e": {"int8": 1.28, "fp8": 0.92},
-    "tpu7x": {"int8": 0.96, "fp8": 2.09},
+    "v4": {"int8": 0.90, "e4m3": 0.84, "e5m2": 0.84},
+    "v5e": {"int8": 1.99, "e4m3": 0.97, "e5m2": 1.99},
+    "v5p": {"int8": 1.97, "e4m3": 0.97, "e5m2": 1.97},
+    "v6e": {"int8": 1.28, "e4m3": 0.92, "e5m2": 1.28},
+    "tpu7x": {"int8": 0.96, "e4m3": 2.09, "e5m2": 2.09},
 }
 
 
@@ -61,12 +64,13 @@ class Chip:
 
     @property
     def peak_bf16_flops_per_device(self) -> float:
-        """FLOP/s of what jax calls a device: the denominator of MFU."""
+        """FLOP/s of what jax calls a device."""
         return self.peak_bf16_flops / self.devices_per_chip
 
     def peak_flops(self, format: MatmulFormat) -> float:
         """Published peak of matmuls in `format`, in FLOP/s (int8: OP/s); bf16's where none is published."""
-        return {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}[format] or self.peak_bf16_flops
+        published = {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}
+        return published[PEAK_NAMES[format]] or self.peak_bf16_flops
 
     def peak_flops_per_device(self, format: MatmulFormat) -> float:
         """`peak_flops` of what jax calls a device."""

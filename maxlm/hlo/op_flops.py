@@ -3,6 +3,8 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,31 +20,45 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GROUPED = re.compile(r"batch_group_count=(\d+)")
 
 
-def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
-    """FLOPs of the matmuls that `op` is or, fused, contains; 2 a multiply-add, 0 without any.
+@dataclass(frozen=True)
+class Dot:
+    """One matmul of a compiled program."""
 
-    `tile`: the width of the matrix unit, to count features padded to whole tiles.
-    """
-    return flops_by_operands(module, op, computation, tile).total()
+    operands: str  # dtypes that it reads: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ
+    sides: tuple[int, ...]  # its three lengths, shortest first; those of a batch are part of them
+    flops: int  # 2 a multiply-add
 
 
-def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1) -> Counter[str]:
-    """`matmul_flops` by the dtypes that the dots read: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ.
+def dots(module: Module, op: Op, computation: Computation, tile: int = 1) -> Iterator[Dot]:
+    """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles.
 
-    These are the operands of the dot itself: what a fusion converts before its dot counts as what it is converted to.
+    Their operands are those of the dot itself: what a fusion converts before its dot counts as what it is converted to.
     """
     if op.opcode in ("dot", "convolution"):
-        return Counter({_operands(op, computation): _flops(op, computation, tile)})
-    total: Counter[str] = Counter()
-    if op.opcode == "fusion":
+        if flops := _flops(op, computation, tile):
+            left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
+            yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)
+    elif op.opcode == "fusion":
         for body in (module.computations[callee] for callee in op.calls):
             for inner in body.ops:
-                total += flops_by_operands(module, inner, body, tile)
+                yield from dots(module, inner, body, tile)
+
+
+def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
+    """FLOPs of all `dots`; 0 without any."""
+    return sum(dot.flops for dot in dots(module, op, computation, tile))
+
+
+def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1) -> Mapping[str, int]:
+    """The same by what they read."""
+    total: Counter[str] = Counter()
+    for dot in dots(module, op, computation, tile):
+        total[dot.operands] += dot.flops
     return total
 
 
 def kernel_operands(op: Op, computation: Computation) -> str:
-    """Dtypes of the two narrowest matrices that a kernel reads, as `flops_by_operands` writes them: scales and what it adds are wider."""
+    """Dtypes of the two narrowest matrices that a kernel reads, as `Dot` writes them: scales and what it adds are wider."""
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     matrices = sorted((shape for shape in arrays if len(shape.dims) >= 2 and shape.dtype not in INDICES), key=lambda shape: shape.bits)
     return _pair(*(shape.dtype for shape in matrices[:2])) if len(matrices) > 1 else ""
@@ -75,8 +91,10 @@ def is_backward(name: str) -> bool:
     return bool(re.search(r"dq|dkv|bwd|backward", name))
 
 
-def _operands(op: Op, computation: Computation) -> str:
-    return _pair(*(computation.operand(op, place).shapes[0].dtype for place in (0, 1)))
+def _sides(left: Shape, right: Shape, result: Shape) -> tuple[int, ...]:
+    sizes = left.elements, right.elements, result.elements
+    whole = math.prod(sizes)
+    return tuple(sorted(round(math.sqrt(whole) / size) for size in sizes)) if whole else (0, 0, 0)
 
 
 def _pair(left: str, right: str) -> str:

@@ -16,7 +16,7 @@ from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import Topology
-from maxlm.models import step_flops
+from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
@@ -104,7 +104,7 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     return Scale(
         tokens_per_step=config.tokens_per_step,
         model_flops=step_flops(config),
-        peak_flops=topology.devices * topology.chip.peak_bf16_flops_per_device,
+        peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config)),
         tokens=tokens if tokens is not None else config.total_steps * config.tokens_per_step,
         chips=topology.chips,
     )

@@ -26,7 +26,8 @@ from maxlm.config.paths import is_remote
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer
-from maxlm.models import count_parameters, count_trained
+from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.parallel import build_mesh
@@ -420,6 +421,7 @@ def _facts(config: Config, cluster_description: str, folder: Path) -> dict[str, 
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": first.device_kind,
+        **({"mfu_peak": PEAK_NAMES[mfu_format(config)]} if mfu_format(config) != "bf16" else {}),
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_steps * config.tokens_per_step,
