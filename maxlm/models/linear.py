@@ -14,16 +14,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
-from maxlm.config.schema import PrecisionConfig
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
+from maxlm.models.quantized import quantized_matmul, run_quantized
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
+from maxlm.precision import QuantizedWeight
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-Weight = nnx.Param | Array | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
+Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
@@ -67,15 +69,12 @@ def linear(
 ) -> Array:
     """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
     the layout to XLA's partitioner. `exact`: full float32 precision, whatever the setting.
-
-    On TPU nothing elementwise is fused into the output of a matmul with a layout. XLA:TPU fuses additions, activations and the sums of
-    norms into it, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s of a step). Fused
-    into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into the two matmuls
-    of a gradient.
     """
     if isinstance(w := w[...], LowRankSum):
         return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
     multiply = partial(_einsum, spec, w=w, exact=exact)
+    if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
+        multiply = partial(quantized_matmul, w, reads, writes)
     y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
@@ -90,10 +89,17 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     mesh = jax.sharding.get_abstract_mesh()
     layout = kernels.MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))
     weights = gate_DF[...], up_DF[...], down_FD[...]
-    adapted = any(isinstance(w, LowRankSum) for w in weights)
-    if adapted or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
+    other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
+    if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
     return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+
+
+def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
+    """Run `period` over the blocks of an entry of the model, in a scan if they are those of the layer pattern."""
+    if (quantized := _SETTINGS.get().matmul) is not None:
+        return run_quantized(quantized, config, entry, period, x_BSD, layers)
+    return jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 def unembedding_loss(
@@ -163,7 +169,10 @@ def _scatters_gradient() -> bool:
     return mesh_axes("seq_between", mesh) != mesh_axes("seq", mesh)
 
 
-# Compiler fences, on TPU only: matmuls are compiled without what comes after them.
+# Compiler fences, on TPU only: matmuls are compiled without what comes after them. XLA:TPU fuses additions, activations and the sums of
+# norms into the output of a matmul, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s
+# of a step). Fused into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into
+# the two matmuls of a gradient.
 
 
 def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes) -> Array:

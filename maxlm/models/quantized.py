@@ -1,0 +1,101 @@
+"""Blocks whose matrices are quantized: which of them, in which layers, and how the mesh cuts their matmuls."""
+
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
+from maxlm.config.schema import ModelConfig
+from maxlm.parallel import constrain, split_axes
+from maxlm.precision import MOST_SUMMED, Parts, Quantized, QuantizedWeight, quantized_weight
+
+Axes = tuple[str | None, ...]
+Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with the values beside them) -> (hidden states, reports)
+
+
+def run_quantized(
+    quantized: QuantizedConfig, config: ModelConfig, entry: str, period: Layer, x_BSD: Float[Array, "B S D"], layers: Any
+) -> tuple[Float[Array, "B S D"], Any]:
+    """`period` of the blocks of an entry of the model, scanned if they are those of the pattern, with quantized matrices.
+
+    They are quantized before the scan: once in a forward pass and its backward pass, whatever is recomputed.
+    """
+    first, last = kept_high(quantized, config, entry)
+    if entry != "layers":
+        return period(x_BSD, layers if first else quantized_blocks(quantized, layers))
+    end = _periods(config) - last
+    reports = []
+    for start, stop, high in ((0, first, True), (first, end, False), (end, end + last, True)):
+        if start < stop:
+            part = layers if not first + last else jax.tree.map(lambda leaf, a=start, b=stop: leaf[a:b], layers)
+            x_BSD, report = jax.lax.scan(period, x_BSD, part if high else quantized_blocks(quantized, part))
+            reports.append(report)
+    return x_BSD, reports[0] if len(reports) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+
+
+def kept_high(quantized: QuantizedConfig, config: ModelConfig, entry: str) -> tuple[int, int]:
+    """Periods at the beginning and the end of an entry of the model that are not quantized; (1, 0) for all of another entry than
+    `layers`.
+    """
+    period, tail = len(config.layer_pattern), (config.n_layers - config.n_dense) % len(config.layer_pattern)
+    if entry == "layers":
+        return max(quantized.first_layers - config.n_dense, 0) // period, max(quantized.last_layers - tail, 0) // period
+    return int(bool({"head": quantized.first_layers, "tail": quantized.last_layers, "ahead": quantized.last_layers}[entry])), 0
+
+
+def _periods(config: ModelConfig) -> int:
+    return (config.n_layers - config.n_dense) // len(config.layer_pattern)
+
+
+def quantized_blocks(quantized: QuantizedConfig, blocks: Any) -> Any:
+    """A tree of blocks, in which the matrices that `quantized` means are `QuantizedWeight`s."""
+    variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    leaves, structure = jax.tree.flatten(blocks)
+    assert len(leaves) == len(variables), "a variable holds one array"
+    made = [
+        _quantized(quantized, variable, leaf) if is_quantized(quantized, path, variable) else leaf
+        for leaf, (path, variable) in zip(leaves, variables, strict=True)
+    ]
+    return jax.tree.unflatten(structure, made)
+
+
+def is_quantized(quantized: QuantizedConfig, path: tuple[Any, ...], variable: Any) -> bool:
+    """True for a matrix whose matmuls are quantized by `linear`: of attention and dense feed-forward layers, and frozen ones (LoRA).
+
+    Experts are quantized where their rows are known (`maxlm.models.moe`).
+    """
+    if not isinstance(variable, nnx.Variable):
+        return False
+    names = [str(getattr(entry, "name", getattr(entry, "key", ""))) for entry in path]
+    names = names[:-1] if names[-1] == "base" else names  # of an adapted matrix
+    matrix = names[-1].rpartition("_")[0]
+    return matrix in set(get_args(QuantizedMatrix)) - set(quantized.skip) and "embed" in variable.axes and "expert" not in variable.axes
+
+
+def _quantized(quantized: QuantizedConfig, variable: nnx.Variable, w: Array) -> QuantizedWeight:
+    axes: tuple[str, ...] = variable.axes
+    return quantized_weight(quantized, w, w.ndim - len(axes), max(axes.index("embed"), 1))
+
+
+def quantized_matmul(w: QuantizedWeight, reads: Axes, writes: Axes, x_BSC: Float[Array, "B S C"]) -> Float[Array, "B S *O"]:
+    """x w, where x and the result have these logical axes. The weights that travel between devices are the quantized ones."""
+    if w.form is not None:
+        values = constrain(w.form.values, reads[-1], *writes[2:])
+        w = QuantizedWeight(w.w, Quantized(values, w.form.scale), w.config)
+    return w.times(x_BSC, parts_of(reads, writes, x_BSC.shape))
+
+
+def parts_of(reads: Axes, writes: Axes, shape: tuple[int, ...]) -> Parts:
+    """Parts into which the current mesh cuts a matmul whose input has this shape; of the sequence more where sums would be too long."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = mesh.shape if not mesh.empty else {}
+    batch, seq, inner, outer = (math.prod(sizes[axis] for axis in axes) for axes in split_axes((*reads, writes[2]), mesh))
+    rows = shape[0] * shape[1] // (batch * seq)
+    further = next(n for n in count(1) if n == shape[1] // seq or (rows // n <= MOST_SUMMED and shape[1] // seq % n == 0))
+    return Parts(batch, seq * further, inner, outer)
