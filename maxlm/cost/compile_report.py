@@ -11,7 +11,7 @@ from rich.text import Text
 
 from maxlm.compiler.aot import CompiledStep, build, compile_program
 from maxlm.config.schema import Config
-from maxlm.cost import advice
+from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprise
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
@@ -112,6 +112,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     if module is not None:
         cost = program_cost(program, module, topology)
         remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
+        remarks += [row.problem for row in quantized_matmuls.check(config, module, sizes) if row.problem]
     else:
         state = sum(part.bytes for part in parts if part.group == "state")
         shards = topology.devices // sizes["data"]
@@ -213,7 +214,7 @@ def _time(report: Report, console: Console) -> None:
     console.print(f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
     console.print("  " + "   ".join(parts))
-    console.print(f"  matmuls: {_formats(cost)}")
+    console.print(f"  matmuls: {formats_line(cost)}")
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]
@@ -221,7 +222,7 @@ def _time(report: Report, console: Console) -> None:
     _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
 
 
-def _formats(cost: StepCost) -> str:
+def formats_line(cost: StepCost) -> str:
     """Share of the time of matmuls, by what they read: `bf16 38% (at 88% of peak), f8e4m3fn 62% (at 91%)`."""
     total = sum(row.seconds for row in cost.formats)
     rows = [row for row in cost.formats if row.seconds > LEAST_SHARE * total]

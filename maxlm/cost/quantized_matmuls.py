@@ -1,15 +1,20 @@
 """Matmuls that `precision.matmul` quantizes, and whether a compiled program computes them so: nothing may fall back in silence."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
-from maxlm.config.schema import Config
+import jax
+from flax import nnx
+
+from maxlm.config.precision import QuantizedMatrix
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.cost import model_shapes
-from maxlm.cost.model_shapes import LayerKind
 from maxlm.cost.pricing import format_of
 from maxlm.hlo.op_flops import dots, kernel_operands
 from maxlm.hlo.parser import Module
+from maxlm.models.quantized import is_quantized, kept_high
 from maxlm.models.saved_tensors import Matmul
 
 _MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
@@ -49,31 +54,54 @@ class Intended:
         return ""
 
 
-def quantized_matrix(settings: QuantizedConfig, matmul: Matmul, *, latent: bool) -> bool:
-    """True if `settings` quantize this matmul in the layers that they quantize at all."""
-    name = _matrix(matmul, latent=latent)
-    return name is not None and name not in settings.skip and not settings.weights_only and settings.format != "int4"
+def quantized_names(config: Config) -> frozenset[str]:
+    """Names, as in `precision.matmul.skip`, of the matrices whose matmuls read 8 bits in the layers that are quantized."""
+    settings = config.precision.matmul
+    if settings is None or settings.weights_only or settings.format == "int4":
+        return frozenset()
+    blocks = [model_shapes.abstract_module(config.model, experts=experts).block for experts in {False, config.model.moe is not None}]
+    variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    names = {_name(path) for path, variable in variables if is_quantized(settings, path, variable)}
+    experts = config.model.moe is not None and "experts" not in settings.skip
+    return frozenset(names | ({"experts"} if experts else set()))
 
 
-def quantized_layers(settings: QuantizedConfig, config: Config, kind: LayerKind) -> int:
-    """Number of layers of this kind that are quantized."""
-    first, last = settings.first_layers, config.model.n_layers - settings.last_layers
-    return sum(first <= depth < last for depth in kind.depths)
+def high_depths(config: Config) -> frozenset[int]:
+    """Layers, by depth, that are not quantized; multi-token prediction comes after all others."""
+    settings, model = config.precision.matmul, config.model
+    assert settings is not None
+    period, dense = len(model.layer_pattern), model.n_dense
+    whole = (model.n_layers - dense) // period
+    first, last = kept_high(settings, model, "layers")
+    parts = {
+        "head": range(dense),
+        "layers": range(dense, dense + first * period),
+        "end": range(dense + (whole - last) * period, dense + whole * period),
+        "tail": range(dense + whole * period, model.n_layers),
+        "ahead": range(model.n_layers, model.n_layers + model.mtp_depth),
+    }
+    kept = [depths for name, depths in parts.items() if name in ("layers", "end") or kept_high(settings, model, name)[0]]
+    return frozenset(itertools.chain(*kept))
 
 
-def _matrix(matmul: Matmul, *, latent: bool) -> QuantizedMatrix | None:
+def matrix_of(matmul: Matmul, model: ModelConfig) -> str:
+    """The matrix behind a matmul, as `precision.matmul.skip` calls it; its own name where that has none."""
     if matmul.experts:
         return "experts"
-    return "kv" if latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name)
+    return "kv" if model.latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name, matmul.name)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return str(getattr(path[-1], "name", getattr(path[-1], "key", ""))).rpartition("_")[0]
 
 
 def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Intended, ...]:
     """Every shape of quantized matmul of `config` on a mesh of `sizes`, with what the compiled `module` has. Of experts: all in one."""
-    settings = config.precision.matmul
-    if settings is None or settings.weights_only or settings.format == "int4":
+    settings, names = config.precision.matmul, quantized_names(config)
+    if settings is None or not names:
         return ()
     shapes: dict[tuple[int, ...], list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
-    for sides, name, quantized, flops in _matmuls(config, settings, sizes):
+    for sides, name, quantized, flops in _matmuls(config, names, sizes):
         shapes.setdefault(sides, []).append((name, quantized, flops))
     found = _found(module)
     passes = 1 if settings.gradient_element is None else 3
@@ -83,27 +111,25 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
             continue
         low = sum(flops for _, quantized, flops in rows if quantized)
         other = sum(flops for _, quantized, flops in rows if not quantized)
-        names = tuple(dict.fromkeys(name for name, quantized, _ in rows if quantized))
+        matrices = tuple(dict.fromkeys(name for name, quantized, _ in rows if quantized))
         high = _MOST_PASSES * other + (2 * low if passes == 1 else 0)
-        intended.append(Intended(names, passes * low, high, *found.get(sides, (0.0, 0.0))))
+        intended.append(Intended(matrices, passes * low, high, *found.get(sides, (0.0, 0.0))))
     return tuple(intended)
 
 
-def _matmuls(
-    config: Config, settings: QuantizedConfig, sizes: Mapping[str, int]
-) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
+def _matmuls(config: Config, names: Collection[str], sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
     """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
     rows = config.tokens_per_step // config.train.microbatches // shards
-    latent = config.model.latent is not None
+    high = high_depths(config)
     for kind in model_shapes.layers(config.model):
-        inside = quantized_layers(settings, config, kind)
+        inside = sum(depth not in high for depth in kind.depths)
         for matmul in kind.matmuls:
             wide_in, wide_out = matmul.local(sizes["tensor"])
             sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
             a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
-            name, quantized = _matrix(matmul, latent=latent) or matmul.name, quantized_matrix(settings, matmul, latent=latent)
-            for layers, low in ((inside, quantized), (len(kind.depths) - inside, False)):
+            name = matrix_of(matmul, config.model)
+            for layers, low in ((inside, name in names), (len(kind.depths) - inside, False)):
                 if layers:
                     yield sides, name, low, layers * a_layer
 
