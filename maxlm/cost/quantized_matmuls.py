@@ -1,19 +1,22 @@
 """Matmuls that `precision.matmul` quantizes, and whether a compiled program computes them so: nothing may fall back in silence."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
-from maxlm.config.precision import QuantizedMatrix
+from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.cost import model_shapes
+from maxlm.cost.model_shapes import LayerKind
 from maxlm.cost.pricing import format_of
+from maxlm.hardware.chips import MatmulFormat
 from maxlm.hlo.op_flops import dots, kernel_operands
 from maxlm.hlo.parser import Module
+from maxlm.models import mfu_format
 from maxlm.models.quantized import is_quantized, kept_high
 from maxlm.models.saved_tensors import Matmul
 
@@ -54,22 +57,40 @@ class Intended:
         return ""
 
 
-def quantized_names(config: Config) -> frozenset[str]:
-    """Names, as in `precision.matmul.skip`, of the matrices whose matmuls read 8 bits in the layers that are quantized."""
-    settings = config.precision.matmul
+@dataclass(frozen=True)
+class Quantization:
+    """Matmuls of a model that `precision.matmul` quantizes."""
+
+    formats: tuple[MatmulFormat, MatmulFormat]  # forward, and of the two of a gradient
+    names: frozenset[str]  # of matrices, as in `precision.matmul.skip`
+    high: frozenset[int]  # layers, by depth, that are not quantized; multi-token prediction comes after all others
+    latent: bool  # attention
+
+    def layers(self, kind: LayerKind, matmul: Matmul) -> int:
+        """Number of layers of this kind in which this matmul is quantized."""
+        if matrix_of(matmul, latent=self.latent) not in self.names:
+            return 0
+        return sum(depth not in self.high for depth in kind.depths) if self.high else len(kind.depths)
+
+
+def quantization_of(config: Config) -> Quantization:
+    settings, latent = config.precision.matmul, config.model.latent is not None
     if settings is None or settings.weights_only or settings.format == "int4":
-        return frozenset()
-    blocks = [model_shapes.abstract_module(config.model, experts=experts).block for experts in {False, config.model.moe is not None}]
+        return Quantization(("bf16", "bf16"), frozenset(), frozenset(), latent)
+    formats = mfu_format(config), settings.gradient_element or "bf16"
+    assert formats[1] != "int4", "gradients have no such format"
+    return Quantization(formats, _names(settings, config.model), _high_depths(settings, config.model), latent)
+
+
+def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
+    blocks = [model_shapes.abstract_module(model, experts=experts).block for experts in {False, model.moe is not None}]
     variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     names = {_name(path) for path, variable in variables if is_quantized(settings, path, variable)}
-    experts = config.model.moe is not None and "experts" not in settings.skip
+    experts = model.moe is not None and "experts" not in settings.skip
     return frozenset(names | ({"experts"} if experts else set()))
 
 
-def high_depths(config: Config) -> frozenset[int]:
-    """Layers, by depth, that are not quantized; multi-token prediction comes after all others."""
-    settings, model = config.precision.matmul, config.model
-    assert settings is not None
+def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int]:
     period, dense = len(model.layer_pattern), model.n_dense
     whole = (model.n_layers - dense) // period
     first, last = kept_high(settings, model, "layers")
@@ -84,11 +105,11 @@ def high_depths(config: Config) -> frozenset[int]:
     return frozenset(itertools.chain(*kept))
 
 
-def matrix_of(matmul: Matmul, model: ModelConfig) -> str:
+def matrix_of(matmul: Matmul, *, latent: bool) -> str:
     """The matrix behind a matmul, as `precision.matmul.skip` calls it; its own name where that has none."""
     if matmul.experts:
         return "experts"
-    return "kv" if model.latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name, matmul.name)
+    return "kv" if latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name, matmul.name)
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -97,14 +118,14 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Intended, ...]:
     """Every shape of quantized matmul of `config` on a mesh of `sizes`, with what the compiled `module` has. Of experts: all in one."""
-    settings, names = config.precision.matmul, quantized_names(config)
-    if settings is None or not names:
+    quantization = quantization_of(config)
+    if not quantization.names:
         return ()
     shapes: dict[tuple[int, ...], list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
-    for sides, name, quantized, flops in _matmuls(config, names, sizes):
+    for sides, name, quantized, flops in _matmuls(config, quantization, sizes):
         shapes.setdefault(sides, []).append((name, quantized, flops))
     found = _found(module)
-    passes = 1 if settings.gradient_element is None else 3
+    passes = 1 if quantization.formats[1] == "bf16" else 3
     intended = []
     for sides, rows in shapes.items():
         if not any(quantized for _, quantized, _ in rows):
@@ -117,21 +138,19 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     return tuple(intended)
 
 
-def _matmuls(config: Config, names: Collection[str], sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
+def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
     """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
     rows = config.tokens_per_step // config.train.microbatches // shards
-    high = high_depths(config)
     for kind in model_shapes.layers(config.model):
-        inside = sum(depth not in high for depth in kind.depths)
         for matmul in kind.matmuls:
             wide_in, wide_out = matmul.local(sizes["tensor"])
             sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
             a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
-            name = matrix_of(matmul, config.model)
-            for layers, low in ((inside, name in names), (len(kind.depths) - inside, False)):
+            inside = quantization.layers(kind, matmul)
+            for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
                 if layers:
-                    yield sides, name, low, layers * a_layer
+                    yield sides, matrix_of(matmul, latent=quantization.latent), low, layers * a_layer
 
 
 def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:
