@@ -57,6 +57,31 @@ class QuantizedConfig(Section):
         return (self.tile or 128) if self.scaling == "tile" else None
 
 
+class DispatchConfig(Section):
+    """Tokens on their way to experts of other devices and back (mesh.expert), in 8 bits with a scale a token. Sums are not quantized."""
+
+    format: Literal["int8", "fp8"]  # of tokens that are sent or gathered; fp8: e4m3
+    outputs: Literal["int8", "e4m3", "bf16"] | None = (
+        None  # of experts' outputs that are sent back. None: as format. bf16: precision.compute
+    )
+    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None  # of both; None: as format
+
+    @property
+    def element(self) -> ElementFormat:
+        """Format of tokens."""
+        return "int8" if self.format == "int8" else "e4m3"
+
+    @property
+    def output_element(self) -> ElementFormat | None:
+        """Format of outputs; None: `precision.compute`."""
+        return None if self.outputs == "bf16" else self.outputs or self.element
+
+    @property
+    def gradient_element(self) -> ElementFormat | None:
+        """Format of gradients of tokens and of outputs; None: `precision.compute`."""
+        return None if self.gradients == "bf16" else self.gradients or self.element
+
+
 def _no_passes(value: Any) -> Any:
     """`precision.matmul` was the number of passes of a float32 matmul."""
     if value in ("default", "high", "highest"):

@@ -30,7 +30,7 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
-from maxlm.config.precision import MatmulSection
+from maxlm.config.precision import DispatchConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -499,6 +499,7 @@ class PrecisionConfig(Section):
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
     matmul: MatmulSection | None = None  # absent: operands are in `compute`
+    dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
 
 
 class CheckpointConfig(Section):

@@ -20,7 +20,8 @@ from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
 from maxlm.models.quantized import quantized_matmul, run_quantized
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
-from maxlm.precision import QuantizedWeight
+from maxlm.parallel.quantized_rows import RowFormats
+from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
@@ -153,10 +154,19 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
 
 
 def grouped_linear(
-    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"] | ExpertWeight, group_sizes_E: Int[Array, " E"], *, transposed: bool = False
 ) -> Array:
     """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    if isinstance(w_KG, ExpertWeight):
+        assert w_KG.transposed == transposed, "it is quantized along what is summed"
+        return grouped_dot(x, w_KG, group_sizes_E)
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
+
+
+def dispatched() -> RowFormats:
+    """Formats in which rows travel to experts of other devices and back."""
+    settings = _SETTINGS.get().dispatch
+    return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)
 
 
 def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:

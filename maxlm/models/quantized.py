@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
 from maxlm.parallel import constrain, split_axes
-from maxlm.precision import MOST_SUMMED, Parts, Quantized, QuantizedWeight, quantized_weight
+from maxlm.precision import MOST_SUMMED, ExpertWeight, Parts, Quantized, QuantizedWeight, expert_weight, quantized_weight
 
 Axes = tuple[str | None, ...]
 Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with the values beside them) -> (hidden states, reports)
@@ -59,27 +59,30 @@ def quantized_blocks(quantized: QuantizedConfig, blocks: Any) -> Any:
     leaves, structure = jax.tree.flatten(blocks)
     assert len(leaves) == len(variables), "a variable holds one array"
     made = [
-        _quantized(quantized, variable, leaf) if is_quantized(quantized, path, variable) else leaf
+        _quantized(quantized, path, variable, leaf) if is_quantized(quantized, path, variable) else leaf
         for leaf, (path, variable) in zip(leaves, variables, strict=True)
     ]
     return jax.tree.unflatten(structure, made)
 
 
 def is_quantized(quantized: QuantizedConfig, path: tuple[Any, ...], variable: Any) -> bool:
-    """True for a matrix whose matmuls are quantized by `linear`: of attention and dense feed-forward layers, and frozen ones (LoRA).
-
-    Experts are quantized where their rows are known (`maxlm.models.moe`).
-    """
-    if not isinstance(variable, nnx.Variable):
+    """True for a matrix whose matmuls are quantized: of attention and feed-forward layers, of experts, and frozen ones (LoRA)."""
+    if not isinstance(variable, nnx.Variable) or "embed" not in variable.axes:
         return False
+    name = "experts" if "expert" in variable.axes else _matrix(path)
+    return name in set(get_args(QuantizedMatrix)) - set(quantized.skip)
+
+
+def _matrix(path: tuple[Any, ...]) -> str:
+    """A matrix's name without its dims."""
     names = [str(getattr(entry, "name", getattr(entry, "key", ""))) for entry in path]
-    names = names[:-1] if names[-1] == "base" else names  # of an adapted matrix
-    matrix = names[-1].rpartition("_")[0]
-    return matrix in set(get_args(QuantizedMatrix)) - set(quantized.skip) and "embed" in variable.axes and "expert" not in variable.axes
+    return (names[-2] if names[-1] == "base" else names[-1]).rpartition("_")[0]  # base: of an adapted matrix
 
 
-def _quantized(quantized: QuantizedConfig, variable: nnx.Variable, w: Array) -> QuantizedWeight:
+def _quantized(quantized: QuantizedConfig, path: tuple[Any, ...], variable: nnx.Variable, w: Array) -> QuantizedWeight | ExpertWeight:
     axes: tuple[str, ...] = variable.axes
+    if "expert" in axes:
+        return expert_weight(quantized, w, transposed=_matrix(path) == "down")
     return quantized_weight(quantized, w, w.ndim - len(axes), max(axes.index("embed"), 1))
 
 

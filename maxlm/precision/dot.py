@@ -129,7 +129,9 @@ def _rows(parts: Parts, x_BS: Array) -> Array:
     return cut(cut(x_BS, 1, parts.seq), 0, parts.batch)
 
 
-def _sums(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]]) -> Float[Array, "..."]:
+def _sums(
+    a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]]
+) -> Float[Array, "..."]:
     """The matmul: exact sums of integers, or sums in float32."""
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"

@@ -53,7 +53,9 @@ def quantize(
     form = FORMATS[name]
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, SMALLEST_SCALE))  # a maximum with NaN is NaN
+    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, SMALLEST_SCALE))
+    # Said apart: XLA:CPU has been seen to lose the NaN of a maximum that it fused with what comes before.
+    scale = jnp.where(jnp.all(jnp.isfinite(x), axis=dims, keepdims=True), scale, jnp.nan)
     if power_of_two:
         scale = _next_power_of_two(scale)
     return Quantized(_rounded(x * (1 / scale), form, noise), scale)

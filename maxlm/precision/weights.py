@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig
@@ -59,5 +58,3 @@ def quantized_weight(config: QuantizedConfig, w: Array, stacked: int, inputs: in
         return QuantizedWeight(w, None, config)
     shared = tuple(range(stacked, w.ndim)) if config.scaling == "tensor" else dims
     return QuantizedWeight(w, quantize(jax.lax.stop_gradient(w), config.element, shared), config)
-
-
