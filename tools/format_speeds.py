@@ -1,64 +1,75 @@
-"""Speed of a large matmul in each number format relative to bf16, by the cycles that XLA:TPU estimates: no hardware is needed.
+"""Speed of a large matmul in each number format relative to bf16, on TPUs that are not there.
 
-    python tools/format_speeds.py [--chips v5e v6e] [--size 4096]
+    python tools/format_speeds.py [--chips v5e v6e] [--formats bfloat16 int8] [--size 4096]
 
-Prints a table for chips.COMPILED_SPEEDS. `operands` are the dtypes of the dot that the compiler kept: a format that it converts before the
-dot shows bf16 there. About 3 seconds a chip and format.
+Prints, for each chip and format: the dtypes that the compiled dot reads, the cycles that XLA estimates, those that its machine code issues,
+waits for HBM included, and the speeds that follow from both. The two differ by up to a factor of two: `chips.COMPILED_SPEEDS` has the
+counted ones. About a minute a line.
 """
 
 import argparse
-from collections.abc import Iterator
+import os
+import sys
+import tempfile
+from pathlib import Path
 
-from maxlm.compiler.aot import leave_chips_alone
+from maxlm.compiler.aot import devices, leave_chips_alone
+from maxlm.hardware import topologies
+from maxlm.hlo import parser
+from maxlm.hlo.op_flops import flops_by_operands
+from maxlm.kernel_lab import bundles
+from maxlm.kernel_lab.counted import TOPOLOGIES
+from maxlm.telemetry.formatting import count as shown
 
-leave_chips_alone()
-
-import jax  # noqa: E402 - it reads the environment when it is imported
-import jax.numpy as jnp  # noqa: E402
-
-from maxlm.compiler.aot import devices  # noqa: E402
-from maxlm.hardware import topologies  # noqa: E402
-from maxlm.hlo import parser  # noqa: E402
-from maxlm.hlo.op_flops import flops_by_operands  # noqa: E402
-
-SMALLEST = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 FORMATS = ("bfloat16", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "int8", "int4")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--chips", nargs="+", choices=SMALLEST, default=list(SMALLEST))
+    arguments.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     arguments.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     arguments.add_argument("--size", type=int, default=4096)
     given = arguments.parse_args()
-    for chip in given.chips:
-        base = 0
-        for name in dict.fromkeys(("bfloat16", *given.formats)):
-            cycles, operands = compiled(chip, name, given.size)
-            base = base or cycles
-            speed = f"{base / cycles:5.2f}" if cycles else "    -"
-            print(f"{chip:6} {name:20} {cycles:12,} cycles {speed}  operands {' '.join(sorted(operands))}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(bundles.DUMPS)}"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"  # libtpu reads it when it is loaded
+        leave_chips_alone()
+        for chip in given.chips:
+            base: tuple[float, ...] = ()
+            for name in dict.fromkeys(("bfloat16", *given.formats)):
+                operands, *cycles = compiled(chip, name, given.size, Path(folder))
+                base = base or tuple(cycles)
+                speeds = " ".join(f"{bf16 / number:.2f}" if number else "-" for bf16, number in zip(base, cycles, strict=True))
+                figures = " ".join(shown(number) for number in cycles)
+                sys.stdout.write(f"{chip:6} {name:20} reads {operands:12} estimated, counted: {figures} cycles, speeds {speeds}\n")
+                sys.stdout.flush()
 
 
-def compiled(chip: str, name: str, size: int) -> tuple[int, set[str]]:
-    """(cycles, operands of the dots) of one compiled matmul with inputs in the format called `name`; 0 cycles where it does not compile."""
-    place = jax.sharding.SingleDeviceSharding(devices(topologies.parse(SMALLEST[chip]))[0])
-    x = jax.ShapeDtypeStruct((size, size), jnp.dtype(name), sharding=place)
+def compiled(chip: str, name: str, size: int, folder: Path) -> tuple[str, float, float]:
+    """(dtypes of the dot, estimated cycles, counted cycles) of one matmul with inputs in the format called `name`."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxlm.kernel_lab.__main__ import compiled as machine_code, count
+    from maxlm.kernel_lab.cases import LIKE_A_STEP, Case, Kernel, from_hbm
+    from maxlm.kernels.platform import CORES
+
+    topology = topologies.parse(TOPOLOGIES[chip])
+    device, clock_hz = devices(topology)[0], topology.chip.clock_hz
+    assert clock_hz is not None, "every TPU has a clock"
     wide = jnp.int32 if name.startswith("int") else jnp.float32
 
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.dot(x, w, preferred_element_type=wide).astype(jnp.bfloat16)
 
-    try:
-        module = parser.read(jax.jit(multiply).lower(x, x).compile().as_text())
-    except jax.errors.JaxRuntimeError as error:
-        return 0, {str(error).splitlines()[0][:60]}
-    return module.cycles(module.entry), set(_operands(module))
-
-
-def _operands(module: parser.Module) -> Iterator[str]:
-    for run in module.executed():
-        yield from flops_by_operands(module, run.op, module.computations[run.computation])
+    place = jax.sharding.SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((size, size), jnp.dtype(name), sharding=place)
+    module = parser.read(jax.jit(multiply).lower(x, x).compile(compiler_options=dict(LIKE_A_STEP)).as_text())
+    dots = {operands for run in module.executed() for operands in flops_by_operands(module, run.op, module.computations[run.computation])}
+    written = machine_code(Case(from_hbm(multiply), [((size, size), name)] * 2, [], LIKE_A_STEP), device, folder)
+    bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
+    counted = count(Kernel("", "fusion", [], 0.0), written, bandwidth / clock_hz)
+    return ", ".join(sorted(dots)), float(module.cycles(module.entry)), float(counted["cycles"] + counted["waited"])
 
 
 if __name__ == "__main__":

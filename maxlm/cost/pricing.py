@@ -57,7 +57,7 @@ class TpuPricing(_Pricing):
         if op.target == _PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
-            return min(op.cycles / self.clock_hz, self._upper_bound(op, computation))
+            return max(min(op.cycles / self.clock_hz, self._upper_bound(op, computation)), self._lower_bound(op, computation))
         if matmul_flops(self.module, op, computation):
             return self._upper_bound(op, computation)
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
@@ -70,6 +70,11 @@ class TpuPricing(_Pricing):
         """
         matmuls = self.matmul_s(flops_by_operands(self.module, op, computation, self.tile)) / efficiency.MATMUL_SHARE
         return HBM_LATENCY_S + matmuls + moved_bytes(self.module, op, computation) / self.hbm
+
+    def _lower_bound(self, op: Op, computation: Computation) -> float:
+        """Seconds of its matmuls in 8 bits at the speed of the largest: XLA counts too few cycles for formats that a chip does not have."""
+        flops = flops_by_operands(self.module, op, computation)
+        return self.matmul_s({operands: number for operands, number in flops.items() if format_of(operands) != "bf16"})
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.target == _PALLAS:

@@ -85,9 +85,8 @@ def quantization_of(config: Config) -> Quantization:
 def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
     blocks = [model_shapes.abstract_module(model, experts=experts).block for experts in {False, model.moe is not None}]
     variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
-    names = {_name(path) for path, variable in variables if is_quantized(settings, path, variable)}
-    experts = model.moe is not None and "experts" not in settings.skip
-    return frozenset(names | ({"experts"} if experts else set()))
+    low = [(path, variable) for path, variable in variables if is_quantized(settings, path, variable)]
+    return frozenset("experts" if "expert" in variable.axes else _name(path) for path, variable in low)
 
 
 def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int]:

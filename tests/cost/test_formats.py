@@ -166,3 +166,11 @@ def test_what_is_meant_to_be_wide_may_be():
     forward = [dot if n % 3 == 0 else ("bf16", *dot[1:]) for n, dot in enumerate([*SQUARE, *NARROW, *MLP])]
     assert problems(*forward, gradients="bf16") == []
     assert len(problems(*forward)) == 3
+
+
+def test_a_format_that_a_chip_does_not_have_is_charged_what_its_machine_code_takes():
+    """XLA estimates about as many cycles for int8 on tpu7x as for bf16, and twice as many are issued."""
+    chip = chip_named("tpu7x")
+    (row,) = (row for row in estimate(parser.read(PROGRAM), chip, SIZES, {}).formats if row.format == "int8")
+    assert row.seconds == pytest.approx(2 * N**3 / (chip.peak_bf16_flops_per_device * chip.matmul_speed("int8")))
+    assert row.seconds > 277000 / chip.clock_hz
