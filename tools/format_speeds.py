@@ -64,7 +64,9 @@ def compiled(chip: str, name: str, size: int, folder: Path) -> tuple[str, float,
 
     place = jax.sharding.SingleDeviceSharding(device)
     x = jax.ShapeDtypeStruct((size, size), jnp.dtype(name), sharding=place)
-    module = parser.read(jax.jit(multiply).lower(x, x).compile(compiler_options=dict(LIKE_A_STEP)).as_text())
+    text = jax.jit(multiply).lower(x, x).compile(compiler_options=dict(LIKE_A_STEP)).as_text()
+    assert text is not None, "XLA states it for every program"
+    module = parser.read(text)
     dots = {operands for run in module.executed() for operands in flops_by_operands(module, run.op, module.computations[run.computation])}
     written = machine_code(Case(from_hbm(multiply), [((size, size), name)] * 2, [], LIKE_A_STEP), device, folder)
     bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)

@@ -14,7 +14,7 @@ from maxlm.cost import model_shapes
 from maxlm.cost.model_shapes import LayerKind
 from maxlm.cost.pricing import format_of
 from maxlm.hardware.chips import MatmulFormat
-from maxlm.hlo.op_flops import dots, kernel_operands
+from maxlm.hlo.op_flops import Dot, dots, kernel_operands
 from maxlm.hlo.parser import Module
 from maxlm.models import mfu_format
 from maxlm.models.quantized import is_quantized, kept_high
@@ -77,9 +77,9 @@ def quantization_of(config: Config) -> Quantization:
     settings, latent = config.precision.matmul, config.model.latent is not None
     if settings is None or settings.weights_only or settings.format == "int4":
         return Quantization(("bf16", "bf16"), frozenset(), frozenset(), latent)
-    formats = mfu_format(config), settings.gradient_element or "bf16"
-    assert formats[1] != "int4", "gradients have no such format"
-    return Quantization(formats, _names(settings, config.model), _high_depths(settings, config.model), latent)
+    gradient = settings.gradient_element or "bf16"
+    assert gradient != "int4", "gradients have no such format"
+    return Quantization((mfu_format(config), gradient), _names(settings, config.model), _high_depths(settings, config.model), latent)
 
 
 def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
@@ -158,11 +158,11 @@ def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:
     for run in module.executed():
         computation = module.computations[run.computation]
         if _GROUPED in run.op.name and run.op.stated is not None:
-            matmuls = [((), kernel_operands(run.op, computation), run.op.stated.flops)]
+            matmuls = [Dot(kernel_operands(run.op, computation), (), run.op.stated.flops)]
         else:
-            matmuls = [(dot.sides, dot.operands, dot.flops) for dot in dots(module, run.op, computation)]
-        for sides, operands, flops in matmuls:
-            low, high = found.get(sides, (0.0, 0.0))
-            wide = format_of(operands) == "bf16"
-            found[sides] = (low, high + run.times * flops) if wide else (low + run.times * flops, high)
+            matmuls = list(dots(module, run.op, computation))
+        for dot in matmuls:
+            low, high = found.get(dot.sides, (0.0, 0.0))
+            flops = run.times * dot.flops
+            found[dot.sides] = (low, high + flops) if format_of(dot.operands) == "bf16" else (low + flops, high)
     return found

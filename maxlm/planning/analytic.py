@@ -157,8 +157,9 @@ class Analytic:
     def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float, float], ...]:
         """Every matmul of a layer, with its seconds in all layers of its kind: forward, and one of the two of its gradient."""
         sizes = dict(mesh)
+        forward, gradient = self.quantized.formats
         return tuple(
-            (matmul, *(self._in_layers_s(rows, kind, matmul, sizes, format) for format in self.quantized.formats))
+            (matmul, self._in_layers_s(rows, kind, matmul, sizes, forward), self._in_layers_s(rows, kind, matmul, sizes, gradient))
             for kind in self.layers
             for matmul in kind.matmuls
         )
@@ -249,19 +250,18 @@ class Analytic:
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
         gathers = sums = 0.0
         table = self.number * model.vocab_size * model.d_model // sizes["tensor"]
-        weights = [
-            (2 * self.heads, table, 2 + self.heads, table, EVERYWHERE)
-        ]  # times gathered, bytes, times summed, bytes, split over what
+        # Times gathered, bytes, times their gradients are summed, bytes, split over what.
+        weights = [(2 * self.heads, table, 2 + self.heads, table, EVERYWHERE)]
         for kind in self.layers:
             for axes, inside in ((EVERYWHERE, False), (OF_EXPERTS, True)):
                 inside_of = [matmul for matmul in kind.matmuls if bool(matmul.experts) == inside]
-                travel = sum(self._travels(kind, matmul) * matmul.gathered(sizes) for matmul in inside_of)
+                moved = sum(self._travels(kind, matmul) * matmul.gathered(sizes) for matmul in inside_of)
                 size = self.number * sum(matmul.gathered(sizes) for matmul in inside_of)
-                weights.append((2 * len(kind.depths), travel, len(kind.depths), size, axes))
+                weights.append((2 * len(kind.depths), round(moved), len(kind.depths), size, axes))
         for gathered, travel, summed, size, split in weights:  # gathered forward and backward; then their gradients are summed
             axes = tuple(axis for axis in split if sizes[axis] > 1)
             shards = math.prod(sizes[axis] for axis in axes)
-            gathers += gathered * network.seconds("all-gather", round(travel), axes, shards)
+            gathers += gathered * network.seconds("all-gather", travel, axes, shards)
             sums += summed * network.seconds("reduce-scatter", size, axes, shards)
             sums += summed * network.seconds("all-reduce", size // shards, ("data",), sizes["data"])
         return gathers, sums, self._crossing_s(network, sizes)
