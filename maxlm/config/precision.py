@@ -17,9 +17,10 @@ MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, 
 class QuantizedConfig(Section):
     """Matmuls of layers with 8-bit operands, forward and in the gradient; sums are exact, or float32. Routers stay in float32."""
 
-    format: Literal["int8", "fp8", "mxfp8", "int4"]  # fp8: e4m3. mxfp8: e4m3, a power of two for every 32 numbers. int4: weights only
-    # Of the operands of a gradient's two matmuls. None: int8 for int8; for fp8 e5m2, with tiles e4m3; e4m3 for mxfp8; bf16 for weights_only.
-    # bf16: `precision.compute`.
+    # fp8: e4m3. mxfp8: e4m3 with a power of two for every 32 numbers. int4: of weights only.
+    format: Literal["int8", "fp8", "mxfp8", "int4"]
+    # Of gradients in their two matmuls; what they are multiplied by is in `format`. bf16: `precision.compute`, as is what they are
+    # multiplied by. None: int8 for int8; e4m3 for mxfp8 and tiles of fp8; e5m2 for other fp8; bf16 where only weights are quantized.
     gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None
     # Numbers that share a scale. tensor: a whole operand; channel: a row or column, all that is summed; tile: `tile` of what is summed.
     scaling: Literal["tensor", "channel", "tile"] | None = None  # None: channel; of mxfp8 tile
@@ -42,7 +43,7 @@ class QuantizedConfig(Section):
 
     @property
     def gradient_element(self) -> ElementFormat | None:
-        """Format of gradients, and of what they are multiplied by; None: `precision.compute`."""
+        """Format of gradients; None: `precision.compute`."""
         if self.gradients is not None:
             return None if self.gradients == "bf16" else self.gradients
         if self.weights_only or self.format == "int4":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert, paths
+from maxlm.config import axes, inert, paths, precision_rules
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -24,10 +24,12 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in (*sections, _health, _elastic) for problem in problems(config)), origins)
+    _refuse((problem for problems in (*sections, _health, _elastic, precision_rules.problems) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
-        devices = topology_of(config, origins.get("cluster.topology", "")).devices
+        topology = topology_of(config, origins.get("cluster.topology", ""))
+        devices = topology.devices
+        precision_rules.check_chip(config, topology.chip.name, origins.get("precision.matmul.format", ""))
         if not any_mesh:
             check_devices(config, devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read

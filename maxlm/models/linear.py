@@ -26,6 +26,7 @@ from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
+Fence = Callable[[Array, Axes], Array]
 Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
@@ -73,10 +74,10 @@ def linear(
     """
     if isinstance(w := w[...], LowRankSum):
         return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
-    multiply = partial(_einsum, spec, w=w, exact=exact)
+    multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
-        multiply = partial(quantized_matmul, w, reads, writes)
-    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes)
+        multiply, fence = partial(quantized_matmul, w, reads, writes), _fence_result
+    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
 
@@ -93,7 +94,9 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
     if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
-    return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+    return _fenced(
+        lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN, _fence
+    )
 
 
 def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
@@ -185,10 +188,10 @@ def _scatters_gradient() -> bool:
 # the two matmuls of a gradient.
 
 
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes) -> Array:
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Fence) -> Array:
     """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
     x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
-    return _fence(constrain(multiply(x), *writes), writes)
+    return fence(constrain(multiply(x), *writes), writes)
 
 
 def _fence(x: Array, axes: Axes) -> Array:
@@ -214,3 +217,12 @@ def _fence_gradient(x: Array, axes: Axes) -> Array:
 
 
 _fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fence(gradient, axes),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fence_result(x: Array, axes: Axes) -> Array:
+    """x, with a fence after it and none before its gradient, whose largest numbers may be found where it is computed."""
+    return _fence(x, axes)
+
+
+_fence_result.defvjp(lambda x, axes: (_fence(x, axes), None), lambda axes, _, gradient: (gradient,))

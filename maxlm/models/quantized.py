@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
@@ -86,7 +89,7 @@ def _quantized(quantized: QuantizedConfig, path: tuple[Any, ...], variable: nnx.
     return quantized_weight(quantized, w, w.ndim - len(axes), max(axes.index("embed"), 1))
 
 
-def quantized_matmul(w: QuantizedWeight, reads: Axes, writes: Axes, x_BSC: Float[Array, "B S C"]) -> Float[Array, "B S *O"]:
+def quantized_matmul(w: QuantizedWeight, reads: Axes, writes: Axes, x_BSC: Float[Array, "B S C"]) -> Array:
     """x w, where x and the result have these logical axes. The weights that travel between devices are the quantized ones."""
     if w.form is not None:
         values = constrain(w.form.values, reads[-1], *writes[2:])
@@ -101,4 +104,18 @@ def parts_of(reads: Axes, writes: Axes, shape: tuple[int, ...]) -> Parts:
     batch, seq, inner, outer = (math.prod(sizes[axis] for axis in axes) for axes in split_axes((*reads, writes[2]), mesh))
     rows = shape[0] * shape[1] // (batch * seq)
     further = next(n for n in count(1) if n == shape[1] // seq or (rows // n <= MOST_SUMMED and shape[1] // seq % n == 0))
-    return Parts(batch, seq * further, inner, outer)
+    on_tpu = mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
+    return Parts(batch, seq * further, inner, outer, partial(_row_major, reads, writes) if on_tpu else None)
+
+
+def _row_major(reads: Axes, writes: Axes, x: Array, parts: tuple[str | None, ...]) -> Array:
+    """x with its dims in memory in their order. In a `shard_map`, since the partitioner gathers around layout constraints."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = dict(zip(("batch", "seq", "inner", "outer"), split_axes((*reads, writes[2]), mesh), strict=True))
+    split = P(*(axes[part] or None if part is not None else None for part in parts))
+
+    def pin(x: Array) -> Array:
+        order = MemoryLayout(tuple(range(x.ndim)))
+        return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, order)), order)
+
+    return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)

@@ -11,7 +11,7 @@ partitioner cuts would be reduced over devices in int32, four bytes a number.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
 # B batch, S sequence, C what is summed forward, O one or two dims of outputs
 # Parts: n of the batch, m of the sequence, i of C, j of the first of O; in lower case the rest of a dim that is cut
 
+Dims = tuple[Sequence[int], Sequence[int]]  # of the first operand, and of the second
 RESULT = "quantized_matmul"  # its name for remat policies
 MOST_SUMMED = 2**17  # products of two int8 of which int32 holds any sum
 
@@ -40,12 +41,14 @@ class Parts:
     seq: int = 1
     inner: int = 1  # of what is summed forward
     outer: int = 1  # of the first dim of outputs
+    # Puts an array row by row in memory, whose dims are cut into these parts (names of the fields above, or None). None: as it is.
+    row_major: Callable[[Array, tuple[str | None, ...]], Array] | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def quantized_dot(
     config: QuantizedConfig, parts: Parts, x_BSC: Float[Array, "B S C"], values_CO: Array, scale_1O: Array, w_CO: Array
-) -> Float[Array, "B S *O"]:
+) -> Array:
     """x w in the dtype of x. `values_CO` and `scale_1O`: w quantized. w itself is not read; the gradient of the weights is its gradient."""
     return _forward(config, parts, x_BSC, values_CO, scale_1O, w_CO)[0]
 
@@ -53,7 +56,7 @@ def quantized_dot(
 def _forward(
     config: QuantizedConfig, parts: Parts, x_BSC: Array, values_CO: Array, scale_1O: Array, w_CO: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    x = quantize(cut(x_BSC, 2, parts.inner), config.element, None if config.scaling == "tensor" else 3)
+    x = once(quantize(cut(x_BSC, 2, parts.inner), config.element, None if config.scaling == "tensor" else 3))
     sums_iBSO = _sums(x.values, cut(values_CO, 0, parts.inner), ((3,), (1,)), ((2,), (0,)))
     scale_iBS = jnp.moveaxis(x.scale[..., 0], 2, 0)
     y_iBSO = sums_iBSO * _wide(scale_iBS, sums_iBSO.ndim) * scale_1O[0]
@@ -62,30 +65,34 @@ def _forward(
 
 def _backward(
     config: QuantizedConfig, parts: Parts, saved: tuple[Array, ...], g_BSO: Array
-) -> tuple[Array, None, None, Float[Array, "C *O"]]:
-    x, values_CO, scale_O, dtype = Quantized(*saved[:2]), saved[2], saved[3][0], g_BSO.dtype
+) -> tuple[Float[Array, "B S C"], None, None, Array]:
+    x, w = Quantized(*saved[:2]), Quantized(*saved[2:])
     if config.gradient_element is None:
-        return _in_high_precision(x, Quantized(values_CO, saved[3]), g_BSO)
+        return _in_high_precision(x, w, g_BSO)
     outputs = tuple(range(3, g_BSO.ndim + 1))  # of arrays with a dim of parts
-    g_BSjO = cut(g_BSO.astype(jnp.float32) * scale_O, 2, parts.outer)
-    g = _quantized_gradient(config, g_BSjO, None if config.scaling == "tensor" else outputs, config.gradient_element)
-    sums_jBSC = _sums(g.values, cut(values_CO, 1, parts.outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)))
+    g = once(_quantized(config, cut(g_BSO * w.scale[0], 2, parts.outer), outputs, config.gradient_element))
+    sums_jBSC = _sums(g.values, cut(w.values, 1, parts.outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)))
     scale_jBS = jnp.moveaxis(g.scale.reshape(g.scale.shape[:3]), 2, 0)
-    dx_BSC = _add((sums_jBSC * _wide(scale_jBS, 4)).astype(dtype), 1)
+    dx_BSC = _add((sums_jBSC * _wide(scale_jBS, 4)).astype(g_BSO.dtype), 1)
+    return dx_BSC, None, None, _weight_gradient(config, parts, x, g, w.scale, g_BSO).reshape(w.values.shape)
+
+
+def _weight_gradient(config: QuantizedConfig, parts: Parts, x: Quantized, g: Quantized, scale_1O: Array, g_BSO: Array) -> Array:
+    """x^T g, [C, j, *O] or [i, c, *O]. x: [B, S, i, c]; g: quantized after `scale_1O` was folded into it, [B, S, j, *O]."""
+    tokens, outputs, dtype = g_BSO.shape[:2], g_BSO.shape[2:], g_BSO.dtype
     if config.scaling == "tensor":
-        scale = x.scale.reshape(()) * g.scale.reshape(()) / scale_O
-        merged = (x.values.reshape(*g_BSO.shape[:2], 1, -1), g.values.reshape(*g_BSO.shape[:2], 1, *g_BSO.shape[2:]))
-        return dx_BSC, None, None, _over_tokens(parts, *merged, scale, dtype)[0]
-    if math.prod(g_BSO.shape[2:]) // parts.outer >= values_CO.shape[0] // parts.inner:
-        x_BSC = (x.values.astype(jnp.float32) * x.scale).reshape(*g_BSO.shape[:2], -1)
-        scaled = _over_rows(config, parts, x_BSC[:, :, None] * _wide(g.scale.reshape(g.scale.shape[:3]), 4), config.element)
-        scale_nmjCO = _wide(scaled.scale[:, 0, :, 0], 4 + len(outputs)) / cut(scale_O[None], 1, parts.outer)[0][:, None]
-        dw_jCO = _over_tokens(parts, scaled.values, g.values, scale_nmjCO, dtype)
-        return dx_BSC, None, None, jnp.moveaxis(dw_jCO, 0, 1).reshape(values_CO.shape)
-    g_BSiO = g_BSO.astype(jnp.float32)[:, :, None] * _wide(x.scale[..., 0], len(outputs) + 3)
-    scaled = _over_rows(config, parts, g_BSiO, config.gradient_element)
-    dw_icO = _over_tokens(parts, x.values, scaled.values, scaled.scale[:, 0, :, 0][:, :, :, None], dtype)
-    return dx_BSC, None, None, dw_icO.reshape(values_CO.shape)
+        scale_O = x.scale.reshape(()) * g.scale.reshape(()) / scale_1O[0]
+        return _over_tokens(parts, x.values.reshape(*tokens, 1, -1), g.values.reshape(*tokens, 1, *outputs), scale_O, dtype, None, "inner")
+    if math.prod(outputs) // parts.outer < x.values.shape[3]:
+        scaled_BSiO = g_BSO.astype(jnp.float32)[:, :, None] * _wide(x.scale[..., 0], 3 + len(outputs))
+        folded, scale_nmiO = _over_rows(config, parts, scaled_BSiO, config.gradient_element or config.element)
+        dw_iOc = _over_tokens(parts, folded, x.values, scale_nmiO[..., None], dtype, "inner", "outer")
+        return jnp.moveaxis(dw_iOc, -1, 1)
+    x_BS1C = dequantize(x).reshape(*tokens, 1, -1)
+    folded, scale_nmjC = _over_rows(config, parts, x_BS1C * _wide(g.scale.reshape(g.scale.shape[:3]), 4), config.element)
+    scale_j1O = jnp.moveaxis(cut(scale_1O, 1, parts.outer), 0, 1)
+    scale_nmjCO = _wide(scale_nmjC, 4 + len(outputs)) / scale_j1O
+    return jnp.moveaxis(_over_tokens(parts, folded, g.values, scale_nmjCO, dtype, "outer", "inner"), 0, 1)
 
 
 quantized_dot.defvjp(_forward, _backward)
@@ -108,20 +115,36 @@ def _in_high_precision(x_BSic: Quantized, w_CO: Quantized, g_BSO: Array) -> tupl
     return dx_BSC, None, None, jax.lax.dot_general(x_BSC, g_BSO, (((0, 1), (0, 1)), ((), ())))
 
 
-def _quantized_gradient(config: QuantizedConfig, g: Array, dims: Sequence[int] | None, element: str) -> Quantized:
-    return quantize(g, element, dims, noise=noise_of(g) if config.stochastic_rounding else None)
+def _quantized(config: QuantizedConfig, g: Array, dims: Sequence[int], element: str) -> Quantized:
+    """A gradient, or what is folded into one, with a scale for all along `dims`, or for all numbers."""
+    noise = noise_of(g) if config.stochastic_rounding else None
+    return quantize(g, element, None if config.scaling == "tensor" else dims, noise=noise)
 
 
-def _over_rows(config: QuantizedConfig, parts: Parts, x_BSp: Array, element: str) -> Quantized:
-    """x, into which scales of a gradient are folded, with a scale for all tokens of a part: [n, 1, m, 1, ...]."""
-    x = _quantized_gradient(config, _rows(parts, x_BSp), (1, 3), element)
-    return Quantized(x.values.reshape(x_BSp.shape), x.scale)
+def _over_rows(config: QuantizedConfig, parts: Parts, x_BSp: Array, element: str) -> tuple[Array, Float[Array, "n m ..."]]:
+    """Values of x with one scale for all tokens of a part, and these scales."""
+    x = _quantized(config, _rows(parts, x_BSp), (1, 3), element)
+    return x.values.reshape(x_BSp.shape), x.scale[:, 0, :, 0]
 
 
-def _over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype: jnp.dtype) -> Float[Array, "p *XY"]:
-    """a^T b, summed over tokens, times `scale` of [n, m, p, *X, *Y], in `dtype` from the sums of a part on."""
-    sums = _sums(_rows(parts, a_BSpX), _rows(parts, b_BSpY), ((1, 3), (1, 3)), ((0, 2, 4), (0, 2, 4)))
+def _over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype: Any, batch: str | None, cuts: str | None = None) -> Array:
+    """a^T b summed over tokens, [p, *X, *Y], times `scale`, of [n, m, p, *X, *Y]; in `dtype` from the sums of a part on. `batch` and `cuts`
+    name the parts of p and of the first of X.
+
+    XLA:TPU multiplies integers at full speed if what is summed is the last dim of the first operand in memory, and at half of it if it is
+    the first dim of both (v5p).
+    """
+    a = jnp.moveaxis(_tokens_together(parts, a_BSpX), 2, -1)
+    if parts.row_major is not None:
+        a = parts.row_major(jax.lax.optimization_barrier(a), ("batch", "seq", batch, cuts, *(None,) * (a.ndim - 4)))
+    sums = _sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)))
     return _add((sums * scale).astype(dtype), 2)
+
+
+def _tokens_together(parts: Parts, x_BS: Array) -> Array:
+    """[n, m, tokens of a part, ...]."""
+    rows = jnp.swapaxes(_rows(parts, x_BS), 1, 2)
+    return rows.reshape(parts.batch, parts.seq, -1, *x_BS.shape[2:])
 
 
 def _rows(parts: Parts, x_BS: Array) -> Array:
@@ -136,6 +159,11 @@ def _sums(
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"
     return jax.lax.dot_general(a, b, (summed, batch), preferred_element_type=jnp.int32 if integers else jnp.float32).astype(jnp.float32)
+
+
+def once(x: Quantized) -> Quantized:
+    """x, which several matmuls read, computed once: XLA would quantize anew for each of them."""
+    return Quantized(*jax.lax.optimization_barrier((x.values, x.scale)))
 
 
 def _add(x: Array, dims: int) -> Array:

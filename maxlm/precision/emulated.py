@@ -17,7 +17,7 @@ from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def emulated_dot(config: QuantizedConfig, x_BSC: Float[Array, "B S C"], w_CO: Float[Array, "C *O"]) -> Float[Array, "B S *O"]:
+def emulated_dot(config: QuantizedConfig, x_BSC: Float[Array, "B S C"], w_CO: Array) -> Array:
     """x w, each operand of each of the three matmuls rounded along what that one sums."""
     return _forward(config, x_BSC, w_CO)[0]
 
@@ -79,7 +79,7 @@ def rotated(x: Array, dim: int, size: int) -> Array:
     return jnp.moveaxis(turned.astype(x.dtype).reshape(moved.shape), -1, dim)
 
 
-def hadamard(size: int) -> Float[Array, "N N"]:
+def hadamard(size: int) -> Array:
     """Sylvester's matrix of +1 and -1; `size` is a power of two."""
     index = jnp.arange(size, dtype=jnp.uint32)
     return 1.0 - 2.0 * (jax.lax.population_count(index[:, None] & index[None, :]) & 1).astype(jnp.float32)

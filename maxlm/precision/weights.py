@@ -35,7 +35,7 @@ class QuantizedWeight:
             form = Quantized(form.values.reshape(inputs, outputs), form.scale.reshape(1, -1))
         return replace(self, w=self.w.reshape(inputs, outputs), form=form)
 
-    def times(self, x_BSC: Float[Array, "B S C"], parts: Parts) -> Float[Array, "B S *O"]:
+    def times(self, x_BSC: Float[Array, "B S C"], parts: Parts) -> Array:
         """x w, in the dtype of x."""
         config = self.config
         if config.hadamard is not None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.precision_rules import check_chip
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
@@ -167,7 +168,9 @@ def compiler_options_of(mesh: Mesh) -> dict[str, str | bool]:
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
-    """The training program of `config` on `mesh`."""
+    """The training program of `config` on `mesh`. Raises ConfigError for a number format that the chip is slow at."""
+    if (chip := chip_of(mesh.devices.flat[0].device_kind)) is not None:
+        check_chip(config, chip.name)
     return Program(config, mesh, build_optimizer(config), build_objective(config))
 
 
