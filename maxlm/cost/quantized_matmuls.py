@@ -61,7 +61,7 @@ class Intended:
 class Quantization:
     """Matmuls of a model that `precision.matmul` quantizes."""
 
-    formats: tuple[MatmulFormat, MatmulFormat]  # forward, and of the two of a gradient
+    formats: tuple[MatmulFormat, MatmulFormat]  # forward, and of the two of a gradient: there e5m2 meets e4m3, and is as fast
     names: frozenset[str]  # of matrices, as in `precision.matmul.skip`
     high: frozenset[int]  # layers, by depth, that are not quantized; multi-token prediction comes after all others
     latent: bool  # attention
@@ -77,9 +77,11 @@ def quantization_of(config: Config) -> Quantization:
     settings, latent = config.precision.matmul, config.model.latent is not None
     if settings is None or settings.weights_only or settings.format == "int4":
         return Quantization(("bf16", "bf16"), frozenset(), frozenset(), latent)
-    gradient = settings.gradient_element or "bf16"
+    forward, gradient = mfu_format(config), settings.gradient_element or "bf16"
     assert gradient != "int4", "gradients have no such format"
-    return Quantization((mfu_format(config), gradient), _names(settings, config.model), _high_depths(settings, config.model), latent)
+    return Quantization(
+        (forward, "bf16" if gradient == "bf16" else forward), _names(settings, config.model), _high_depths(settings, config.model), latent
+    )
 
 
 def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:

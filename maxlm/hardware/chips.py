@@ -29,6 +29,7 @@ COMPILED_SPEEDS: Mapping[str, Mapping[MatmulFormat, float]] = {
     "v6e": {"int8": 1.91, "e4m3": 0.51, "e5m2": 0.99},
     "tpu7x": {"int8": 0.52, "e4m3": 1.92, "e5m2": 1.92},
 }
+WORTH = 1.1  # least of these speeds with which quantizing operands pays for itself
 
 
 @dataclass(frozen=True)

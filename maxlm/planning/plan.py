@@ -15,7 +15,7 @@ from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
-from maxlm.hardware.chips import GIB, PEAK_NAMES
+from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.topologies import Topology
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
@@ -26,7 +26,6 @@ from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.verify import Compiler
 from maxlm.telemetry.formatting import duration
 
-FASTER = 1.1  # least speed of matmuls in a format, relative to bf16, for a plan to name it
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
 
@@ -101,7 +100,7 @@ def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, 
     best, predicted = search.best, {}
     for format in ("int8", "fp8"):
         other = changed(config, {"precision.matmul": {"format": format}})
-        if other is not None and topology.chip.matmul_speed(mfu_format(other)) > FASTER:
+        if other is not None and topology.chip.matmul_speed(mfu_format(other)) >= WORTH:
             ratio = sum(analytic_model(other, topology).estimate(best.layout).parts) / sum(best.estimate.parts)
             predicted[format] = ratio * best.verdict.step_s
     return predicted
