@@ -31,8 +31,9 @@ NORMED_WIDE = 5  # norms of queries and keys, where a model has them; of latent 
 ROW_INSIDE, ROW_WIDE = 11, 12
 KEPT_MOVES, HOST_MOVES = 2.6, 8  # writing what is kept into its stack, and reading it; the same of what goes to the host
 ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
-# The same of quantizing: what a matmul reads, each time that it is computed; and in its gradient what it reads and what it writes.
-QUANTIZED_IN, QUANTIZED_GRADIENT = 3, (4, 6)
+# The same of quantizing, in bytes a number: of what a matmul reads, each time that it is computed; of that in the gradient, and of what is
+# written (Llama 3.1 70B in fp8 for tpu7x).
+QUANTIZED_IN, QUANTIZED_GRADIENT = 4, (6, 9)
 LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step

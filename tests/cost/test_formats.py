@@ -104,7 +104,7 @@ def test_formats_of_a_chip(chip):
         ({"format": "fp8"}, "e4m3"),
         ({"format": "mxfp8"}, "e4m3"),
         ({"format": "int8", "weights_only": True}, "bf16"),
-        ({"format": "int4"}, "bf16"),
+        ({"format": "int4", "weights_only": True}, "bf16"),
     ],
 )
 def test_mfu_is_a_share_of_the_peak_of_the_format_that_multiplies(matmul, format):

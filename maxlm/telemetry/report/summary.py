@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.report.load import Run, Series
@@ -62,7 +61,7 @@ def figures_of(run: Run) -> Figures:
         held_out=_last(run.eval_loss),
         tokens_per_s=_median(run.get("tokens_per_s")),
         mfu=_median(run.get("mfu")),
-        mfu_peak=f"{start['mfu_peak']} " if start.get("mfu_peak") in PEAK_NAMES.values() else "",
+        mfu_peak=f"{start['mfu_peak']} " if start.get("mfu_peak") in ("int8", "fp8") else "",
         data_wait=waited,
         seconds=_wall_time(run),
         goodput=run.ledger.goodput,
