@@ -134,9 +134,9 @@ def _over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype
     XLA:TPU multiplies integers at full speed if what is summed is the last dim of the first operand in memory, and at half of it if it is
     the first dim of both (v5p).
     """
-    a = jnp.moveaxis(_tokens_together(parts, a_BSpX), 2, -1)
+    a = jnp.moveaxis(_tokens_together(parts, jax.lax.optimization_barrier(a_BSpX)), 2, -1)  # one byte a number is turned, not four
     if parts.row_major is not None:
-        a = parts.row_major(jax.lax.optimization_barrier(a), ("batch", "seq", batch, cuts, *(None,) * (a.ndim - 4)))
+        a = parts.row_major(a, ("batch", "seq", batch, cuts, *(None,) * (a.ndim - 4)))
     sums = _sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)))
     return _add((sums * scale).astype(dtype), 2)
 

@@ -52,10 +52,9 @@ def quantize(
     """
     form = FORMATS[name]
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, SMALLEST_SCALE))
-    # Said apart: XLA:CPU has been seen to lose the NaN of a maximum that it fused with what comes before.
-    scale = jnp.where(jnp.all(jnp.isfinite(x), axis=dims, keepdims=True), scale, jnp.nan)
+    largest = _largest(x, dims)
+    scale = jnp.where(largest < form.largest * SMALLEST_SCALE, SMALLEST_SCALE, largest / form.largest)
+    scale = jnp.where(largest == 0, 1.0, scale)
     if power_of_two:
         scale = _next_power_of_two(scale)
     return Quantized(_rounded(x * (1 / scale), form, noise), scale)
@@ -72,6 +71,12 @@ def noise_of(x: Array, salt: int = 0) -> UInt32[Array, "..."]:
     for dim in range(x.ndim):
         bits = _mixed(bits ^ (jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(0x9E3779B9) + jnp.uint32(salt + dim)))
     return bits
+
+
+def _largest(x: Float[Array, "..."], dims: int | Sequence[int] | None) -> Float[Array, "..."]:
+    """Largest magnitude along `dims`; NaN, where there is one. As integers: a maximum of floating-point numbers in XLA may leave it out."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=dims, keepdims=True), jnp.float32)
 
 
 def _mixed(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
