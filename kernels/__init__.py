@@ -11,6 +11,7 @@ from maxlm.kernels.grouped_matmul import (
 )
 from maxlm.kernels.linear_cross_entropy import CrossEntropySums, TokenScores, linear_cross_entropy, token_scores
 from maxlm.kernels.matmul import MlpLayout, gated_mlp, gated_mlp_problem
+from maxlm.kernels.quantize import Quantization, quantize_columns, quantize_rows
 
 __all__ = [
     "SCALED_ROWS",
@@ -18,6 +19,7 @@ __all__ = [
     "GradientScales",
     "MlpLayout",
     "ProductScales",
+    "Quantization",
     "TokenScores",
     "attention",
     "attention_and_logsumexp",
@@ -25,6 +27,8 @@ __all__ = [
     "gated_mlp_problem",
     "grouped_matmul",
     "linear_cross_entropy",
+    "quantize_columns",
+    "quantize_rows",
     "quantized_grouped_matmul",
     "quantized_weights_gradient",
     "token_scores",

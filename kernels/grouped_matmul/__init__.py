@@ -1,6 +1,5 @@
 """Grouped matmul: rows that lie group after group, each times the weights of its group. The matmul of a mixture of experts."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -25,8 +25,8 @@ class ProductScales(NamedTuple):
 
 
 class GradientScales(NamedTuple):
-    """Scales of columns in every tile of rows, of x (before it is transposed) and of dout; `groups_E` multiplies the gradient of a group's weights: 1, or NaN where
-    a row of the group is not finite, which an integer cannot say.
+    """Scales of columns in every tile of rows, of x (before it is transposed) and of dout; `groups_E` multiplies the gradient of a group's
+    weights: 1, or NaN where a row of the group is not finite, which an integer cannot say.
     """
 
     x_TK: Float[Array, "T K"]

@@ -194,7 +194,8 @@ def product(
             bytes_accessed=x_MC.dtype.itemsize * (across * x_MC.size + w_KG.size) + dtype.itemsize * rows * columns,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product_bytes(tiles, x_MC.dtype.itemsize, dtype.itemsize)
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=product_bytes(tiles, x_MC.dtype.itemsize, dtype.itemsize),
         ),
         interpret=interpret,
     )(*visits.scalars, *scaled, x_MC, w_KG[None])  # weights have three dims, rows two: so those who read the program tell them apart
@@ -390,7 +391,7 @@ def _merged(visit: Visit, rows: pl.Slice, new: jax.Array, old: jax.Array) -> jax
     if new.dtype.itemsize == 4:
         row = jax.lax.broadcasted_iota(jnp.int32, new.shape, 0)
         return jnp.where((row >= low) & (row < high), new, old)
-    words_new, words_old = pltpu.bitcast(new, jnp.int32), pltpu.bitcast(old, jnp.int32)  # of two rows each or four, the first the lowest bits
+    words_new, words_old = pltpu.bitcast(new, jnp.int32), pltpu.bitcast(old, jnp.int32)  # of two rows or four, the first the lowest bits
     bits, count = 8 * new.dtype.itemsize, 4 // new.dtype.itemsize
     row = count * jax.lax.broadcasted_iota(jnp.int32, words_new.shape, 0)
     ones = [((1 << bits) - 1) << place * bits for place in range(count - 1)] + [-1 << 32 - bits]

@@ -39,7 +39,8 @@ def product(
         rows_TK, weights_KN = multiplied(_tile(x, start, tile), weights_KN)
         new = summed(rows_TK, weights_KN, ((1,), (1 if transposed else 0,)))
         if scales is not None:
-            new = new.astype(jnp.float32) * _tile(_padded(scales.rows_M[:, None], tile), start, tile) * scales.columns_ED[visits.groups_R[rank]]
+            of_rows_T1 = _tile(_padded(scales.rows_M[:, None], tile), start, tile)
+            new = new.astype(jnp.float32) * of_rows_T1 * scales.columns_ED[visits.groups_R[rank]]
         merged = jnp.where(_mine(visits, rank, start, tile) & (rank < visits.weights_1[0]), new.astype(dtype), _tile(out, start, tile))
         return jax.lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 

@@ -61,6 +61,8 @@ def _mesh(config: Config) -> Iterator[Inert]:
         yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
     if mesh.context == 1:
         yield Inert("mesh.context_attention", "mesh.context = 1 splits no sequence", "raise mesh.context")
+    if mesh.expert == 1 and config.model.moe is not None:
+        yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
     if mesh.fsdp == mesh.expert == 1:
         yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
     if config.cluster is not None and not is_tpu(parse(config.cluster.topology, mesh.slices).chip):

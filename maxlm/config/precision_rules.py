@@ -21,8 +21,10 @@ class Sizes(NamedTuple):
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Contradictions of the section."""
-    quantized = config.precision.matmul
+    """Contradictions of the section, and of `precision.dispatch`."""
+    quantized, dispatch = config.precision.matmul, config.precision.dispatch
+    if dispatch is not None and config.model.moe is None:
+        yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
     if quantized is not None:
         yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized), *_skip(config, quantized))
 
@@ -104,7 +106,7 @@ def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Iterator[Proble
 
 def _skip(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
     model, skip = config.model, quantized.skip
-    known = (*dict.fromkeys(name for name, _ in matrices(model)), *(("experts",) if model.moe is not None else ()))
+    known = tuple(dict.fromkeys(name for name, _ in matrices(model)))
     if other := [name for name in skip if name not in known]:
         yield f"{FIELD}.skip", list(skip), f"this model has no `{other[0]}`", f"it has {', '.join(known)}"
     elif len(set(skip)) < len(skip):
@@ -136,12 +138,12 @@ def _layers_kept(config: Config, quantized: QuantizedConfig) -> Iterator[Problem
 
 
 def quantized_matrices(model: ModelConfig, quantized: QuantizedConfig) -> list[tuple[str, Sizes]]:
-    """Matrices that are quantized, experts' left out."""
+    """Matrices that are quantized."""
     return [(name, sizes) for name, sizes in matrices(model) if name not in quantized.skip]
 
 
 def matrices(model: ModelConfig) -> Iterator[tuple[str, Sizes]]:
-    """Matrices of attention and of feed-forward layers, experts' left out, by their names in the parameter tree."""
+    """Matrices of attention and of feed-forward layers by their names in the parameter tree; `experts`: those of each expert."""
     width, heads, latent, moe = model.d_model, model.n_heads, model.latent, model.moe
     if latent is None:
         of_queries, of_keys = heads * model.head_dim, model.n_kv_heads * model.head_dim
@@ -161,3 +163,6 @@ def matrices(model: ModelConfig) -> Iterator[tuple[str, Sizes]]:
         if hidden:
             yield from ((name, Sizes(width, hidden, f"model.d_model x {source}")) for name in ("gate", "up")[model.activation == "gelu" :])
             yield "down", Sizes(hidden, width, f"model.{source} x d_model")
+    if moe is not None:
+        yield "experts", Sizes(width, moe.d_ff, "model.d_model x moe.d_ff")
+        yield "experts", Sizes(moe.d_ff, width, "model.moe.d_ff x d_model")

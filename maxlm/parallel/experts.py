@@ -109,6 +109,9 @@ def _whole_or_quantized(weight: Any, axes: Axes, split: tuple[Axes, ...]) -> Any
         scale_KE = jnp.broadcast_to(form.scale[..., 0], (width, experts))
         return Quantized(_whole(form.values, axes, split), (gather(scale_KE, axis, 0) if axis else scale_KE).T)
 
+    size, hidden = weight.config.hadamard, weight.w.shape[2]
+    if weight.transposed and size is not None and hidden % size:
+        raise ValueError(f"precision.matmul.hadamard = {size} does not divide the {hidden} hidden units of an expert that a device has")
     inner, outer = (2, 0) if weight.transposed else (0, 2)
     forward, backward = whole(weight.forward, inner), whole(weight.backward, outer)
     assert forward is not None

@@ -15,9 +15,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxlm.config.precision import ElementFormat, QuantizedConfig
-from maxlm.kernels import SCALED_ROWS, GradientScales, ProductScales, grouped_matmul, quantized_grouped_matmul, quantized_weights_gradient
+from maxlm.kernels import (
+    SCALED_ROWS,
+    GradientScales,
+    ProductScales,
+    Quantization,
+    grouped_matmul,
+    quantize_columns,
+    quantize_rows,
+    quantized_grouped_matmul,
+    quantized_weights_gradient,
+)
 from maxlm.precision.emulated import rotated, rounded, rounded_weights
-from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
+from maxlm.precision.formats import FORMATS, SMALLEST_SCALE, Quantized, dequantize, noise_of, quantize
 
 # R rows sorted by expert, E experts, K and N what weights map from and to, G = E N, T tiles of rows; C what is summed, of D results
 
@@ -112,13 +122,15 @@ def _backward(config: QuantizedConfig, transposed: bool, saved: tuple[Any, ...],
         return dx, dw_KG.astype(like_w.dtype), None, None, None
     noise = noise_of(g) if config.stochastic_rounding else None
     dx, scale_of_g_R = _by_rows(config, not transposed, g, element, form, sizes_E, noise)
-    of_x, of_g = _columns(config, x, partner(config)), _columns(config, g, element, noise)
+    turned = config.tile_size is None  # what has K numbers a row
+    of_x = _columns(config, x, partner(config), transposed=turned and not transposed)
+    of_g = _columns(config, g, element, noise, transposed=turned and transposed)
     from_K, from_N = (of_g, of_x) if transposed else (of_x, of_g)
     if config.tile_size is not None:
         dw_KG = _rounded_gradient(from_K.values, from_N.values, sizes_E)
     else:
         scales = GradientScales(from_K.scale, from_N.scale, _finite(scale_R * 0 + scale_of_g_R * 0, sizes_E))
-        dw_KG = quantized_weights_gradient(from_K.values.T, from_N.values, sizes_E, scales, dtype=like_w.dtype)
+        dw_KG = quantized_weights_gradient(from_K.values, from_N.values, sizes_E, scales, dtype=like_w.dtype)
     return dx, dw_KG.astype(like_w.dtype), None, None, None
 
 
@@ -138,15 +150,22 @@ def _by_rows(
     if config.tile_size is not None:
         small = rounded(config, rows, element, (1,), noise)
         return grouped_matmul(small, weights.values.astype(rows.dtype), sizes_E, transposed=transposed), jnp.zeros(len(rows))
-    small = quantize(rows, element, None if config.scaling == "tensor" else 1, noise=noise)
-    scale_R = jnp.broadcast_to(small.scale[:, 0], len(rows))
+    if config.scaling == "tensor" or noise is not None:
+        small = quantize(rows, element, None if config.scaling == "tensor" else 1, noise=noise)
+        values, scale_R = small.values, jnp.broadcast_to(small.scale[:, 0], len(rows))
+    else:
+        values, scale_R = quantize_rows(rows, _quantization(element))
     scales = ProductScales(scale_R, weights.scale)
-    return quantized_grouped_matmul(small.values, weights.values, sizes_E, scales, dtype=rows.dtype, transposed=transposed), scale_R
+    return quantized_grouped_matmul(values, weights.values, sizes_E, scales, dtype=rows.dtype, transposed=transposed), scale_R
 
 
-def _columns(config: QuantizedConfig, rows: Float[Array, "R C"], element: str | None, noise: Array | None = None) -> Quantized:
-    """Rows with a scale for each column of `SCALED_ROWS` rows, [T, C], or for all columns. Numbers that are not finite count as 0."""
+def _columns(
+    config: QuantizedConfig, rows: Float[Array, "R C"], element: str | None, noise: Array | None = None, *, transposed: bool
+) -> Quantized:
+    """Rows, or their transpose, with a scale for each column of `SCALED_ROWS` rows, [T, C]. Numbers that are not finite count as 0."""
     assert element is not None, "gradients have a format"
+    if config.tile_size is None and config.scaling != "tensor" and noise is None:
+        return Quantized(*quantize_columns(rows, _quantization(element), SCALED_ROWS, transposed=transposed))
     height = SCALED_ROWS if config.tile_size is None else config.tile_size
 
     def tiles(rows: Array) -> Float[Array, "T H C"]:
@@ -159,7 +178,13 @@ def _columns(config: QuantizedConfig, rows: Float[Array, "R C"], element: str | 
     if config.tile_size is not None:
         return Quantized(dequantize(small, rows.dtype).reshape(-1, rows.shape[1])[: len(rows)], small.scale)
     scale_TC = jnp.broadcast_to(small.scale[:, 0], (len(small.values), rows.shape[1]))
-    return Quantized(small.values.reshape(-1, rows.shape[1])[: len(rows)], scale_TC)
+    values = small.values.reshape(-1, rows.shape[1])[: len(rows)]
+    return Quantized(values.T if transposed else values, scale_TC)
+
+
+def _quantization(element: str) -> Quantization:
+    form = FORMATS[element]
+    return Quantization(form.dtype, form.largest, SMALLEST_SCALE)
 
 
 def _rounded_gradient(from_K: Float[Array, "R K"], from_N: Float[Array, "R N"], sizes_E: Array) -> Float[Array, "K G"]:

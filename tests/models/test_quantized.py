@@ -1,6 +1,7 @@
 """`precision.matmul` in the model: which matmuls are quantized, how often, and that layouts and remat policies change no loss."""
 
 import math
+import re
 from collections import Counter
 
 import jax
@@ -10,12 +11,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
-from maxlm.config import ConfigError
+from maxlm.config import ConfigError, inert
 from maxlm.models.quantized import parts_of
 from maxlm.precision import Parts
 
 INT8 = {"format": "int8"}
 MATRICES = 7  # of a layer
+EXPERTS = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}}
 LATENT = {"latent": {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}, "n_kv_heads": 8}
 
 
@@ -69,6 +71,8 @@ def test_three_matmuls_a_matrix_are_quantized_and_no_other(settings, matrices, h
         ("lora", {"model": {"lora": {"rank": 2}}}, 7),
         ("mtp", {"model": {"mtp": {"depth": 1}}}, 14),
         ("gelu", {"model": {"activation": "gelu", "bias": "all"}}, 6),
+        ("experts", {"model": EXPERTS}, 7),
+        ("experts skipped", {"model": EXPERTS, "matmul": {**INT8, "skip": ("experts",)}}, 4),
     ],
 )
 def test_matrices_of_every_kind(name, sections, matrices):
@@ -151,10 +155,32 @@ def test_a_gradient_that_is_not_finite_is_refused():
             "periods of 2 layers",
         ),
         ({"mesh": {"stage": 2}, "matmul": {"first_layers": 1}, "train": {"microbatches": 2}}, "one program"),
-        ({"model": {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}}}, "add experts"),
+        ({"model": {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 48}}, "matmul": {"hadamard": 32}}, "48 inputs of `experts`"),
     ],
 )
 def test_contradictions_are_refused(sections, words):
     matmul = {**INT8, **sections.pop("matmul", {})}
     with pytest.raises(ConfigError, match=words):
         tiny_config(precision={"compute": "float32", "matmul": matmul}, **sections)
+
+
+def test_dispatch_is_for_experts_on_several_devices():
+    dispatch = {"precision": {"compute": "float32", "dispatch": {"format": "int8"}}}
+    with pytest.raises(ConfigError, match=re.escape("the model has no experts (model.moe)")):
+        tiny_config(**dispatch)
+    found = list(inert.problems(tiny_config(**dispatch, model=EXPERTS)))
+    assert [(field, rule) for field, _, rule, _ in found if field == "precision.dispatch"] == [
+        ("precision.dispatch", "does nothing, since mesh.expert = 1, so that no token travels")
+    ]
+
+
+def test_a_step_with_quantized_experts_and_dispatch_has_nearly_the_loss_of_one_device():
+    """Two devices gather tokens; rows that are rounded on their way are rounded again alike by the first matmul."""
+    sections = {"model": EXPERTS, "mesh": {"expert": 2}}
+    precision = {"compute": "float32", "matmul": INT8, "dispatch": {"format": "int8"}}
+    (_, apart), (_, alone) = (
+        run_steps(program, 2) for program in (tiny_program(2, precision=precision, **sections), program_of(model=EXPERTS))
+    )
+    losses = [[float(metrics.loss) for metrics in run] for run in (apart, alone)]
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+    assert not any(int(metrics.skipped) for metrics in apart)
