@@ -228,7 +228,7 @@ def surprise(traffic: Traffic) -> str:
     if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all") and not asked_for:
         return "unexpected: the partitioner moves data between layouts"
     if (
-        traffic.opcode == "all-reduce" and "fsdp" in traffic.axes and not traffic.where.endswith("reduce_max")
+        traffic.opcode == "all-reduce" and "fsdp" in traffic.axes and not traffic.where.endswith(("reduce_max", "reduce_and"))
     ):  # scales of quantized weights
         if "jvp" in traffic.where and "transpose(" not in traffic.where:
             return "unexpected: activations are summed over fsdp in the forward pass, where gathered weights were to be used"
