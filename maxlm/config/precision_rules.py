@@ -6,7 +6,7 @@ from typing import NamedTuple
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.precision import MX_TILE, QuantizedConfig
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.hardware.matmul_formats import WORTH, matmul_speed
+from maxlm.hardware.chips import WORTH, MatmulFormat, chip_named
 
 FIELD = "precision.matmul"
 GRADIENTS = {"int8": ("int8", "bf16"), "int4": ("bf16",), "fp8": ("e5m2", "e4m3", "bf16"), "mxfp8": ("e4m3", "e5m2", "bf16")}
@@ -30,19 +30,20 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def check_chip(config: Config, chip: str, source: str = "") -> None:
-    """Raise ConfigError for a format that is no faster than bfloat16 on the chip called `chip`, unless it is forced."""
+    """Raise ConfigError for a format that is no faster than bfloat16 on the chip called `chip`, one of ours, unless it is forced."""
     quantized = config.precision.matmul
     if quantized is None or quantized.force or quantized.weights_only:
         return
-    speed = matmul_speed(chip, quantized.element)
-    faster = [one for one in ("int8", "fp8") if (matmul_speed(chip, "int8" if one == "int8" else "e4m3") or 0) >= WORTH]
+    formats: dict[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
+    speeds = {name: chip_named(chip).matmul_speed(format) for name, format in formats.items()}
+    faster = [name for name, speed in speeds.items() if speed >= WORTH]
     use = f"use {faster[0]}" if faster else "remove the section"
     fix = f"{use}, or set {FIELD}.force=true"
     if quantized.tile_size is not None:
         rule = f"has a scale for every {quantized.tile_size} numbers, which is emulated in {config.precision.compute}: no faster on {chip}"
         raise ConfigError(f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}", _named(quantized), rule, fix, source)
-    if speed is not None and speed < WORTH:
-        rule = f"runs at {speed:.2f} times the speed of bfloat16 on {chip}"
+    if speeds[quantized.format] < WORTH:
+        rule = f"runs at {speeds[quantized.format]:.2f} times the speed of bfloat16 on {chip}"
         raise ConfigError(f"{FIELD}.format", quantized.format, rule, fix, source)
 
 

@@ -21,7 +21,8 @@ from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.models import count_parameters, count_trained
+from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
@@ -230,6 +231,7 @@ def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
+        "mfu_peak": PEAK_NAMES[mfu_format(config)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_steps * config.tokens_per_step,
