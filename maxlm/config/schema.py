@@ -30,6 +30,7 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
+from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -490,6 +491,7 @@ class MemoryConfig(Section):
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
     offload: tuple[RematName, ...] = ()  # saved in host memory
+    offload_state: OffloadStateConfig | None = None  # optimizer state, masters and gradients in host memory or on NVMe
 
 
 class PrecisionConfig(Section):

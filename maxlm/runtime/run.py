@@ -236,9 +236,8 @@ def _run(
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=regroup)
         if phases.primary:
-            _conclude(
-                config, directory, phases.console, outcome, functools.partial(print_samples, stopped=lambda: stop.received is not None)
-            )
+            stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
+            _conclude(config, program, directory, phases.console, outcome, stopped)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
@@ -482,7 +481,9 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
+def _conclude(
+    config: Config, program: Program, directory: RunDirectory, console: Console, outcome: Outcome, print_samples: Callable[..., None]
+) -> None:
     """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
     try:
         message = f"report: {write_report([directory.path], directory.report)}"
@@ -492,7 +493,8 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
-                print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
+                state = program.readable(outcome.state)
+                print_samples(config, directory.path, state.params, state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")

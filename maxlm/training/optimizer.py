@@ -12,12 +12,13 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
 
 
-def build_optimizer(config: Config) -> optax.GradientTransformation:
+def build_optimizer(config: Config, axes: Parameters | None = None) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101), or Muon (Jordan 2024) for the hidden matrices with Adam for the rest.
 
-    Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table.
+    Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table. `axes`: of
+    the parameters, if it is not for all of the model's.
     """
-    axes = parameter_axes(config.model)
+    axes = parameter_axes(config.model) if axes is None else axes
     direction = _muon(config.optimizer, axes) if config.optimizer.name == "muon" else _adam(config.optimizer)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
+from maxlm.memory.creation import create
+from maxlm.memory.spaces import on_device
 from maxlm.models import abstract_parameters, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
@@ -24,6 +26,7 @@ from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
@@ -69,6 +72,7 @@ class Program:
         """
         config, health, gradients = self.config, self.config.health, self.gradients
         kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
+        kind = GradientUpdates if config.memory.offload_state is not None else kind
         if health is not None and health.layers is not None:
             gradients = with_gradient_norms(config.model, gradients)
         update = kind(config, self.objective, self.optimizer, gradients)
@@ -78,7 +82,13 @@ class Program:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        return self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        shardings = self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        return shardings if self.config.memory.offload_state is None else Offloading(self.config).shardings(shardings)
+
+    @cached_property
+    def streamed(self) -> StreamedStep | None:
+        """The step around the plain one, for a state in several tiers of memory (`memory.offload_state`)."""
+        return None if self.config.memory.offload_state is None else StreamedStep(self.config, self.abstract_state)
 
     @cached_property
     def batch_sharding(self) -> Any:
@@ -111,7 +121,7 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return self._initialization()
+            return self._initialization() if self.streamed is None else create(self._first_state, self.state_shardings)
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
@@ -121,6 +131,8 @@ class Program:
             return self.updater.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
 
         with jax.set_mesh(self.mesh):
+            if self.streamed is not None:
+                return create(make, self.state_shardings, params, model_state)
             made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
             return made(params, model_state)
 
@@ -138,8 +150,9 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array."""
         whole = NamedSharding(self.mesh, PartitionSpec())
+        train_step = build_train_step(self.config, self.objective, self.updater)
         update = jax.jit(
-            build_train_step(self.config, self.objective, self.updater),
+            train_step if self.streamed is None else self.streamed.wrap(train_step),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
             donate_argnums=0,
@@ -147,15 +160,19 @@ class Program:
         with jax.set_mesh(self.mesh):
             return update.lower(self.abstract_state, self.abstract_batch)
 
+    def readable(self, state: TrainState) -> TrainState:
+        """The state with parameters that programs of the model can read: on the device. The same state, if they are there."""
+        return state if self.streamed is None else self.streamed.readable(state)
+
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums."""
+        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a `readable` state."""
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
             return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
 
-        split = state.params, state.model_state, self.batch_sharding
+        split = jax.tree.map(on_device, state.params), state.model_state, self.batch_sharding
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 

@@ -97,9 +97,7 @@ def build_train_step(config: Config, objective: Objective, update: Updater) -> C
 def in_one_pass(
     loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:
-    """(figures, gradient of the loss over `denominator`), by one forward and one backward pass. XLA's partitioner inserts the reductions
-    over devices that the shardings of parameters and batch imply.
-    """
+    """(figures, gradient of the loss over `denominator`). XLA's partitioner inserts the reductions that the shardings imply."""
 
     def mean_loss(params: Parameters) -> tuple[Float[Array, ""], Sums]:
         total, sums = loss_fn(params, model_state, batch)
@@ -114,14 +112,18 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
     norm = optax.tree.norm(grads)
     if max_norm is None:
         return grads, norm
-    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
+    scale = clip_scale(norm, max_norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+def clip_scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
+    """Factor of gradients of that norm."""
+    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
 
 
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
     """`proposed` if loss and gradient norm are finite, and it does not count itself as skipped; else `state` with the batch counted as
-    consumed and skipped.
-    The norm is a reduction over every gradient, so all devices agree.
+    consumed and skipped. The norm is a reduction over every gradient, so all devices agree.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (proposed.skipped == state.skipped)
     chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), proposed, state)
