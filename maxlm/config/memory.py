@@ -5,15 +5,14 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.fields import LocalPath, Positive, Section
+from maxlm.config.fields import LocalPath, Section
 
 
 class NvmeConfig(Section):
-    """Files of offloaded state, one set a process. They are scratch: a run continues from its checkpoints, and writes the files anew."""
+    """A file of offloaded state on each host. It is scratch: a run continues from its checkpoints, and writes the file anew."""
 
-    dir: LocalPath  # on a disk of each host; a folder of this run's own is made in it, and removed at the end
+    dir: LocalPath  # an existing folder on a disk of each host; the file in it has no name, and goes with the process
     threads: Annotated[int, Strict(), Field(ge=1, le=64)] = 4  # reads and writes in flight
-    buffer_bytes: Positive = 256 * 2**20  # of host memory for each of the two buffers: the most that an update reads at once
 
 
 class OffloadStateConfig(Section):

@@ -1,7 +1,8 @@
 """Arrays in host memory, streamed through a device in pieces of their first dim.
 
-A piece is fetched while the piece before it is computed with, and written back into the buffer that it came from: one array in host memory,
-a few pieces in HBM. The reads of a buffer are ordered before its next write, or XLA would copy the whole buffer.
+While a piece is computed with, the next one is fetched and the one before it is written back into the buffer that it came from: one array
+in host memory, a few pieces in HBM. Of one buffer a fetch and a write must be ordered, or XLA would copy the whole buffer. One half of the
+buffers is fetched from first and the other half written to first, so that the link is busy in both directions.
 """
 
 import math
@@ -20,7 +21,7 @@ PIECE_BYTES = 128 * 2**20  # of all arrays of a piece on one device: a link of 3
 Arrays = Sequence[jax.Array]
 
 
-def pieces_of(leaves: Sequence[Any], *, whole: bool = False, piece_bytes: int = PIECE_BYTES) -> int:
+def pieces_of(leaves: Sequence[Any], *, whole: bool = False) -> int:
     """Pieces in which arrays of these shapes, dtypes and shardings go through a device: 1 if they cannot be cut (`whole`; dims that differ
     in their first size; a first dim that is split over devices).
     """
@@ -28,7 +29,7 @@ def pieces_of(leaves: Sequence[Any], *, whole: bool = False, piece_bytes: int = 
     if whole or len(first) != 1 or 0 in first or any(_split(leaf.sharding) for leaf in leaves):
         return 1
     rows, size = first.pop(), sum(bytes_on_device(leaf) for leaf in leaves)
-    fewest = min(rows, -(-size // piece_bytes))
+    fewest = min(rows, -(-size // PIECE_BYTES))
     return next(n for n in range(fewest, rows + 1) if rows % n == 0)
 
 
@@ -54,14 +55,41 @@ def stream(update: Callable[[Arrays, Arrays], Arrays], changed: Arrays, read: Ar
     def fetch(arrays: Arrays, i: jax.Array) -> list[jax.Array]:
         return [_here(lax.dynamic_slice_in_dim(array, i * rows, rows)) for array in arrays]
 
-    def body(i: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        arrays, current = carry
-        arrays, following = lax.optimization_barrier((arrays, fetch(arrays, jnp.minimum(i + 1, pieces - 1))))
-        new = update(current, fetch(read, i))
-        moved = [to_host(piece) if host else piece for piece, host in zip(new, places, strict=True)]
-        return [lax.dynamic_update_slice_in_dim(a, piece, i * rows, 0) for a, piece in zip(arrays, moved, strict=True)], following
+    fetched_first = _half(changed)
 
-    return list(lax.fori_loop(0, pieces, body, (list(changed), fetch(changed, jnp.int32(0))))[0])
+    def body(i: jax.Array, carry: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+        arrays, current, waiting = carry
+        moved = [_move(*one, i, pieces) for one in zip(arrays, waiting, fetched_first, strict=True)]
+        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, fetch(read, i)))
+
+    first = fetch(changed, jnp.int32(0))
+    arrays, _, waiting = lax.fori_loop(0, pieces, body, (list(changed), first, first))  # the first round writes what is there
+    return [_write(array, piece, pieces - 1) for array, piece in zip(arrays, waiting, strict=True)]
+
+
+def _half(arrays: Arrays) -> list[bool]:
+    """True for some arrays, which have about half of all elements."""
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
+    chosen = [False] * len(arrays)
+    balance = 0
+    for i in order:
+        chosen[i] = balance <= 0
+        balance += arrays[i].size if chosen[i] else -arrays[i].size
+    return chosen
+
+
+def _move(array: jax.Array, waiting: jax.Array, fetch_first: bool, i: jax.Array, pieces: int) -> tuple[jax.Array, jax.Array]:
+    """(`array` with its piece i - 1 written, its piece i + 1)."""
+    rows, following = waiting.shape[0], jnp.minimum(i + 1, pieces - 1)
+    if not fetch_first:
+        array = _write(array, waiting, jnp.maximum(i - 1, 0))
+        return array, _here(lax.dynamic_slice_in_dim(array, following * rows, rows))
+    array, piece = lax.optimization_barrier((array, _here(lax.dynamic_slice_in_dim(array, following * rows, rows))))
+    return _write(array, waiting, jnp.maximum(i - 1, 0)), piece
+
+
+def _write(array: jax.Array, piece: jax.Array, i: jax.Array | int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, to_host(piece) if is_on_host(array) else piece, i * piece.shape[0], 0)
 
 
 def copy_to_device(array: jax.Array, dtype: Any, pieces: int) -> jax.Array:

@@ -80,7 +80,7 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
             checkpoints.discard_copy(f"it holds values that are not finite, in {names[0]}")
             restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
-    return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
+    return Start(program.adopt(restored.state), restored.step, data, restored.data_position, journal.left_out(restored.data_position))
 
 
 def _measured(goodput: Goodput | None, part: Part) -> contextlib.AbstractContextManager[None]:

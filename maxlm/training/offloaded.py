@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from maxlm.config.schema import Config
+from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import copy_to_device, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import balance_experts, parameter_axes
@@ -67,7 +68,7 @@ class Offloading:
     def __init__(self, config: Config) -> None:
         assert config.memory.offload_state is not None, "program.py chooses"
         self.config, self._settings = config, config.memory.offload_state
-        self._axes = _flat(parameter_axes(config.model))
+        self._axes = flat_params(parameter_axes(config.model))
 
     def shardings(self, shardings: TrainState) -> TrainState:
         """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
@@ -117,14 +118,15 @@ class StreamedStep:
 
     def compute_copy(self, params: Parameters) -> Parameters:
         """Parameters as the forward pass reads them, on the device: matrices in `precision.compute`."""
-        flat, dtype = _flat(params), self.config.precision.compute
+        flat, dtype = flat_params(params), self.config.precision.compute
         pieces = {name: group.pieces for group in self.groups for name in group.names}
-        return _nested(
+        return nested(
             {name: copy_to_device(leaf, dtype, pieces[name]) if self.offloading.is_matrix(name) else leaf for name, leaf in flat.items()}
         )
 
     def readable(self, state: TrainState) -> TrainState:
-        """`state` with its parameters on the device: those in host memory as `compute_copy`."""
+        """`state` with its parameters on the device: those that are elsewhere as `compute_copy`."""
+        state = replace(state, params=load_all(state.params))
         if not any(map(is_on_host, jax.tree.leaves(state.params))):
             return state
         return replace(state, params=self._readable(state.params))
@@ -149,7 +151,7 @@ class StreamedStep:
 
     def update(self, state: TrainState, grads: Parameters, good: Bool[Array, ""], norm: Float[Array, ""]) -> TrainState:
         """The state with every parameter updated where `good`, one after another."""
-        leaves, flat_grads = flat_state(state), _flat(grads)
+        leaves, flat_grads = flat_state(state), flat_params(grads)
         new = dict(leaves)
         limit = self.config.optimizer.clip_norm
         scalars = Scalars(good, None if limit is None else clip_scale(norm, limit), state.step, state.skipped)
@@ -175,21 +177,21 @@ class GroupUpdate:
 
     def __init__(self, config: Config, group: Group, leaves: Mapping[Name, Any], scalars: Scalars) -> None:
         self._config, self._group, self._leaves, self._scalars = config, group, leaves, scalars
-        axes = _flat(parameter_axes(config.model))
-        self._optimizer = build_optimizer(config, _nested({name: axes[name] for name in group.names}))
+        axes = flat_params(parameter_axes(config.model))
+        self._optimizer = build_optimizer(config, nested({name: axes[name] for name in group.names}))
         self.shared: Leaves = {}  # new values of the leaves that belong to no parameter: counters, equal for all
 
     def __call__(self, changed: Sequence[jax.Array], read: Sequence[jax.Array]) -> list[jax.Array]:
         own, names = dict(zip(self._group.leaves, changed, strict=True)), self._group.names
-        params = _nested({name: own["params", *name] for name in names})
-        grads = _nested({name: self._clipped(gradient) for name, gradient in zip(names, read, strict=True)})
+        params = nested({name: own["params", *name] for name in names})
+        grads = nested({name: self._clipped(gradient) for name, gradient in zip(names, read, strict=True)})
         shape = jax.eval_shape(self._optimizer.init, params)
         paths = [("opt_state", *_keys(path)) for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
         old = {path: self._leaves[path] for path in paths if path not in own} | own
         before = jax.tree.unflatten(jax.tree.structure(shape), [old[path] for path in paths])
         updates, after = self._optimizer.update(grads, before, params)
         new = dict(zip(paths, jax.tree.leaves(after), strict=True))
-        new |= {("params", *name): leaf for name, leaf in _flat(optax.apply_updates(params, updates)).items()}
+        new |= {("params", *name): leaf for name, leaf in flat_params(optax.apply_updates(params, updates)).items()}
         new |= self._averages(own, new)
         chosen = {path: jnp.where(self._scalars.good, new[path], leaf) for path, leaf in old.items()}
         self.shared = {path: leaf for path, leaf in chosen.items() if path not in own}
@@ -209,13 +211,14 @@ class GroupUpdate:
         return {path: kept * own[path] + (1 - kept) * new["params", *path[2:]] for path in paths}
 
 
-def _flat(tree: Parameters) -> Leaves:
+def flat_params(tree: Parameters) -> Leaves:
     """Name -> leaf of a tree of parameters; a tuple is a leaf."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
     return {_keys(path): leaf for path, leaf in found}
 
 
 def flat_state(state: TrainState) -> Leaves:
+    """Path -> leaf."""
     return {_keys(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
@@ -223,7 +226,8 @@ def _keys(path: tuple[Any, ...]) -> Name:
     return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)
 
 
-def _nested(leaves: Leaves) -> Parameters:
+def nested(leaves: Leaves) -> Parameters:
+    """The inverse of `flat_params`."""
     tree: Parameters = {}
     for name, leaf in leaves.items():
         reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)[name[-1]] = leaf

@@ -26,6 +26,7 @@ from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.spike_guard import WatchedUpdates
@@ -91,6 +92,18 @@ class Program:
         return None if self.config.memory.offload_state is None else StreamedStep(self.config, self.abstract_state)
 
     @cached_property
+    def nvme(self) -> NvmeStep | None:
+        """The step of a state of which parts are in files."""
+        settings = self.config.memory.offload_state
+        if self.streamed is None or settings is None or not settings.on_nvme:
+            return None
+        return NvmeStep(self.streamed, self.abstract_state, self.mesh, self.compiler_options)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """A state that lies on `state_shardings`, with what belongs in files written there. The same state, if nothing does."""
+        return state if self.nvme is None else self.nvme.adopt(state)
+
+    @cached_property
     def batch_sharding(self) -> Any:
         """A NamedSharding for every array of a batch."""
         return self._of_batch(lambda spec: NamedSharding(self.mesh, partition_spec(spec.axes, spec.shape, self.mesh, "batch")))
@@ -121,7 +134,7 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return self._initialization() if self.streamed is None else create(self._first_state, self.state_shardings)
+            return self._initialization() if self.streamed is None else self.adopt(create(self._first_state, self.state_shardings))
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
@@ -132,7 +145,7 @@ class Program:
 
         with jax.set_mesh(self.mesh):
             if self.streamed is not None:
-                return create(make, self.state_shardings, params, model_state)
+                return self.adopt(create(make, self.state_shardings, params, model_state))
             made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
             return made(params, model_state)
 
@@ -143,14 +156,18 @@ class Program:
             return make.lower().compile(compiler_options=self.compiler_options)
 
     @cached_property
-    def step(self) -> jax.stages.Compiled:
+    def step(self) -> jax.stages.Compiled | NvmeStep:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
-        return self.lower().compile(compiler_options=self.compiler_options)
+        compiled = self.lower().compile(compiler_options=self.compiler_options)
+        return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
 
     def lower(self) -> jax.stages.Lowered:
-        """The update, traced and lowered for this mesh without any array."""
+        """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         train_step = build_train_step(self.config, self.objective, self.updater)
+        if self.nvme is not None:
+            with jax.set_mesh(self.mesh):
+                return self.nvme.lower(train_step, self.abstract_batch)
         update = jax.jit(
             train_step if self.streamed is None else self.streamed.wrap(train_step),
             in_shardings=(self.state_shardings, self.batch_sharding),

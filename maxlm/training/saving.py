@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
 from maxlm.telemetry.observer import Event
@@ -79,7 +80,7 @@ class Saving:
         session.check_owner()
         with session.goodput.measure("save"):
             self.poll(None)
-            begun = session.checkpoints.save(step, state, self._position(step))
+            begun = session.checkpoints.save(step, load_all(state), self._position(step))
         if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
@@ -143,11 +144,11 @@ class Saving:
 def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
     """Names of the leaves that hold an infinity or a NaN. Waits for the devices and reads all of it: for saves, not for steps."""
     leaves = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}  # and what is in files
     rest = {name: leaf for name, leaf in leaves.items() if name not in host}
     everywhere = NamedSharding(mesh, PartitionSpec())
     finite = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
-    finite |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(leaf) for name, leaf in host.items()}
+    finite |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
     return [name for name, whole in jax.device_get(finite).items() if not whole]
 
 
