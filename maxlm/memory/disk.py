@@ -3,6 +3,7 @@
 Each process keeps the parts of its own devices, one copy of each.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -111,9 +112,12 @@ class DiskState:
         return DiskArray(self, path, self._leaves[path])
 
     def adopt(self, leaves: Mapping[Path, jax.Array]) -> None:
-        """Write whole leaves, all of them or those of some paths."""
+        """Write whole leaves, all of them or those of some paths, whatever the file held."""
+        for requests in (*self._reads.values(), *self._writes):  # of an update that was cut short
+            with contextlib.suppress(UserError):
+                self._file.wait(requests)
+        self._reads, self._writes, self._failed = {}, [[], []], None
         began, moved = time.monotonic(), 0
-        self._failed = None
         for unit in self.units:
             parts = [part for part in unit.parts if part.path in leaves]
             moved += sum(part.bytes for part in parts)

@@ -25,7 +25,7 @@ def pieces_of(leaves: Sequence[Any], *, whole: bool = False) -> int:
     """Pieces in which arrays of these shapes, dtypes and shardings go through a device: 1 if they cannot be cut (`whole`; dims that differ
     in their first size; a first dim that is split over devices).
     """
-    first = {leaf.shape[0] if leaf.ndim > 1 else 0 for leaf in leaves}
+    first = {leaf.shape[0] if len(leaf.shape) > 1 else 0 for leaf in leaves}
     if whole or len(first) != 1 or 0 in first or any(_split(leaf.sharding) for leaf in leaves):
         return 1
     rows, size = first.pop(), sum(bytes_on_device(leaf) for leaf in leaves)

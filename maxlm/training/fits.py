@@ -72,6 +72,8 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
     host = host_memory()
     if host is not None:
         _compare("reading batches", _host_batch(config), host // processes, None)
+        if config.memory.offload_state is not None:
+            _compare("keeping state in host memory", _host_state(config, sizes), host // processes, None)
 
 
 def check_generation(
@@ -132,9 +134,9 @@ _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, dat
 def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """Lower bound of what a device of a mesh of `sizes` holds during a step. In integers: no size is too large for it.
 
-    State in float32, without moments and gradients of what is frozen; either all gradients, or what the backward pass of a microbatch
-    starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients over
-    microbatches is beside both. State is split evenly.
+    State in float32 that stays on the device, without moments and gradients of what is frozen; either all gradients, or what the backward
+    pass of a microbatch starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of
+    gradients over microbatches is beside both. State is split evenly.
     """
     model, train = config.model, config.train
     number = 2 if config.precision.compute == "bfloat16" else FLOAT32
@@ -150,8 +152,12 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
     if model.lora is not None:  # of adapters there are few
         copies, gradients = 1, 0
-    smaller = functools.partial(_smaller_state, model)
-    state = Part("parameters and optimizer state", FLOAT32 * copies * numbers, smaller)
+    smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
+    held = FLOAT32 * copies * numbers
+    if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with
+        masters = 1 + (config.ema is not None) if tiers.master is not None else 0
+        held += (number if masters else 0) * numbers - FLOAT32 * (masters + (moments if tiers.optimizer is not None else 0)) * numbers
+    state = Part("parameters and optimizer state", held, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
@@ -161,6 +167,24 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
         return (state, beside, *activations, *_batches(config, sizes))
     either = (beside,) if gradients > kept + logits else activations
     return (state, *either, *_batches(config, sizes))
+
+
+def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
+    """Host memory of a process for state: of its devices what is offloaded there; of state in files as much while it is saved."""
+    tiers = config.memory.offload_state
+    if tiers is None or config.model.lora is not None:
+        return ()
+    moments, masters = 2 if config.optimizer.name == "adamw" else 1, 1 + (config.ema is not None)
+    copies = math.prod(sizes[axis] for axis in ("data", "context"))
+    size = (
+        FLOAT32
+        * count_parameters(config.model)
+        * copies
+        // jax.process_count()
+        * (masters * (tiers.master is not None) + moments * (tiers.optimizer is not None))
+    )
+    remedy = "use more hosts, or keep less of it there"
+    return (Part("state of memory.offload_state (in files as well: a save holds a copy)", size, remedy),)
 
 
 def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
