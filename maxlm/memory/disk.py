@@ -160,14 +160,14 @@ class DiskState:
         if self._failed is not None:
             raise self._failed
         self.flush()
-        shape, slots = array.sharding.shard_shape(array.shape), {}
+        shape, slots = array.sharding.shard_shape(array.shape), dict[jax.Device, int]()
         tiles: dict[int, np.ndarray] = {}
         for unit, part in ((one, part) for one in self.units for part in one.parts if part.path == array.path):
             buffer = Buffer(part.bytes)
             self._check(self._file.read(unit.offset + part.offset, buffer.view[: part.bytes]))
             for slot, tile in enumerate(part._replace(offset=0).tiles(buffer.view)):
                 np.copyto(_piece(part, unit.piece, tiles.setdefault(slot, np.empty(shape, array.dtype))), tile)
-            slots = part.slots
+            slots = dict(part.slots)
         placed = [jax.device_put(tiles[slot], SingleDeviceSharding(device, memory_kind=HOST)) for device, slot in slots.items()]
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
 

@@ -93,13 +93,13 @@ class NvmeStep:
             after, metrics = train_step(replace(small, params=params, opt_state=zeros), batch)
             clip = None if limit is None else clip_scale(metrics.grad_norm, limit)
             scalars = Scalars(after.skipped == small.skipped, clip, small.step, small.skipped)
-            return replace(after, params=(), opt_state=()), after.opt_state, scalars, metrics
+            return replace(after, params={}, opt_state=()), after.opt_state, scalars, metrics
 
         abstract, flat = self._abstract, flat_params(self._abstract.params)
         params = nested({name: self._read_as(name, leaf) for name, leaf in flat.items()})
         small = TrainState(abstract.step, abstract.skipped, params, (), abstract.model_state, guard=abstract.guard)
         whole = NamedSharding(self._mesh, PartitionSpec())
-        split = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params=()))
+        split = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
         grads = jax.tree.map(lambda leaf: on_device(leaf.sharding), params)
         return jax.jit(gradients, out_shardings=(split, grads, whole, whole)).lower(small, abstract_batch)
 
