@@ -23,7 +23,6 @@ class OffloadStateConfig(Section):
     optimizer: Literal["host", "nvme"] | None = None  # moments
     # float32 parameters, and their moving average (`ema`). The device computes with a copy in precision.compute, made once an update.
     master: Literal["host", "nvme"] | None = None
-    gradients: Literal["host"] | None = None  # from the backward pass to the update
     nvme: NvmeConfig | None = None
 
     @property
@@ -33,7 +32,7 @@ class OffloadStateConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> "OffloadStateConfig":
-        if self.optimizer is None and self.master is None and self.gradients is None:
+        if self.optimizer is None and self.master is None:
             paths.refuse("name a kind of state", "write optimizer: host, or remove the section")
         if self.on_nvme and self.nvme is None:
             paths.refuse("have the setting nvme.dir where state is kept in files", "name a folder on a local disk")

@@ -491,7 +491,7 @@ class MemoryConfig(Section):
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
     offload: tuple[RematName, ...] = ()  # saved in host memory
-    offload_state: OffloadStateConfig | None = None  # optimizer state, masters and gradients in host memory or on NVMe
+    offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
 
 
 class PrecisionConfig(Section):
