@@ -590,6 +590,26 @@ def _memory(config: Config) -> Iterator[Problem]:
     both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
+    if memory.offload_state is not None:
+        yield from _offload_state(config)
+
+
+def _offload_state(config: Config) -> Iterator[Problem]:
+    """Sections that read the state on the device between updates."""
+    refused = {
+        "diloco": (config.diloco, "has workers whose states are updated where they lie"),
+        "health.layers": (
+            None if config.health is None else config.health.layers,
+            "compares parameters before and after every update on the device",
+        ),
+        "integrity": (config.integrity, "compares copies of the state on the devices"),
+        "memory_checkpoints": (config.memory_checkpoints, "copies the state on the devices"),
+        "optimizer.state": (config.optimizer.state, "rounds the whole state on the devices"),
+        "compression": (config.compression, "has feedback on the devices"),
+    }
+    for field, (value, rule) in refused.items():
+        if value:
+            yield field, "set", f"{rule}, and memory.offload_state keeps it elsewhere", "remove one of them"
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
+from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
 from maxlm.config.precision import DispatchConfig, MatmulSection
 from maxlm.config.reliability import (
@@ -495,6 +496,7 @@ class MemoryConfig(Section):
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
     offload: tuple[RematName, ...] = ()  # saved in host memory
+    offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
 
 
 class PrecisionConfig(Section):

@@ -243,8 +243,8 @@ class Analytic:
         return max(waits, gathers + sums + shared - compute_s)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        one_way = self._host_bytes(layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
-        return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+        one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
+        return self._state_s(layout) + max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
 
     def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
         """Seconds of gathering weights and of summing gradients, a microbatch; and of collectives of activations, a token."""
@@ -300,13 +300,32 @@ class Analytic:
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        return self._held_bytes(layout.offload, layout, tokens)
+        state = sum(self._held(leaf, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
+        return state + self._held_bytes(layout.offload, layout, tokens)
+
+    def _held(self, leaf: ParameterLeaf, tiers: tuple[str | None, ...], numbers: int) -> int:
+        """Bytes that these tiers of memory hold for so many numbers of a leaf: the parameter, its average and its moments."""
+        settings = self.config.memory.offload_state if leaf.matrix else None
+        master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
+        masters = leaf.master_bytes + (0 if self.config.ema is None else 4 * leaf.numbers)
+        return (masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)) * numbers // leaf.numbers
+
+    def _state_s(self, layout: Layout) -> float:
+        """Seconds that state of other tiers takes through the device: read, masters once more for their copy, and written at the same time.
+        All of it follows the gradients, or precedes them.
+        """
+        settings = self.config.memory.offload_state
+        if settings is None:
+            return 0.0
+        numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
+        again = sum(4 * size for leaf, size in numbers if leaf.matrix and settings.master == "host")
+        read = again + sum(self._held(leaf, ("host", "nvme"), size) for leaf, size in numbers)
+        return read / (self.topology.chip.host_bytes_per_s or math.inf)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
         """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
         shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
-        average = 0 if self.config.ema is None else 4
-        state = sum(leaf.state_bytes * numbers // leaf.numbers + average * numbers for leaf, numbers in shares)
+        state = sum(self._held(leaf, (None,), numbers) for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:

@@ -136,7 +136,7 @@ def _run(
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
-            _conclude(config, directory, phases.console, outcome, stopped)
+            _conclude(run, phases.console, outcome, stopped)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
@@ -266,8 +266,9 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
+def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
     """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
+    config, directory = run.config, run.directory
     try:
         message = f"report: {write_report([directory.path], directory.report)}"
     except Exception as error:
@@ -276,7 +277,8 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
-                print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
+                state = run.program.readable(outcome.state)
+                print_samples(config, directory.path, state.params, state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
