@@ -99,11 +99,7 @@ def _quarter_turn(x: jax.Array) -> jax.Array:
     return jnp.einsum("...K,KL->...L", x, rotation_KK, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
-}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu}  # by tanh
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array, clamp: ClampConfig | None = None) -> jax.Array:
@@ -152,8 +148,7 @@ class AttentionBase(nnx.Module):
         if cache is not None:
             attended_BSHV, cache = _cached_attention(q_BSHK, k_BSGK, v_BSGV, cache, context, up_RHV, **options)
         elif context_size() > 1:
-            strategy = context.strategy
-            attended_BSHV = context_attention(q_BSHK, k_BSGK, v_BSGV, ids_BS, prefix_BS=prefix_BS, strategy=strategy, **options)
+            attended_BSHV = context_attention(q_BSHK, k_BSGK, v_BSGV, ids_BS, prefix_BS=prefix_BS, strategy=context.strategy, **options)
         else:
             mesh = jax.sharding.get_abstract_mesh()
             layout = Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))  # mesh axes that split the operands

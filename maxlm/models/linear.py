@@ -26,7 +26,6 @@ from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-Fence = Callable[[Array, Axes], Array]
 Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
@@ -94,9 +93,7 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
     if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
-    return _fenced(
-        lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN, _fence
-    )
+    return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
 
 
 def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
@@ -151,8 +148,7 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
         x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
         return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True) if between else jax.lax.psum(x_BSD, vocab)
 
-    specs = P(vocab or None, width or None), P(batch or None, seq or None)
-    out = P(batch or None, (*seq, *between) or None)
+    specs, out = (P(vocab or None, width or None), P(batch or None, seq or None)), P(batch or None, (*seq, *between) or None)
     return jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False)(table_VD, tokens_BS)
 
 
@@ -172,7 +168,8 @@ def dispatched() -> RowFormats:
     return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)
 
 
-def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
+def _einsum(spec: str, x: Array, w: Array | QuantizedWeight, *, exact: bool) -> Array:
+    assert not isinstance(w, QuantizedWeight), "it has a layout"
     return _EINSUM.get()(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
 
 
@@ -186,12 +183,6 @@ def _scatters_gradient() -> bool:
 # norms into the output of a matmul, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s
 # of a step). Fused into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into
 # the two matmuls of a gradient.
-
-
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Fence) -> Array:
-    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
-    x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
-    return fence(constrain(multiply(x), *writes), writes)
 
 
 def _fence(x: Array, axes: Axes) -> Array:
@@ -208,6 +199,12 @@ def _fence(x: Array, axes: Axes) -> Array:
 
     split = partition_spec(axes, x.shape, mesh, "activation")  # inside a shard_map: the partitioner gathers around layout constraints
     return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)
+
+
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence) -> Array:
+    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
+    x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
+    return fence(constrain(multiply(x), *writes), writes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

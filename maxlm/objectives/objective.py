@@ -30,9 +30,7 @@ class ArraySpec(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Figures of a batch, or of a part of it while it is reduced over microbatches, devices and workers: float32, by the names of their
-    declarations. `added` holds sums, of means as well; `largest` maxima.
-    """
+    """Figures of a batch or a part of it, float32, by the names of their declarations. `added`: sums, also of means; `largest`: maxima."""
 
     denominator: Float[Array, ""]  # of means: tokens that count, or as the objective says
     added: dict[str, Array]
@@ -41,8 +39,7 @@ class Sums(NamedTuple):
 
     def values(self, metrics: Iterable[Metric]) -> dict[str, Array]:
         """The figures of the whole batch: means are divided by `denominator`."""
-        found = {**self.added, **self.largest}
-        denominator = jnp.maximum(self.denominator, 1)
+        found, denominator = {**self.added, **self.largest}, jnp.maximum(self.denominator, 1)
         return {m.name: found[m.name] / denominator if m.reduce == "mean" else found[m.name] for m in metrics if m.name in found}
 
     def plus(self, other: "Sums") -> "Sums":
@@ -126,8 +123,7 @@ class Objective(ABC):
         """
         if context_size() == 1:
             return batch
-        strategy = self.config.mesh.context_attention
-        return jax.tree.map(lambda x: in_sequence(x, strategy, back=True) if x.ndim > 1 else x, batch)
+        return jax.tree.map(lambda x: in_sequence(x, self.config.mesh.context_attention, back=True) if x.ndim > 1 else x, batch)
 
     def with_randomness(self, batch: Any, step: Int[Array, ""]) -> Any:
         """The global batch of an update with the seed of every token's router jitter: a function of (seed, step, position in the batch)."""
@@ -139,8 +135,7 @@ class Objective(ABC):
 
     def context(self, model: Decoder, batch: Any, summed: tuple[str, ...] = ()) -> BlockContext:
         """Inputs shared by all blocks, and the options of the forward pass."""
-        config = self.config
-        options: dict[str, Any] = {"memory": config.memory, "strategy": config.mesh.context_attention, "summed": summed}
+        options: dict[str, Any] = {"memory": self.config.memory, "strategy": self.config.mesh.context_attention, "summed": summed}
         return BlockContext(model.angles(batch.positions_BS), batch.segment_ids_BS, batch.random_BS, **options)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:

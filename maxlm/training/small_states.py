@@ -122,7 +122,7 @@ class _SmallMoments:
             for leaves, own in zip(fenced, passed, strict=True):
                 for place, leaf in zip(places, own, strict=True):
                     leaves[place] = leaf
-        return tree.unflatten(list(given.values())), *fenced
+        return jax.tree.unflatten(tree, list(given.values())), *fenced
 
 
 def _forms(config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation) -> tuple[list[Storage | None], Any]:
