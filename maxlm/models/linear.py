@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -18,14 +17,13 @@ from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
-from maxlm.models.quantized import quantized_matmul, run_quantized
+from maxlm.models.quantized import pinned, quantized_matmul, run_quantized, without_gradient
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 from maxlm.precision import QuantizedWeight
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-Fence = Callable[[Array, Axes], Array]
 Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
@@ -75,7 +73,7 @@ def linear(
         return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
-        multiply, fence = partial(quantized_matmul, w, reads, writes), _fence_result
+        multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
     y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
@@ -125,12 +123,12 @@ def unembedding_scores(
     return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 
+# XLA's partitioner also fails on a lookup inside a `jax.shard_map` over some axes.
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
     """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
     split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
 
-    A `shard_map`, since XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some
-    axes. Here the width is gathered over the axes that split it, and its gradient scattered.
+    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces that of the whole table over every axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width = split_axes(("vocab", "embed"), mesh)
@@ -178,7 +176,7 @@ def _scatters_gradient() -> bool:
 # the two matmuls of a gradient.
 
 
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Fence) -> Array:
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Callable) -> Array:
     """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
     x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
     return fence(constrain(multiply(x), *writes), writes)
@@ -191,13 +189,8 @@ def _fence(x: Array, axes: Axes) -> Array:
         return x
     if x.ndim != 3:  # heads: attention chooses their layout in memory
         return jax.lax.optimization_barrier(x)
-    row_major = MemoryLayout(tuple(range(x.ndim)))
-
-    def pin(x: Array) -> Array:
-        return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, row_major)), row_major)
-
     split = partition_spec(axes, x.shape, mesh, "activation")  # inside a shard_map: the partitioner gathers around layout constraints
-    return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)
+    return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -207,12 +200,3 @@ def _fence_gradient(x: Array, axes: Axes) -> Array:
 
 
 _fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fence(gradient, axes),))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fence_result(x: Array, axes: Axes) -> Array:
-    """x, with a fence after it and none before its gradient, whose largest numbers may be found where it is computed."""
-    return _fence(x, axes)
-
-
-_fence_result.defvjp(lambda x, axes: (_fence(x, axes), None), lambda axes, _, gradient: (gradient,))
