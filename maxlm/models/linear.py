@@ -160,7 +160,7 @@ def grouped_linear(
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
-def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
+def _einsum(spec: str, x: Array, w: Any, *, exact: bool) -> Array:
     return _EINSUM.get()(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
 
 
