@@ -84,7 +84,8 @@ def _scales(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
         sides = (inputs,) if quantized.gradient_element is None else (inputs, outputs)
         if wrong := [side for side in sides if side % size]:
             rule = f"needs tiles of {size} that divide {wrong[0]}, a side of `{name}` ({source})"
-            yield field, value, rule, f"use another tile, or put {name} in {FIELD}.skip" if name != "tokens" else "use another tile"
+            other = "fp8" if quantized.format == "mxfp8" else "another tile"
+            yield field, value, rule, f"use {other}, or put {name} in {FIELD}.skip" if name != "tokens" else f"use {other}"
             return
 
 

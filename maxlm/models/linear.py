@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +17,7 @@ from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
-from maxlm.models.quantized import quantized_matmul, run_quantized
+from maxlm.models.quantized import pinned, quantized_matmul, run_quantized, without_gradient
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 from maxlm.parallel.quantized_rows import RowFormats
 from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
@@ -75,7 +74,7 @@ def linear(
         return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
-        multiply, fence = partial(quantized_matmul, w, reads, writes), _fence_result
+        multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
     y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
@@ -123,12 +122,12 @@ def unembedding_scores(
     return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 
+# XLA's partitioner also fails on a lookup inside a `jax.shard_map` over some axes.
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
     """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
     split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
 
-    A `shard_map`, since XLA's partitioner reduces the table's whole gradient over every axis, and fails inside a `jax.shard_map` over some
-    axes. Here the width is gathered over the axes that split it, and its gradient scattered.
+    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces that of the whole table over every axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width = split_axes(("vocab", "embed"), mesh)
@@ -168,8 +167,7 @@ def dispatched() -> RowFormats:
     return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)
 
 
-def _einsum(spec: str, x: Array, w: Array | QuantizedWeight, *, exact: bool) -> Array:
-    assert not isinstance(w, QuantizedWeight), "it has a layout"
+def _einsum(spec: str, x: Array, w: Any, *, exact: bool) -> Array:
     return _EINSUM.get()(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
 
 
@@ -192,13 +190,8 @@ def _fence(x: Array, axes: Axes) -> Array:
         return x
     if x.ndim != 3:  # heads: attention chooses their layout in memory
         return jax.lax.optimization_barrier(x)
-    row_major = MemoryLayout(tuple(range(x.ndim)))
-
-    def pin(x: Array) -> Array:
-        return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, row_major)), row_major)
-
     split = partition_spec(axes, x.shape, mesh, "activation")  # inside a shard_map: the partitioner gathers around layout constraints
-    return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)
+    return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
 def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence) -> Array:
@@ -214,12 +207,3 @@ def _fence_gradient(x: Array, axes: Axes) -> Array:
 
 
 _fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fence(gradient, axes),))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fence_result(x: Array, axes: Axes) -> Array:
-    """x, with a fence after it and none before its gradient, whose largest numbers may be found where it is computed."""
-    return _fence(x, axes)
-
-
-_fence_result.defvjp(lambda x, axes: (_fence(x, axes), None), lambda axes, _, gradient: (gradient,))

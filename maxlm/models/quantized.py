@@ -113,9 +113,22 @@ def _row_major(reads: Axes, writes: Axes, x: Array, parts: tuple[str | None, ...
     mesh = jax.sharding.get_abstract_mesh()
     axes = dict(zip(("batch", "seq", "inner", "outer"), split_axes((*reads, writes[2]), mesh), strict=True))
     split = P(*(axes[part] or None if part is not None else None for part in parts))
+    return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
-    def pin(x: Array) -> Array:
-        order = MemoryLayout(tuple(range(x.ndim)))
-        return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, order)), order)
 
-    return jax.shard_map(pin, in_specs=split, out_specs=split, check_vma=False)(x)
+# Compiler fences.
+
+
+def pinned(x: Array) -> Array:
+    """x with its dims in memory in their order, computed by itself: nothing before or after it is fused across."""
+    row_major = MemoryLayout(tuple(range(x.ndim)))
+    return with_layout_constraint(jax.lax.optimization_barrier(with_layout_constraint(x, row_major)), row_major)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def without_gradient(fence: Callable[[Array, Axes], Array], x: Array, axes: Axes) -> Array:
+    """`fence` of x, and none of its gradient, whose largest numbers may then be found where it is computed."""
+    return fence(x, axes)
+
+
+without_gradient.defvjp(lambda fence, x, axes: (fence(x, axes), None), lambda fence, axes, _, gradient: (gradient,))

@@ -197,7 +197,11 @@ def test_sources_and_values_agree(name):
     defaults = dict(flatten(bare.model_dump(mode="json")))
     for key, value in values.items():
         of_optional = key.startswith("precision.matmul.")  # which the bare config lacks
-        if loaded.source(key) == "default" and key.split(".")[0] not in ("model", "data", "train", "cluster", "samples") and not of_optional:
+        if (
+            loaded.source(key) == "default"
+            and key.split(".")[0] not in ("model", "data", "train", "cluster", "samples")
+            and not of_optional
+        ):
             assert defaults[key] == value, key
     assert set(loaded.sources) <= set(values) | {key for key in loaded.sources if values.get(key.rpartition(".")[0], 0) is None}
 

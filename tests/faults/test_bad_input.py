@@ -190,7 +190,7 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "precision.matmul={format: int8, first_layers: 1, last_layers: 1}": ["precision.matmul.last_layers = 1", "leaves none"],
     "precision.matmul={format: fp8} ; cluster.topology=v5p:2x2x1": ["format = fp8", "0.97 times", "use int8", "force=true"],
     "precision.matmul={format: int8} ; cluster.topology=tpu7x:2x2x1": ["format = int8", "0.52 times", "use fp8"],
-    "precision.matmul={format: mxfp8} ; cluster.topology=v5p:2x2x1": ["format = mxfp8", "emulated in", "use int8"],
+    "precision.matmul={format: mxfp8, skip: [key, value]} ; cluster.topology=v5p:2x2x1": ["format = mxfp8", "emulated in", "use int8"],
     "samples.tokens=5": ["samples.prompts is missing"],
     "train.mtp_loss=1": ["train.mtp_loss = 1", "this setting is now model.mtp.loss_weight", "remove what was not in use"],
     "optimizer.outer={workers: 2, every: 2} ; train.pipeline=gpipe": ["now pipeline.schedule", "optimizer.outer as diloco"],
