@@ -72,7 +72,7 @@ def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: 
         filled.update({name: run.units[name] / number for name, number in code.capacity.items()})
         memory |= Counter(code.memory)  # one operation at a time
     assert total["cycles"], f"no machine code of {kernel.name}"
-    return {**total, "slots": {name: count / total["cycles"] for name, count in filled.items()}, **memory}
+    return {**total, "slots": {name: count / total["cycles"] for name, count in filled.items()}, "vmem": 0, "smem": 0, **memory}
 
 
 if __name__ == "__main__":
