@@ -40,11 +40,11 @@ MODEL = (
         "model.d_model=64",
         "model.d_ff=192",
         "data.seq_len=128",
-        "train.global_batch=8",
+        "train.global_batch=4",
         "train.eval_batches=64",
         "precision.compute=bfloat16",
     ),
-    *("optimizer.name=adamw", "optimizer.peak_lr=4e-3", "mesh.fsdp=1"),
+    *("optimizer.name=adamw", "optimizer.peak_lr=3e-3", "mesh.fsdp=1"),
 )
 BASE = "bf16"
 FORMATS: dict[str, list[str]] = {

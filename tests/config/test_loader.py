@@ -196,12 +196,8 @@ def test_sources_and_values_agree(name):
     bare = Config.model_validate({part: loaded.config.model_dump()[part] for part in ("model", "data", "train")})
     defaults = dict(flatten(bare.model_dump(mode="json")))
     for key, value in values.items():
-        of_optional = key.startswith("precision.matmul.")  # which the bare config lacks
-        if (
-            loaded.source(key) == "default"
-            and key.split(".")[0] not in ("model", "data", "train", "cluster", "samples")
-            and not of_optional
-        ):
+        without = key.split(".")[0] in ("model", "data", "train", "cluster", "samples") or key.startswith("precision.matmul.")
+        if loaded.source(key) == "default" and not without:
             assert defaults[key] == value, key
     assert set(loaded.sources) <= set(values) | {key for key in loaded.sources if values.get(key.rpartition(".")[0], 0) is None}
 
