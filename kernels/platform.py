@@ -40,9 +40,9 @@ def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]
 
     XLA:CPU gives some bfloat16 matmuls with a float32 result to a library and some to code that refuses them when it runs ("Unsupported
     element type for DotThunk::Execute: BF16 x BF16 = F32", jax 0.10.2); which ones depends on shapes, layouts and the CPU. A product of two
-    bfloat16 numbers is exact in float32, so the result is the same but for the order of the sum.
+    bfloat16 numbers is exact in float32, so the result is the same but for the order of the sum. Integers stay what they are.
     """
-    if device()[0] != "cpu":
+    if device()[0] != "cpu" or jnp.issubdtype(left.dtype, jnp.integer):
         return left, right
     if jnp.bfloat16 in (left.dtype, right.dtype):
         logged("matmuls with a float32 result", "in float32", "XLA:CPU refuses some in bfloat16")

@@ -46,6 +46,7 @@ class Way:
     published: Mapping[int, float]
     whole_bytes: int = 0  # a parameter, of weights, gradient and moments that every device holds
     microbatches: int = 1
+    tiers: Mapping[str, str] | None = None  # memory.offload_state
 
 
 MEGATRON = {4: 5.5e9, 8: 11.4e9}
@@ -66,7 +67,7 @@ def config_of(way: Way, devices: int, layers: int) -> Config:
             "data": {"store": "unused", "seq_len": 256},
             "train": {"steps": 10, "global_batch": 16 * devices, "microbatches": way.microbatches},
             "mesh": {axis: {ALL: devices, HALF: devices // 2}.get(size, size) for axis, size in way.mesh.items()},
-            "memory": {"remat": "full"},
+            "memory": {"remat": "full", "offload_state": way.tiers},
             "cluster": {"topology": TOPOLOGIES[devices]},
         }
     )

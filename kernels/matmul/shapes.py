@@ -41,4 +41,5 @@ MATMULS = (  # of the same models: queries and what follows attention, keys and 
     MatmulShape("llama-70b-out", 8192, 8192, 8192),
     MatmulShape("llama-70b-key", 8192, 8192, 1024),
     MatmulShape("llama-70b-down", 8192, 28672, 8192),
+    MatmulShape("cube-4096", 4096, 4096, 4096),
 )

@@ -7,6 +7,7 @@ associative: the order of the summation, hence the sharding, does not matter.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.memory.pieces import fold, pieces_of
+from maxlm.memory.spaces import is_on_host
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # name of the leaf -> two uint32 scalars
 
@@ -31,7 +34,11 @@ def start(leaves: dict[str, jax.Array]) -> Sums:
     sharding = next(iter(leaves.values())).sharding
     # Replicated explicitly, because every process reads the result.
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    return dict(zip(leaves, _compiled(everywhere)(tuple(leaves.values())), strict=True))
+    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    rest = {name: leaf for name, leaf in leaves.items() if name not in host}
+    sums = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
+    sums |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(leaf) for name, leaf in host.items()}
+    return {name: sums[name] for name in leaves}
 
 
 def fetch(sums: Sums) -> dict[str, tuple[int, int]]:
@@ -46,6 +53,25 @@ def _integer(scalar: jax.Array) -> int:
 @functools.cache
 def _compiled(out_sharding: NamedSharding | None) -> Any:
     return jax.jit(lambda leaves: tuple(leaf_sums(leaf) for leaf in leaves), out_shardings=out_sharding)
+
+
+@functools.cache
+def _compiled_in_pieces(out_sharding: NamedSharding | None, pieces: int) -> Any:
+    return jax.jit(functools.partial(_sums_in_pieces, pieces), out_shardings=out_sharding)
+
+
+def _sums_in_pieces(pieces: int, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`leaf_sums` of an array in host memory, streamed through the device: an element counts by its index in the whole array."""
+    assert array.dtype.itemsize <= 4, "one word an element"
+    row_words = math.prod(array.shape[1:])
+
+    def add(sums: tuple[jax.Array, jax.Array], piece: jax.Array, row: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        plain, weighted = leaf_sums(piece)
+        before = jnp.asarray(row).astype(jnp.uint32) * jnp.uint32(2 * row_words % 2**32)
+        return sums[0] + plain, sums[1] + weighted + before * plain
+
+    found: tuple[jax.Array, jax.Array] = fold(add, (jnp.uint32(0), jnp.uint32(0)), array, pieces)
+    return found
 
 
 @jax.jit  # so that leaves of one shape, such as a parameter and its moments, are traced once

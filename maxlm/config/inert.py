@@ -60,7 +60,7 @@ def _training(config: Config) -> Iterator[Inert]:
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
     if config.precision.compute == "bfloat16":
-        yield Inert("precision.matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
+        yield Inert("precision.float32_matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
 
 
 def _mesh(config: Config) -> Iterator[Inert]:
@@ -69,6 +69,8 @@ def _mesh(config: Config) -> Iterator[Inert]:
         yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
     if mesh.context == 1:
         yield Inert("mesh.context_attention", "mesh.context = 1 splits no sequence", "raise mesh.context")
+    if mesh.expert == 1 and config.model.moe is not None:
+        yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
     if mesh.fsdp == mesh.expert == 1:
         yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
     if config.cluster is not None and not is_tpu(parse(config.cluster.topology, mesh.slices).chip):

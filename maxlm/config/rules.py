@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert, paths
+from maxlm.config import axes, inert, paths, precision_rules
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -24,10 +24,13 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    _refuse((problem for problems in (*sections, _state, _health, _elastic, _compression) for problem in problems(config)), origins)
+    further = (_state, _health, _elastic, _compression, precision_rules.problems)
+    _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
-        devices = topology_of(config, origins.get("cluster.topology", "")).devices
+        topology = topology_of(config, origins.get("cluster.topology", ""))
+        devices = topology.devices
+        precision_rules.check_chip(config, topology.chip.name, origins.get("precision.matmul.format", ""))
         if not any_mesh:
             check_devices(config, devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
@@ -587,6 +590,26 @@ def _memory(config: Config) -> Iterator[Problem]:
     both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
+    if memory.offload_state is not None:
+        yield from _offload_state(config)
+
+
+def _offload_state(config: Config) -> Iterator[Problem]:
+    """Sections that read the state on the device between updates."""
+    refused = {
+        "diloco": (config.diloco, "has workers whose states are updated where they lie"),
+        "health.layers": (
+            None if config.health is None else config.health.layers,
+            "compares parameters before and after every update on the device",
+        ),
+        "integrity": (config.integrity, "compares copies of the state on the devices"),
+        "memory_checkpoints": (config.memory_checkpoints, "copies the state on the devices"),
+        "optimizer.state": (config.optimizer.state, "rounds the whole state on the devices"),
+        "compression": (config.compression, "has feedback on the devices"),
+    }
+    for field, (value, rule) in refused.items():
+        if value:
+            yield field, "set", f"{rule}, and memory.offload_state keeps it elsewhere", "remove one of them"
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

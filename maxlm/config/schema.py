@@ -31,7 +31,9 @@ from maxlm.config.fields import (
     Text,
     whole,
 )
+from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
+from maxlm.config.precision import DispatchConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -494,13 +496,16 @@ class MemoryConfig(Section):
 
     remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
     offload: tuple[RematName, ...] = ()  # saved in host memory
+    offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
 
 
 class PrecisionConfig(Section):
     """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+    float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+    matmul: MatmulSection | None = None  # absent: operands are in `compute`
+    dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
 
 
 class CheckpointConfig(Section):

@@ -227,7 +227,9 @@ def surprise(traffic: Traffic) -> str:
     asked_for = traffic.where.rsplit("/", 1)[-1] in ("ppermute", "all_to_all")  # in the source, as by attention over `context`
     if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all") and not asked_for:
         return "unexpected: the partitioner moves data between layouts"
-    if traffic.opcode == "all-reduce" and "fsdp" in traffic.axes:
+    if (
+        traffic.opcode == "all-reduce" and "fsdp" in traffic.axes and not traffic.where.endswith(("reduce_max", "reduce_and"))
+    ):  # scales of quantized weights
         if "jvp" in traffic.where and "transpose(" not in traffic.where:
             return "unexpected: activations are summed over fsdp in the forward pass, where gathered weights were to be used"
         return "unexpected: an all-reduce over fsdp moves twice what a reduce-scatter would"

@@ -11,18 +11,19 @@ from rich.text import Text
 
 from maxlm.compiler.aot import CompiledStep, build, compile_program
 from maxlm.config.schema import Config
-from maxlm.cost import advice
+from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprise
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.step_cost import StepCost, program_cost
-from maxlm.hardware.chips import GIB
+from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hlo.parser import read
-from maxlm.models import count_parameters, step_flops
+from maxlm.models import count_parameters, mfu_format, step_flops
 from maxlm.telemetry.formatting import count, duration, percent
 
 MOST_ROWS = 12  # of a table; --json has them all
+LEAST_SHARE = 0.005  # of the time of matmuls, for operands to be shown
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,21 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the chips' peak FLOPs in the predicted time."""
+        """Model FLOPs over the peak FLOPs, of the format of the matmuls, of all chips in the predicted time."""
+        return self._share_of(mfu_format(self.config))
+
+    def _share_of(self, format: MatmulFormat) -> float | None:
         if self.cost is None or self.cost.total_s == 0:
             return None
-        return self.model_flops / (self.cost.total_s * self.topology.devices * self.topology.chip.peak_bf16_flops_per_device)
+        return self.model_flops / (self.cost.total_s * self.topology.devices * self.topology.chip.peak_flops_per_device(format))
+
+    @property
+    def mfu_text(self) -> str:
+        """`57.5%`, or where matmuls are quantized `31.2% of the fp8 peak, 62.4% of bf16's`; empty where there is no time."""
+        mfu, format = self.mfu, mfu_format(self.config)
+        if mfu is None or format == "bf16":
+            return percent(mfu) if mfu is not None else ""
+        return f"{percent(mfu)} of the {PEAK_NAMES[format]} peak, {percent(self._share_of('bf16') or 0.0)} of bf16's"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. Seconds, bytes and FLOPs; bytes and times of one device, tokens and model FLOPs of all."""
@@ -84,7 +96,8 @@ class Report:
             return None
         cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
         tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
-        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, "mfu": self.mfu, "tokens_per_s": tokens, **cost}
+        mfu = {"mfu": self.mfu, "mfu_peak": PEAK_NAMES[mfu_format(self.config)]}
+        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **cost}
 
 
 def examine(config: Config, topology: Topology, show_progress: Callable[[str], None]) -> Report:
@@ -99,6 +112,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     if module is not None:
         cost = program_cost(program, module, topology)
         remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
+        remarks += [row.problem for row in quantized_matmuls.check(config, module, sizes) if row.problem]
     else:
         state = sum(part.bytes for part in parts if part.group == "state")
         shards = topology.devices // sizes["data"]
@@ -184,7 +198,7 @@ def _time(report: Report, console: Console) -> None:
     assert cost is not None
     total = cost.total_s or 1.0
     tokens = report.config.tokens_per_step / total
-    mfu = f"MFU {percent(report.mfu)}, " if report.mfu is not None else ""
+    mfu = f"MFU {report.mfu_text}, " if report.mfu is not None else ""
     _title(
         console,
         f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s ({'predicted' if report.topology.is_tpu else 'a guess'})",
@@ -200,11 +214,20 @@ def _time(report: Report, console: Console) -> None:
     console.print(f"  [{_bar([(mark, seconds / total) for mark, seconds in kinds.values()], width)}]")
     parts = [f"{mark} {name} {duration(seconds)} ({percent(seconds / total)})" for name, (mark, seconds) in kinds.items()]
     console.print("  " + "   ".join(parts))
+    console.print(f"  matmuls: {formats_line(cost)}")
     longest = [
         (op.kind, f"{op.times:,}", duration(op.seconds), percent(op.share_of_peak) if op.share_of_peak else "", place(op.where) or op.name)
         for op in cost.top[:8]
     ]
     _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
+
+
+def formats_line(cost: StepCost) -> str:
+    """Share of the time of matmuls, by what they read: `bf16 38% (at 88% of peak), f8e4m3fn 62% (at 91%)`."""
+    total = sum(row.seconds for row in cost.formats)
+    rows = [row for row in cost.formats if row.seconds > LEAST_SHARE * total]
+    shares = (f"{row.operands} {row.seconds / total:.0%} (at {row.share_of_peak:.0%} of the {PEAK_NAMES[row.format]} peak)" for row in rows)
+    return ", ".join(shares) or "none"
 
 
 def _communication(report: Report, console: Console) -> None:

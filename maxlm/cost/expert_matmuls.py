@@ -35,12 +35,14 @@ class GroupedMatmul:
         """Useful FLOPs: rows beyond all groups are not computed."""
         return 2 * self.rows * self.deep * self.wide
 
-    def seconds(self, chip: Chip, moved: float, hbm: float) -> float:
-        """Seconds on one device, for groups of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s."""
+    def seconds(self, chip: Chip, moved: float, hbm: float, speed: float = 1.0) -> float:
+        """Seconds on one device, for groups of any size; `moved`: bytes between HBM and the chip, at `hbm` bytes/s; `speed`: of its format,
+        relative to bf16.
+        """
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
         rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
-        peak = WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
+        peak = speed * WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
         work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
         idle = self._idle(chip)
         return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)

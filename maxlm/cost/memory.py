@@ -13,6 +13,8 @@ from maxlm.cost.model_shapes import layers, rows_of
 from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
 from maxlm.hlo.parser import Module
+from maxlm.memory.pieces import bytes_on_device
+from maxlm.memory.spaces import is_on_host
 from maxlm.models.parameters import parameter_axes
 from maxlm.models.stack import STACKED, layer_groups
 from maxlm.training.split_masters import RESIDUAL, difference_dtype
@@ -73,7 +75,8 @@ def _optimizer(program: "Program") -> str:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes on one device, without those of other tiers (`memory.offload_state`)."""
+    return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(tree) if not is_on_host(leaf))
 
 
 def _temporaries(program: "Program", buffers: Iterable[Buffer], total: int) -> list[MemoryPart]:

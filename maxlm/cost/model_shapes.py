@@ -116,12 +116,17 @@ def _pattern(model: ModelConfig, depths: range | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class ParameterLeaf:
-    """One array of parameters: how many numbers, bytes of it with all that the optimizer adds, and the mesh axes that split it."""
+    """One array of parameters: how many numbers, bytes of it and of what the optimizer adds, and the mesh axes that split it."""
 
     numbers: int
-    state_bytes: int
+    master_bytes: int
+    moment_bytes: int
     axes: tuple[str, ...]
     matrix: bool
+
+    @property
+    def state_bytes(self) -> int:
+        return self.master_bytes + self.moment_bytes
 
     def on_device(self, sizes: Mapping[str, int]) -> int:
         numbers = self.numbers
@@ -143,8 +148,8 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     matrix_bytes = 4 if difference is None else 2 + difference.itemsize
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
-        state_bytes = state[name] + leaf.size * (matrix_bytes if is_matrix(logical) else 4)
-        leaves.append(ParameterLeaf(leaf.size, state_bytes, tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
+        masters = leaf.size * (matrix_bytes if is_matrix(logical) else 4)
+        leaves.append(ParameterLeaf(leaf.size, masters, state[name], tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
     return tuple(leaves)
 
 

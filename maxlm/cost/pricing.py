@@ -1,11 +1,12 @@
 """Seconds, FLOPs and kind of one operation of a compiled program, on a TPU and on a GPU."""
 
 import re
+from collections.abc import Mapping
 
 from maxlm.cost import efficiency, expert_matmuls
-from maxlm.hardware.chips import HBM_LATENCY_S, Chip
+from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
-from maxlm.hlo.op_flops import ATTENTION, attention_flops, is_backward, matmul_flops
+from maxlm.hlo.op_flops import ATTENTION, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops
 from maxlm.hlo.parser import Computation, Module, Op
 
 OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
@@ -16,6 +17,13 @@ _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
 _PALLAS = "tpu_custom_call"
 _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of the name of our attention kernels for GPUs
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
+_FORMATS: dict[str, MatmulFormat] = {"s8": "int8", "u8": "int8", "f8e4m3fn": "e4m3", "f8e5m2": "e5m2"}
+
+
+def format_of(operands: str) -> MatmulFormat:
+    """Format that a matmul with these operands, as `Dot` writes them, runs in: the slower of the two."""
+    formats = {_FORMATS.get(dtype, "bf16") for dtype in operands.split(" x ")}
+    return formats.pop() if len(formats) == 1 else "e4m3" if formats == {"e4m3", "e5m2"} else "bf16"
 
 
 class _Pricing:
@@ -26,6 +34,14 @@ class _Pricing:
         self.peak, self.hbm = chip.peak_bf16_flops_per_device, hbm_share * chip.hbm_bytes_per_s_per_device
         self.assumed: set[str] = set()
         self.uncharged: set[str] = set()
+
+    def ideal_s(self, flops: Mapping[str, int]) -> float:
+        """Least seconds of `flops`, by the dtypes of operands, at the published peak of each format."""
+        return sum(number / self.chip.peak_flops_per_device(format_of(operands)) for operands, number in flops.items())
+
+    def matmul_s(self, flops: Mapping[str, int]) -> float:
+        """Seconds of the same at the bf16 peak times the speed at which matmuls of each format are compiled."""
+        return sum(number / (self.peak * self.chip.matmul_speed(format_of(operands))) for operands, number in flops.items())
 
 
 class TpuPricing(_Pricing):
@@ -41,7 +57,9 @@ class TpuPricing(_Pricing):
         if op.target == _PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
-            return min(op.cycles / self.clock_hz, self._upper_bound(op, computation))
+            return max(min(op.cycles / self.clock_hz, self._upper_bound(op, computation)), self._lower_bound(op, computation))
+        if matmul_flops(self.module, op, computation):
+            return self._upper_bound(op, computation)
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
 
     def _upper_bound(self, op: Op, computation: Computation) -> float:
@@ -50,17 +68,27 @@ class TpuPricing(_Pricing):
         XLA's cycles may exceed it, and the machine code of libtpu 0.0.51 does not: a sum over an array is charged 10.05 ms and moves it in
         1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
         """
-        flops = matmul_flops(self.module, op, computation, self.tile)
-        return HBM_LATENCY_S + flops / (efficiency.MATMUL_SHARE * self.peak) + moved_bytes(self.module, op, computation) / self.hbm
+        matmuls = self.matmul_s(flops_by_operands(self.module, op, computation, self.tile)) / efficiency.MATMUL_SHARE
+        return HBM_LATENCY_S + matmuls + moved_bytes(self.module, op, computation) / self.hbm
+
+    def _lower_bound(self, op: Op, computation: Computation) -> float:
+        """Seconds of its matmuls in 8 bits at the speed of the largest: XLA counts too few cycles for formats that a chip does not have."""
+        flops = flops_by_operands(self.module, op, computation)
+        return self.matmul_s({operands: number for operands, number in flops.items() if format_of(operands) != "bf16"})
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.target == _PALLAS:
             return "attention" if _is_attention(op) else "matmul" if _GATED.search(op.name) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
-    def flops(self, op: Op, computation: Computation) -> int:
+    def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
+        """FLOPs by the dtypes of the operands."""
         if op.target != _PALLAS:
-            return matmul_flops(self.module, op, computation)
+            return flops_by_operands(self.module, op, computation)
+        flops = self._kernel_flops(op, computation)
+        return {kernel_operands(op, computation): flops} if flops else {}
+
+    def _kernel_flops(self, op: Op, computation: Computation) -> int:
         if grouped := expert_matmuls.read(op, computation):
             return grouped.flops
         causal = attention_flops(op, computation) if _is_attention(op) and not _BESIDE.search(op.name) else 0
@@ -72,7 +100,7 @@ class TpuPricing(_Pricing):
         name = op.name.split(".")[0]
         flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
         if grouped := expert_matmuls.read(op, computation):
-            return grouped.seconds(self.chip, moved, self.hbm)
+            return grouped.seconds(self.chip, moved, self.hbm, self.chip.matmul_speed(format_of(kernel_operands(op, computation))))
         if op.stated is None:
             (self.assumed if flops else self.uncharged).add(name)
         share = efficiency.KERNEL_SHARE
@@ -85,7 +113,7 @@ class TpuPricing(_Pricing):
             share = efficiency.GROUPED_SHARE
         elif _MATMUL.search(name):
             share = efficiency.MATMUL_SHARE
-        return max(flops / (share * self.peak), moved / self.hbm)
+        return max(self.matmul_s(flops) / share, moved / self.hbm)
 
 
 def _is_attention(op: Op) -> bool:
@@ -105,15 +133,19 @@ class GpuPricing(_Pricing):
         share = efficiency.GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else efficiency.GPU_MATMUL_SHARE
         if op.opcode == "custom-call":
             (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
-        return efficiency.GPU_LAUNCH_S + max(flops / (share * self.peak), moved_bytes(self.module, op, computation) / self.hbm)
+        return efficiency.GPU_LAUNCH_S + max(self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm)
 
     def kind(self, op: Op, computation: Computation) -> str:
         if op.opcode == "custom-call":
             return "attention" if _is_gpu_attention(op) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
-    def flops(self, op: Op, computation: Computation) -> int:
-        return _gpu_attention_flops(op, computation) if _is_gpu_attention(op) else matmul_flops(self.module, op, computation)
+    def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
+        """FLOPs by the dtypes of the operands."""
+        if not _is_gpu_attention(op):
+            return flops_by_operands(self.module, op, computation)
+        flops = _gpu_attention_flops(op, computation)
+        return {kernel_operands(op, computation): flops} if flops else {}
 
 
 def _is_gpu_attention(op: Op) -> bool:

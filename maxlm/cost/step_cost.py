@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Collective, Network
-from maxlm.cost.pricing import GpuPricing, TpuPricing
+from maxlm.cost.pricing import GpuPricing, TpuPricing, format_of
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
-from maxlm.hardware.chips import DCN_S, Chip
+from maxlm.hardware.chips import DCN_S, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology, is_tpu
 from maxlm.hlo.parser import Computation, Module, Op, text_of
 
@@ -38,7 +38,19 @@ class OpCost:
     times: int
     seconds: float
     flops: int = 0
-    share_of_peak: float | None = None  # achieved over peak, where there are FLOPs
+    share_of_peak: float | None = None  # achieved over the peak of its format, where there are FLOPs
+    operands: str = ""  # dtypes that its matmuls read
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """Matmuls of a step that read operands of one kind, kernels included, attention not."""
+
+    operands: str  # dtypes, as compiled: "bf16", "s8", "f8e4m3fn x f8e5m2"
+    format: MatmulFormat  # that they run in
+    flops: int
+    seconds: float
+    share_of_peak: float  # achieved over the peak of the format
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class StepCost:
     unknown_loops: tuple[str, ...]  # loops counted once, because their trip count depends on data
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
+    formats: tuple[FormatCost, ...] = ()  # longest first
 
     @property
     def compute_s(self) -> float:
@@ -93,7 +106,8 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     pricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
     segments = list(_segments(root, 1))
-    costs = _costs([(item, times) for segment, times in segments for item in segment.timed], pricing)
+    timed = [(item, times) for segment, times in segments for item in segment.timed]
+    costs = _costs(timed, pricing)
     spans = [(item, times) for segment, times in segments for item in segment.spans]
     by_kind: dict[str, float] = defaultdict(float)
     flops: dict[str, int] = defaultdict(int)
@@ -118,6 +132,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
         unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and run.op.trips is None),
         top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
         traffic=_traffic(spans),
+        formats=_formats(timed, pricing),
     )
 
 
@@ -131,11 +146,30 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
 def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> list[OpCost]:
     costs = []
     for item, times in timed:
-        flops = times * pricing.flops(item.op, item.computation)
-        seconds = times * item.seconds
-        share = flops / seconds / pricing.peak if flops else None
-        costs.append(OpCost(item.op.name, pricing.kind(item.op, item.computation), item.op.where, times, seconds, flops, share))
+        flops = pricing.flops(item.op, item.computation)
+        share = pricing.ideal_s(flops) / item.seconds if flops else None
+        figures = times, times * item.seconds, times * sum(flops.values()), share, ", ".join(flops)
+        costs.append(OpCost(item.op.name, pricing.kind(item.op, item.computation), item.op.where, *figures))
     return costs
+
+
+def _formats(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> tuple[FormatCost, ...]:
+    """Sums by operands; an operation with several kinds is divided by the time that their FLOPs take."""
+    totals: dict[str, tuple[int, float]] = {}
+    for item, times in timed:
+        flops = pricing.flops(item.op, item.computation)
+        if not (times and flops) or pricing.kind(item.op, item.computation) == "attention":
+            continue
+        whole = pricing.matmul_s(flops)
+        for operands, number in flops.items():
+            before, seconds = totals.get(operands, (0, 0.0))
+            share = pricing.matmul_s({operands: number}) / whole
+            totals[operands] = before + times * number, seconds + times * item.seconds * share
+    rows = [
+        FormatCost(operands, format_of(operands), flops, seconds, pricing.ideal_s({operands: flops}) / seconds)
+        for operands, (flops, seconds) in totals.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:

@@ -1,6 +1,8 @@
 """Peak arithmetic, memory and links of each accelerator, with the source of every figure. No jax here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 GIB = 2**30
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
@@ -14,6 +16,20 @@ HBM_LATENCY_S = 2e-6  # of a read from HBM, an upper bound: XLA charges the smal
 
 _BOOK = "jax-ml.github.io/scaling-book (parts 2 and 12, read August 2026)"
 _CLOUD = "docs.cloud.google.com/tpu/docs"
+
+MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a matmul
+PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
+
+# Speed of a large matmul (4096 x 4096 x 4096) relative to bf16: cycles that the machine code of libtpu 0.0.42.1 issues, waits for HBM
+# included (tools/format_speeds.py). XLA's own estimates differ: 1.28 for int8 on v6e, 0.96 on tpu7x. v4: by those estimates.
+COMPILED_SPEEDS: Mapping[str, Mapping[MatmulFormat, float]] = {
+    "v4": {"int8": 0.90, "e4m3": 0.84, "e5m2": 0.84},
+    "v5e": {"int8": 1.99, "e4m3": 0.97, "e5m2": 1.99},
+    "v5p": {"int8": 1.97, "e4m3": 0.97, "e5m2": 1.97},
+    "v6e": {"int8": 1.91, "e4m3": 0.51, "e5m2": 0.99},
+    "tpu7x": {"int8": 0.52, "e4m3": 1.92, "e5m2": 1.92},
+}
+WORTH = 1.1  # least of these speeds with which quantizing operands pays for itself
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,8 @@ class Chip:
     host_bytes_per_s: float | None = None  # between a chip and its host, one way
     host_bytes: float | None = None  # host memory a chip, where Google's documentation states it
     driver_bytes: int | None = None  # GPU memory that NVIDIA's driver reports
+    peak_int8_ops: float | None = None  # OP/s, dense; None where none is published
+    peak_fp8_flops: float | None = None  # FLOP/s, dense, of e4m3 and e5m2; None where none is published
 
     @property
     def hbm_bytes_per_s_per_device(self) -> float:
@@ -47,8 +65,21 @@ class Chip:
 
     @property
     def peak_bf16_flops_per_device(self) -> float:
-        """FLOP/s of what jax calls a device: the denominator of MFU."""
+        """FLOP/s of what jax calls a device."""
         return self.peak_bf16_flops / self.devices_per_chip
+
+    def peak_flops(self, format: MatmulFormat) -> float:
+        """Published peak of matmuls in `format`, in FLOP/s (int8: OP/s); bf16's where none is published."""
+        published = {"bf16": self.peak_bf16_flops, "int8": self.peak_int8_ops, "fp8": self.peak_fp8_flops}
+        return published[PEAK_NAMES[format]] or self.peak_bf16_flops
+
+    def peak_flops_per_device(self, format: MatmulFormat) -> float:
+        """`peak_flops` of what jax calls a device."""
+        return self.peak_flops(format) / self.devices_per_chip
+
+    def matmul_speed(self, format: MatmulFormat) -> float:
+        """Speed of a large matmul in `format` relative to bf16: as compiled where that is known, else the ratio of the published peaks."""
+        return COMPILED_SPEEDS.get(self.name, {}).get(format, self.peak_flops(format) / self.peak_bf16_flops)
 
     @property
     def hbm_bytes_per_device(self) -> int:
@@ -60,6 +91,7 @@ _A100 = Chip(
     name="A100-40GB",
     device_kinds=("NVIDIA A100-SXM4-40GB",),
     peak_bf16_flops=312e12,
+    peak_int8_ops=624e12,
     hbm_bytes=40_000_000_000,
     hbm_bytes_per_s=1.555e12,
     ici_bytes_per_s_per_link=2.5e10,
@@ -71,6 +103,8 @@ _H100 = Chip(
     name="H100",
     device_kinds=("NVIDIA H100 80GB HBM3",),
     peak_bf16_flops=989e12,
+    peak_int8_ops=1979e12,
+    peak_fp8_flops=1979e12,
     hbm_bytes=80_000_000_000,
     hbm_bytes_per_s=3.35e12,
     ici_bytes_per_s_per_link=2.5e10,
@@ -85,6 +119,7 @@ _H100 = Chip(
 # Host links: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how much compute it puts between the
 # start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
 # Host memory (docs.cloud.google.com/tpu/docs): 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e.
+# Peaks of int8 and fp8: the pages of the bf16 peaks; of GPUs without sparsity (B200: half of the sheet's figures, which are with it).
 # Link speeds of TPUs are the book's, which is what collectives reach: 0.9 of Google's nominal figure
 # (v5p: 1,200 GB/s a chip, over 6 links and both ways).
 CHIPS: tuple[Chip, ...] = (
@@ -92,6 +127,7 @@ CHIPS: tuple[Chip, ...] = (
         name="v4",
         device_kinds=("TPU v4",),
         peak_bf16_flops=275e12,
+        peak_int8_ops=275e12,
         hbm_bytes=32 * GIB,
         hbm_bytes_per_s=1.2e12,
         ici_bytes_per_s_per_link=4.5e10,
@@ -105,6 +141,7 @@ CHIPS: tuple[Chip, ...] = (
         name="v5e",
         device_kinds=("TPU v5 lite", "TPU v5e"),
         peak_bf16_flops=197e12,
+        peak_int8_ops=393e12,
         hbm_bytes=16 * GIB,
         hbm_bytes_per_s=8.19e11,
         ici_bytes_per_s_per_link=4.5e10,
@@ -119,6 +156,7 @@ CHIPS: tuple[Chip, ...] = (
         name="v5p",
         device_kinds=("TPU v5", "TPU v5p"),
         peak_bf16_flops=459e12,
+        peak_int8_ops=918e12,
         hbm_bytes=95 * GIB,
         hbm_bytes_per_s=2.765e12,
         ici_bytes_per_s_per_link=9e10,
@@ -132,6 +170,7 @@ CHIPS: tuple[Chip, ...] = (
         name="v6e",
         device_kinds=("TPU v6 lite", "TPU v6e"),
         peak_bf16_flops=918e12,
+        peak_int8_ops=1836e12,
         hbm_bytes=32 * GIB,
         hbm_bytes_per_s=1.638e12,
         ici_bytes_per_s_per_link=9e10,
@@ -147,6 +186,7 @@ CHIPS: tuple[Chip, ...] = (
         name="tpu7x",
         device_kinds=("TPU7x",),
         peak_bf16_flops=2307e12,
+        peak_fp8_flops=4614e12,
         hbm_bytes=192 * GIB,
         hbm_bytes_per_s=7.38e12,
         ici_bytes_per_s_per_link=9e10,
@@ -174,6 +214,8 @@ CHIPS: tuple[Chip, ...] = (
         name="B200",
         device_kinds=("NVIDIA B200",),
         peak_bf16_flops=2250e12,
+        peak_int8_ops=4500e12,
+        peak_fp8_flops=4500e12,
         hbm_bytes=180_000_000_000,
         hbm_bytes_per_s=8e12,
         ici_bytes_per_s_per_link=5e10,

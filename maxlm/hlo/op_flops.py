@@ -2,6 +2,9 @@
 
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -9,6 +12,7 @@ import numpy as np
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
+INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -16,17 +20,48 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _GROUPED = re.compile(r"batch_group_count=(\d+)")
 
 
-def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
-    """FLOPs of the matmuls that `op` is or, fused, contains; 2 a multiply-add, 0 without any.
+@dataclass(frozen=True)
+class Dot:
+    """One matmul of a compiled program."""
 
-    `tile`: the width of the matrix unit, to count features padded to whole tiles.
+    operands: str  # dtypes that it reads: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ
+    sides: tuple[int, ...]  # its three lengths, shortest first; those of a batch are part of them
+    flops: int  # 2 a multiply-add
+
+
+def dots(module: Module, op: Op, computation: Computation, tile: int = 1) -> Iterator[Dot]:
+    """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles.
+
+    Their operands are those of the dot itself: what a fusion converts before its dot counts as what it is converted to.
     """
     if op.opcode in ("dot", "convolution"):
-        return _flops(op, computation, tile)
-    if op.opcode != "fusion":
-        return 0
-    bodies = [module.computations[callee] for callee in op.calls]
-    return sum(matmul_flops(module, inner, body, tile) for body in bodies for inner in body.ops)
+        if flops := _flops(op, computation, tile):
+            left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
+            yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)
+    elif op.opcode == "fusion":
+        for body in (module.computations[callee] for callee in op.calls):
+            for inner in body.ops:
+                yield from dots(module, inner, body, tile)
+
+
+def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
+    """FLOPs of all `dots`; 0 without any."""
+    return sum(dot.flops for dot in dots(module, op, computation, tile))
+
+
+def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1) -> Mapping[str, int]:
+    """The same by what they read."""
+    total: Counter[str] = Counter()
+    for dot in dots(module, op, computation, tile):
+        total[dot.operands] += dot.flops
+    return total
+
+
+def kernel_operands(op: Op, computation: Computation) -> str:
+    """Dtypes of the two narrowest matrices that a kernel reads, as `Dot` writes them: scales and what it adds are wider."""
+    arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    matrices = sorted((shape for shape in arrays if len(shape.dims) >= 2 and shape.dtype not in INDICES), key=lambda shape: shape.bits)
+    return _pair(*(shape.dtype for shape in matrices[:2])) if len(matrices) > 1 else ""
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
@@ -54,6 +89,16 @@ def _head_dim(shape: Shape) -> int:
 def is_backward(name: str) -> bool:
     """True for the name, or source location, of an attention kernel of the backward pass."""
     return bool(re.search(r"dq|dkv|bwd|backward", name))
+
+
+def _sides(left: Shape, right: Shape, result: Shape) -> tuple[int, ...]:
+    sizes = left.elements, right.elements, result.elements
+    whole = math.prod(sizes)
+    return tuple(sorted(round(math.sqrt(whole) / size) for size in sizes)) if whole else (0, 0, 0)
+
+
+def _pair(left: str, right: str) -> str:
+    return left if left == right else " x ".join(sorted((left, right)))
 
 
 def _flops(op: Op, computation: Computation, tile: int) -> int:

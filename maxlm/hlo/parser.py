@@ -60,9 +60,14 @@ class Shape:
         return math.prod(self.dims)
 
     @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return _BITS.get(self.dtype, 8)
+
+    @property
     def bytes(self) -> int:
         """Bytes of its elements, without the padding of its layout; 0 for a token."""
-        return 0 if self.dtype in ("token", "opaque") else -(-self.elements * _BITS.get(self.dtype, 8) // 8)
+        return 0 if self.dtype in ("token", "opaque") else -(-self.elements * self.bits // 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,12 @@ class Code:
 
     def _units(self, bundle: tuple[Instruction, ...], slots: tuple[int, ...]) -> Counter[str]:
         counts = Counter({name: filled for name, filled in zip(self.capacity, slots, strict=True) if filled})
-        rows = "vmatprep.mubr" if self._wide else "vpop.f32.mrf"  # 16 rows that enter a wide unit, or 8 that leave a narrow one
+        # Rows that enter a wide unit, 16 of them, of 8 bits 32; or that leave a narrow one, 8: integers at twice the rate.
+        rows = {"vmatprep.mubr": 8} if self._wide else {"vpop.f32.mrf": 8, "vpop.s32.mrf": 4}
         for instruction in bundle:
-            if instruction.opcode.startswith(rows):
-                counts[instruction.opcode.rsplit(".", 1)[-1]] += 8
+            for name, cycles in rows.items():
+                if instruction.opcode.startswith(name):
+                    counts[instruction.opcode.rsplit(".", 1)[-1]] += cycles
         return counts
 
 

@@ -1,16 +1,16 @@
 """Cases that the kernel lab compiles for a TPU: an operation at a real shape, forward and backward, by one of its implementations.
 
 - attention: ours and splash
-- grouped_matmul: ours and megablox, of the jax wheel
+- grouped_matmul: ours and megablox, of the jax wheel; ours with operands in int8 or e4m3
 - gated_mlp: matmuls that end in something elementwise, ours and what XLA makes of the same
 - matmul: the plain matmuls of a training step, as XLA makes them. There is no kernel of ours to compare: one written in Pallas was no
-  faster (docs/benchmarks.md has the figures).
+  faster, neither in bfloat16 nor in int8 (docs/benchmarks.md has the figures). With 8-bit operands sums are multiplied by scales.
 """
 
 import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from maxlm.kernels.attention import splash, tpu as flash
 from maxlm.kernels.attention.shapes import AttentionShape
 from maxlm.kernels.attention.tpu import Blocks
 from maxlm.kernels.grouped_matmul import group_metadata, tpu as grouped
+from maxlm.kernels.grouped_matmul.scales import SCALED_ROWS, GradientScales, ProductScales, summed
 from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.matmul import tpu as gated
 from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
 
+DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn"}  # of operands, by implementation; others are in bfloat16
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
 LIKE_A_STEP = {VMEM[0].name: str(VMEM[0].value)}  # options of the compiler, as in the training step of chips that have as much VMEM
 
@@ -134,20 +136,25 @@ _MEGABLOX = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gm
 def grouped_matmul_cases(shape: GroupedShape, implementation: str, device_kind: str, *, sweep: bool) -> Sequence[Case]:
     """One matmul of experts and both of its gradients, by the tiles that run or by the first that the kernels would choose."""
     rows, deep, wide = shape.rows, shape.d_in, shape.d_out
-    if implementation != "tpu":
+    if implementation == "megablox":
         megablox = _megablox(shape, jnp.asarray(shape.group_sizes()), device_kind)
         return [_grouped_case(shape, (shape.experts, deep, wide), megablox, device_kind)]
+    dtype = DTYPES.get(implementation, "bfloat16")
+    sizes = jnp.dtype(dtype).itemsize, device_kind, 2
     choices = (
-        grouped.product_tiles(rows, deep, wide, 2, device_kind),
-        grouped.product_tiles(rows, wide, deep, 2, device_kind),
-        grouped.weights_tiles(rows, deep, wide, 2, device_kind),
+        grouped.product_tiles(rows, deep, wide, *sizes),
+        grouped.product_tiles(rows, wide, deep, *sizes),
+        grouped.weights_tiles(rows, deep, wide, *sizes),
     )
     best = [list(itertools.islice(tiles, SWEPT if sweep else 1)) for tiles in choices]
     rounds = range(max(map(len, best)))  # of the shorter lists the last again
     sizes_E = jnp.asarray(shape.group_sizes())
     tiles_of_round = [[tiles[min(place, len(tiles) - 1)] for tiles in best] for place in rounds]
     weights = (deep, shape.experts * wide)  # side by side
-    return [_grouped_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tiles_of_round]
+    cases = [_grouped_case(shape, weights, _ours(shape, sizes_E, tiles, device_kind), device_kind) for tiles in tiles_of_round]
+    if dtype == "bfloat16":
+        return cases
+    return [_in_8_bits(shape, case, tiles, dtype, device_kind) for case, tiles in zip(cases, tiles_of_round, strict=True)]
 
 
 def _grouped_case(shape: GroupedShape, weights: tuple[int, ...], made: tuple[Callable[..., Any], Parts], device_kind: str) -> Case:
@@ -175,6 +182,31 @@ def _ours(shape: GroupedShape, sizes_E: jax.Array, tiles: Sequence[grouped.Tiles
         plan = (group_metadata.group_visits if part == "dw" else group_metadata.row_visits)(sizes_E, rows, own.rows)
         parts[part] = (name, [np.asarray(array) for array in (plan.total, *plan.scalars)], f"{own.rows}x{own.deep}x{own.wide}")
     return run, parts
+
+
+def _in_8_bits(shape: GroupedShape, case: Case, tiles: Sequence[grouped.Tiles], dtype: str, kind: str) -> Case:
+    """The case with such operands, and scales before them."""
+    rows, deep, wide, experts = shape.rows, shape.d_in, shape.d_out, shape.experts
+    of_tiles = -(-rows // SCALED_ROWS)
+    of_scales = [(rows,), (experts, wide), (experts, deep), (of_tiles, deep), (of_tiles, wide), (experts,)]
+
+    def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        of_rows_M, of_wide_EN, of_deep_EK, *of_gradient = operands[:6]
+        x_MK, x_KM, w_KG, dout_MN, group_sizes_E = operands[6:]
+        options: Mapping[str, Any] = {"device_kind": kind, "dtype": jnp.dtype(jnp.bfloat16)}
+        by_w, by_transpose = ProductScales(of_rows_M, of_wide_EN), ProductScales(of_rows_M, of_deep_EK)
+        return (
+            grouped.product(x_MK, w_KG, group_sizes_E, scales=by_w, tiles=tiles[0], **options),
+            grouped.product(dout_MN, w_KG, group_sizes_E, transposed=True, scales=by_transpose, tiles=tiles[1], **options),
+            grouped.weights_gradient(x_KM, dout_MN, group_sizes_E, scales=GradientScales(*of_gradient), tiles=tiles[2], **options),
+        )
+
+    arrays = [((rows, deep), dtype), ((deep, rows), dtype), ((deep, experts * wide), dtype), ((rows, wide), dtype), ((experts,), "int32")]
+    finite = np.ones(experts, np.float32)
+    kernels = [replace(kernel, scalars=[*kernel.scalars, finite]) if kernel.part == "dw" else kernel for kernel in case.kernels]
+    return replace(
+        case, function=from_hbm(run, scalars=1), arguments=[*((size, "float32") for size in of_scales), *arrays], kernels=kernels
+    )
 
 
 def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Callable[..., Any], Parts]:
@@ -289,6 +321,18 @@ def matmul_cases(shape: MatmulShape, implementation: str, device_kind: str, *, s
         "dw": ("left", [entering, leaving]),
     }
     flops = 2.0 * rows * deep * wide
+    if dtype := DTYPES.get(implementation):
+        results = {"forward": leaving, "dx": entering, "dw": weights}
+        return [
+            Case(
+                from_hbm(_scaled_matmul(transposed)),
+                [*((size, dtype) for size in sizes), ((results[part][0], 1), "float32"), ((1, results[part][1]), "float32")],
+                [Kernel(part, "fusion", [], flops)],
+                LIKE_A_STEP,
+            )
+            for part, (transposed, sizes) in parts.items()
+            if part in results
+        ]
     return [
         Case(from_hbm(_matmul(transposed)), [(size, "bfloat16") for size in sizes], [Kernel(part, "fusion", [], flops)], LIKE_A_STEP)
         for part, (transposed, sizes) in parts.items()
@@ -302,9 +346,20 @@ def _matmul(transposed: str) -> Callable[..., jax.Array]:
     return run
 
 
+def _scaled_matmul(transposed: str) -> Callable[..., jax.Array]:
+    """Of quantized operands, with a scale a row and a column of the result."""
+
+    def run(left: jax.Array, right: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
+        return (summed(left, right, _FORMS[transposed]).astype(jnp.float32) * of_rows * of_columns).astype(jnp.bfloat16)
+
+    return run
+
+
 CASES: Mapping[str, Callable[..., Sequence[Case]]] = {
     "attention": attention_cases,
     "grouped_matmul": grouped_matmul_cases,
     "gated_mlp": gated_mlp_cases,
     "matmul": matmul_cases,
+    **dict.fromkeys(("grouped_matmul_int8", "grouped_matmul_e4m3"), grouped_matmul_cases),
+    **dict.fromkeys(("matmul_int8", "matmul_e4m3"), matmul_cases),
 }

@@ -15,7 +15,7 @@ from maxlm.config.errors import UserError
 from maxlm.hardware import chips as hardware
 from maxlm.kernel_lab import compiled, counted, measured
 from maxlm.kernel_lab.counted import Row, table
-from maxlm.kernel_lab.problems import OPERATIONS, shape_names, shape_of
+from maxlm.kernel_lab.problems import OPERATIONS, PROBLEMS, shape_names, shape_of
 from maxlm.kernels.attention.tpu import TABLE, padded
 from maxlm.telemetry.formatting import percent
 
@@ -30,8 +30,8 @@ def report(chips: Sequence[str], operation: str, shapes: Sequence[str], *, as_js
     """Print a report of every shape on every chip; returns the exit code. Raises UserError for an unknown name."""
     _check_names(chips, CHIPS, operation, shapes)
     chips, shapes, here = chips or tuple(counted.TOPOLOGIES), shapes or shape_names(operation), measured.present()
-    if operation == "matmul" and not {compiled.CHIP, here}.isdisjoint(chips):
-        raise UserError("maxlm has no plain matmul kernel: XLA's own are only counted, ahead of time, for TPUs; give another --chip.")
+    if operation not in PROBLEMS and not {compiled.CHIP, here}.isdisjoint(chips):
+        raise UserError(f"{operation} is only counted, ahead of time, for TPUs that are not here: give another --chip.")
     rows: list[Any] = []
     console, progress = Console(), Console(stderr=True, quiet=as_json)
     for chip in chips:

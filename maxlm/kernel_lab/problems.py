@@ -4,6 +4,7 @@ compiled for GPUs, beside the alternatives to our kernels.
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
 - grouped_matmul: what is chosen, XLA's ragged dot, and one dense matmul of as many FLOPs
+- grouped_matmul_int8, grouped_matmul_e4m3, matmul_int8, matmul_e4m3: with 8-bit operands, counted for TPUs only
 - linear_cross_entropy: without logits, and with all of them in memory
 """
 
@@ -29,6 +30,11 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "grouped_matmul": ("tpu", "megablox"),
     "gated_mlp": ("fused", "xla"),
     "matmul": ("xla",),
+    # The same with 8-bit operands and scales, against bfloat16.
+    "grouped_matmul_int8": ("int8", "tpu"),
+    "grouped_matmul_e4m3": ("e4m3", "tpu"),
+    "matmul_int8": ("int8", "xla"),
+    "matmul_e4m3": ("e4m3", "xla"),
 }
 SHAPES: Mapping[str, Sequence[Any]] = {
     "attention": ATTENTION,
@@ -36,6 +42,8 @@ SHAPES: Mapping[str, Sequence[Any]] = {
     "gated_mlp": MLP,
     "matmul": MATMULS,
     "linear_cross_entropy": LOSS,
+    **dict.fromkeys(("grouped_matmul_int8", "grouped_matmul_e4m3"), GROUPED),
+    **dict.fromkeys(("matmul_int8", "matmul_e4m3"), MATMULS),
 }
 Candidates = Mapping[str, Callable[..., jax.Array]]
 

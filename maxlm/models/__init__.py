@@ -1,6 +1,6 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
-from maxlm.models.counts import count_active_parameters, count_parameters, count_trained, counts, step_flops, token_flops
+from maxlm.models.counts import count_active_parameters, count_parameters, count_trained, counts, mfu_format, step_flops, token_flops
 from maxlm.models.decoder import Caches, Decoder, DecoderOutput, balance_experts
 from maxlm.models.layers import BlockContext, Cache
 from maxlm.models.parameters import (
@@ -36,6 +36,7 @@ __all__ = [
     "counts",
     "init_model_state",
     "init_parameters",
+    "mfu_format",
     "model_state_specs",
     "parameter_axes",
     "parameter_specs",

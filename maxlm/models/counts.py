@@ -5,6 +5,7 @@ from functools import partial
 
 from maxlm.config import ConfigError
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.hardware.chips import MatmulFormat
 from maxlm.models.parameters import abstract_decoder, declarations
 
 MAX_SIZE = 2**61
@@ -25,6 +26,19 @@ def token_flops(config: ModelConfig, seq_len: int, *, masked: bool = True) -> fl
 def step_flops(config: Config) -> float:
     """Model FLOPs of one update, all devices together."""
     return token_flops(config.model, config.data.seq_len) * config.tokens_per_step
+
+
+def mfu_format(config: Config) -> MatmulFormat:
+    """Format whose peak MFU is a share of: that of the forward matmuls of layers, of which a model has the most.
+
+    As databricks.com/blog/turbocharged-training-optimizing-databricks-mosaic-ai-stack-fp8 counts it; some projects keep dividing by the
+    bf16 peak, and others state no MFU of quantized runs (pytorch/torchtitan#560). Attention and gradients may run in a slower format, so
+    such an MFU never exceeds 1, and compares runs of one format only. Between formats compare TFLOP/s or tokens/s.
+    """
+    quantized = config.precision.matmul
+    if quantized is None or quantized.weights_only or quantized.element == "int4":
+        return "bf16"
+    return quantized.element
 
 
 def counts(config: Config) -> dict[str, int]:

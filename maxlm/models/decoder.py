@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
 from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
-from maxlm.models.linear import BETWEEN, embedding_lookup, enter
+from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.router import Routing
 from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain
+from maxlm.precision import matmuls_saveable
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
 
@@ -112,7 +113,7 @@ class Decoder(nnx.Module):
             period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
-            x_BSD, reports = jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+            x_BSD, reports = over_layers(self.config, entry, period, x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -168,7 +169,8 @@ class Decoder(nnx.Module):
         normed, norm = self.config.mtp is not None and self.config.mtp.reads == "normed", self.final_norm
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
             read_BSD = norm(x_BSD) if normed else x_BSD
-            x_BSD, router = run_layer(context, module.join(read_BSD, token_BSD), (module.block, None))
+            x_BSD = module.join(read_BSD, token_BSD)
+            x_BSD, router = over_layers(self.config, "ahead", partial(run_layer, context), x_BSD, (module.block, None))
             norm = module.final_norm
             hidden.append(norm(x_BSD))
             routers.append(router)
@@ -219,7 +221,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
     if memory.remat == "none":
         return function
     if memory.remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = matmuls_saveable
     else:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[] if memory.remat == "full" else list(memory.remat),

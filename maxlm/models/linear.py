@@ -14,16 +14,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
-from maxlm.config.schema import PrecisionConfig
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
+from maxlm.models.quantized import quantized_matmul, run_quantized
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
+from maxlm.parallel.quantized_rows import RowFormats
+from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
 
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
-Weight = nnx.Param | Array | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
+Fence = Callable[[Array, Axes], Array]
+Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
@@ -37,7 +41,7 @@ def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
     """Trace the model's matmuls with the precision of `settings`. Every function of this module may read it, as `_SETTINGS.get()`."""
     token = _SETTINGS.set(settings)
     try:
-        with jax.default_matmul_precision(settings.matmul):
+        with jax.default_matmul_precision(settings.float32_matmul):
             yield
     finally:
         _SETTINGS.reset(token)
@@ -67,16 +71,13 @@ def linear(
 ) -> Array:
     """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
     the layout to XLA's partitioner. `exact`: full float32 precision, whatever the setting.
-
-    On TPU nothing elementwise is fused into the output of a matmul with a layout. XLA:TPU fuses additions, activations and the sums of
-    norms into it, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s of a step). Fused
-    into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into the two matmuls
-    of a gradient.
     """
     if isinstance(w := w[...], LowRankSum):
         return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
-    multiply = partial(_einsum, spec, w=w, exact=exact)
-    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes)
+    multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
+    if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
+        multiply, fence = partial(quantized_matmul, w, reads, writes), _fence_result
+    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence)
     return y if bias is None else y + bias[...].astype(y.dtype)
 
 
@@ -90,10 +91,19 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     mesh = jax.sharding.get_abstract_mesh()
     layout = kernels.MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))
     weights = gate_DF[...], up_DF[...], down_FD[...]
-    adapted = any(isinstance(w, LowRankSum) for w in weights)
-    if adapted or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
+    other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
+    if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
-    return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+    return _fenced(
+        lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN, _fence
+    )
+
+
+def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
+    """Run `period` over the blocks of an entry of the model, in a scan if they are those of the layer pattern."""
+    if (quantized := _SETTINGS.get().matmul) is not None:
+        return run_quantized(quantized, config, entry, period, x_BSD, layers)
+    return jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 def unembedding_loss(
@@ -147,10 +157,19 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
 
 
 def grouped_linear(
-    x: Float[Array, "R K"], w_KG: Float[Array, "K G"], group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"] | ExpertWeight, group_sizes_E: Int[Array, " E"], *, transposed: bool = False
 ) -> Array:
     """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    if isinstance(w_KG, ExpertWeight):
+        assert w_KG.transposed == transposed, "it is quantized along what is summed"
+        return grouped_dot(x, w_KG, group_sizes_E)
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
+
+
+def dispatched() -> RowFormats:
+    """Formats in which rows travel to experts of other devices and back."""
+    settings = _SETTINGS.get().dispatch
+    return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)
 
 
 def _einsum(spec: str, x: Array, w: Array, *, exact: bool) -> Array:
@@ -163,13 +182,16 @@ def _scatters_gradient() -> bool:
     return mesh_axes("seq_between", mesh) != mesh_axes("seq", mesh)
 
 
-# Compiler fences, on TPU only: matmuls are compiled without what comes after them.
+# Compiler fences, on TPU only: matmuls are compiled without what comes after them. XLA:TPU fuses additions, activations and the sums of
+# norms into the output of a matmul, forward and backward, and it then takes up to twice its time (8B model on v5p: 0.61 s instead of 0.29 s
+# of a step). Fused into the input, a norm or a gate is almost free (SwiGLU before W_down on v6e: 0.004 s instead of 0.055 s), except into
+# the two matmuls of a gradient.
 
 
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes) -> Array:
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Fence) -> Array:
     """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
     x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
-    return _fence(constrain(multiply(x), *writes), writes)
+    return fence(constrain(multiply(x), *writes), writes)
 
 
 def _fence(x: Array, axes: Axes) -> Array:
@@ -195,3 +217,12 @@ def _fence_gradient(x: Array, axes: Axes) -> Array:
 
 
 _fence_gradient.defvjp(lambda x, axes: (x, None), lambda axes, _, gradient: (_fence(gradient, axes),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fence_result(x: Array, axes: Axes) -> Array:
+    """x, with a fence after it and none before its gradient, whose largest numbers may be found where it is computed."""
+    return _fence(x, axes)
+
+
+_fence_result.defvjp(lambda x, axes: (_fence(x, axes), None), lambda axes, _, gradient: (gradient,))

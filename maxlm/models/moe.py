@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.layers import BlockContext, Mlp, gated, matrix_size, parameter, state_constant
-from maxlm.models.linear import BETWEEN, enter, grouped_linear, linear
+from maxlm.models.linear import BETWEEN, dispatched, enter, grouped_linear, linear
 from maxlm.models.router import Choice, Routing, route
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
 from maxlm.parallel import constrain
@@ -61,6 +61,7 @@ class Moe(nnx.Module):
             choice.experts_BSK,
             choice.weights_BSK,
             self.config.n_experts,
+            dispatched(),
         )
         if self.down_bias_ED is not None:
             y_BSD += self._biases(choice).astype(y_BSD.dtype)

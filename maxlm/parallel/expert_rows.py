@@ -5,6 +5,7 @@ is about even. So nothing is ever dropped, and memory does not depend on the loa
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 FURTHER = "further_rounds_of_experts"
 EVEN = re.compile(r"experts_of_(\d+)_rows")
 
-Weights = Mapping[str, jax.Array]
+Weights = Mapping[str, Any]  # arrays, or quantized (`maxlm.precision.grouped.ExpertWeight`)
 Compute = Callable[[Weights, jax.Array, jax.Array, jax.Array], jax.Array]  # (weights, x_RD, weight_R, rows of each expert) -> out_RD
 # The choice at each place, the place of each choice, rows of each expert
 Sorted = tuple[Int[Array, " N"], Int[Array, "T K"], Int[Array, " E"]]
@@ -119,11 +120,15 @@ def _in_rounds_forward(
 def _in_rounds_backward(one: Round, rows: int, saved: Any, dy_TD: Array) -> tuple[Any, ...]:
     pull, order, due, *operands = saved
 
-    def another(start: Array, gradients: Any) -> Any:
-        _, pull = jax.vjp(lambda *operands: one(*operands, order, start), *operands)  # type: ignore[call-arg]
-        return jax.tree.map(jnp.add, gradients, pull(dy_TD))
+    leaves, structure = jax.tree.flatten(pull(dy_TD))
+    real = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]  # integers of quantized weights have no gradient
 
-    return *_further(rows, due, another, pull(dy_TD)), None, None
+    def another(start: Array, gradients: list[Array]) -> list[Array]:
+        _, pull = jax.vjp(lambda *operands: one(*operands, order, start), *operands)  # type: ignore[call-arg]
+        return list(map(jnp.add, gradients, itertools.compress(jax.tree.leaves(pull(dy_TD)), real)))
+
+    total = iter(_further(rows, due, another, list(itertools.compress(leaves, real))))
+    return *jax.tree.unflatten(structure, [next(total) if has else leaf for leaf, has in zip(leaves, real, strict=True)]), None, None
 
 
 in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)

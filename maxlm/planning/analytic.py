@@ -15,7 +15,8 @@ from maxlm.config.schema import Config, RematName
 from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks, Network
-from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES
+from maxlm.cost.quantized_matmuls import quantization_of
+from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
@@ -31,6 +32,9 @@ NORMED_WIDE = 5  # norms of queries and keys, where a model has them; of latent 
 ROW_INSIDE, ROW_WIDE = 11, 12
 KEPT_MOVES, HOST_MOVES = 2.6, 8  # writing what is kept into its stack, and reading it; the same of what goes to the host
 ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
+# The same of quantizing, in bytes a number: of what a matmul reads, each time that it is computed; of that in the gradient, and of what is
+# written (Llama 3.1 70B in fp8 for tpu7x).
+QUANTIZED_IN, QUANTIZED_GRADIENT = 4, (6, 9)
 LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step
@@ -78,11 +82,13 @@ class Analytic:
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
         self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
         chip = topology.chip
-        passes = PASSES[config.precision.matmul] if self.number == 4 else 1
+        passes = PASSES[config.precision.float32_matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
         self.share = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
         self.hbm = efficiency.HBM_SHARE * chip.hbm_bytes_per_s_per_device
         self.layers = model_shapes.layers(config.model)
+        self.quantized = quantization_of(config)
+        self.fastest = max(chip.peak_flops(format) for format in self.quantized.formats) / chip.peak_bf16_flops
         self.heads = 1 + config.model.mtp_depth  # unembeddings of a token
         looped = [model_shapes.attention_flops(config.model, config.data.seq_len, kind.looped) for kind in self.layers]
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
@@ -144,35 +150,54 @@ class Analytic:
     def _matmul_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
         rows, parts = tokens // layout.microbatches, layout.microbatches
-        blocks = sum((3 + self.recomputes(layout, matmul)) * seconds for matmul, seconds in self._layers_s(layout.mesh, rows))
+        blocks = 0.0
+        for matmul, forward_s, gradient_s in self._layers_s(layout.mesh, rows):
+            blocks += (1 + self.recomputes(layout, matmul)) * forward_s + 2 * gradient_s
         vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
         return parts * (blocks + self.heads * vocab)
 
-    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float], ...]:
-        """Every matmul of a layer, with its seconds in all layers of its kind."""
+    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float, float], ...]:
+        """Every matmul of a layer, with its seconds in all layers of its kind: forward, and one of the two of its gradient."""
         sizes = dict(mesh)
-        kinds = ((kind, matmul) for kind in self.layers for matmul in kind.matmuls)
-        return tuple((matmul, len(kind.depths) * self._in_layer_s(rows, matmul, sizes)) for kind, matmul in kinds)
+        forward, gradient = self.quantized.formats
+        return tuple(
+            (matmul, self._in_layers_s(rows, kind, matmul, sizes, forward), self._in_layers_s(rows, kind, matmul, sizes, gradient))
+            for kind in self.layers
+            for matmul in kind.matmuls
+        )
 
-    def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int]) -> float:
+    def _in_layers_s(self, rows: int, kind: LayerKind, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat) -> float:
+        low = self.quantized.layers(kind, matmul)
+        high = len(kind.depths) - low
+        wide = high * self._in_layer_s(rows, matmul, sizes) if high else 0.0
+        return wide + (low * self._in_layer_s(rows, matmul, sizes, format) if low else 0.0)
+
+    def _in_layer_s(self, rows: int, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat = "bf16") -> float:
         tensor = sizes["tensor"]
         if matmul.experts:
-            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes)
+            return self._grouped_s(rows * choices_of(self.config.model), matmul, sizes, format)
         passes = PASSES["highest"] if matmul.name == ROUTER and self.number == 2 else 1
-        return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor))
+        return passes * self._one_s(rows // tensor if matmul.split == "rows" else rows, *matmul.local(tensor), format)
 
-    def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int]) -> float:
+    def _grouped_s(self, rows: float, matmul: Matmul, sizes: Mapping[str, int], format: MatmulFormat) -> float:
         """Seconds of the experts of a device, for all of their `rows`."""
         wide_in, wide_out = matmul.local(sizes["tensor"])
-        moved = self.number * (rows * (wide_in + wide_out) + matmul.gathered(sizes))
+        moved = self._bytes(format) * (rows * wide_in + matmul.gathered(sizes)) + self.number * rows * wide_out
         padded = math.ceil(wide_in / LANES) * math.ceil(wide_out / LANES) * LANES**2
-        return max(2 * rows * padded / (efficiency.GROUPED_SHARE * self.peak), moved / self.hbm)
+        return max(2 * rows * padded / (efficiency.GROUPED_SHARE * self._speed(format)), moved / self.hbm)
 
-    def _one_s(self, rows: int, wide_in: int, wide_out: int) -> float:
+    def _one_s(self, rows: int, wide_in: int, wide_out: int, format: MatmulFormat = "bf16") -> float:
         tile = self.topology.chip.matrix_unit
         padded = math.ceil(wide_in / tile) * math.ceil(wide_out / tile) * tile**2
-        moved = self.number * (rows * (wide_in + wide_out) + wide_in * wide_out)
-        return max(2 * rows * padded / (self.share * self.peak), moved / self.hbm)
+        moved = self._bytes(format) * (rows + wide_out) * wide_in + self.number * rows * wide_out
+        return max(2 * rows * padded / (self.share * self._speed(format)), moved / self.hbm)
+
+    def _bytes(self, format: MatmulFormat) -> int:
+        return self.number if format == "bf16" else 1
+
+    def _speed(self, format: MatmulFormat) -> float:
+        """FLOP/s of a large matmul."""
+        return self.peak * self.topology.chip.matmul_speed(format)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
         forward, backward = self.attention_shares
@@ -189,12 +214,24 @@ class Analytic:
             wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += self.number * len(kind.depths) * tokens * (wide / tensor + whole)
+            moved += tokens * self._quantizing(kind, layout)
         moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
         moved += self.heads * tokens * model.vocab_size / tensor * LOGIT_BYTES
         moved += layout.microbatches / tensor * model.vocab_size * model.d_model * TABLE_BYTES
         moved += STATE_BYTES * self._shares(layout.mesh)[1]
         return moved / self.hbm
+
+    def _quantizing(self, kind: LayerKind, layout: Layout) -> float:
+        """Bytes a token that all layers of a kind move to quantize operands."""
+        tensor, moved = layout.sizes["tensor"], 0.0
+        for matmul in kind.matmuls:
+            wide_in, wide_out = matmul.local(tensor)
+            met = max(matmul.meets, 1) * self.quantized.layers(kind, matmul)
+            moved += met * (1 + self.recomputes(layout, matmul)) * QUANTIZED_IN * wide_in
+            if self.quantized.formats[1] != "bf16":
+                moved += met * (QUANTIZED_GRADIENT[0] * wide_in + QUANTIZED_GRADIENT[1] * wide_out)
+        return moved
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
         gathers, sums, crossing = self._comm(layout.mesh, layout.across_slices)
@@ -206,8 +243,8 @@ class Analytic:
         return max(waits, gathers + sums + shared - compute_s)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        one_way = self._host_bytes(layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
-        return max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+        one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
+        return self._state_s(layout) + max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
 
     def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
         """Seconds of gathering weights and of summing gradients, a microbatch; and of collectives of activations, a token."""
@@ -215,15 +252,18 @@ class Analytic:
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
         gathers = sums = 0.0
         table = self.number * model.vocab_size * model.d_model // sizes["tensor"]
-        weights = [(2 * self.heads, 2 + self.heads, table, EVERYWHERE)]  # how often they are gathered and summed, bytes, split over what
+        # Times gathered, bytes, times their gradients are summed, bytes, split over what.
+        weights = [(2 * self.heads, table, 2 + self.heads, table, EVERYWHERE)]
         for kind in self.layers:
             for axes, inside in ((EVERYWHERE, False), (OF_EXPERTS, True)):
-                size = self.number * sum(matmul.gathered(sizes) for matmul in kind.matmuls if bool(matmul.experts) == inside)
-                weights.append((2 * len(kind.depths), len(kind.depths), size, axes))
-        for gathered, summed, size, split in weights:  # gathered forward and backward; then their gradients are summed
+                inside_of = [matmul for matmul in kind.matmuls if bool(matmul.experts) == inside]
+                moved = sum(self._travels(kind, matmul) * matmul.gathered(sizes) for matmul in inside_of)
+                size = self.number * sum(matmul.gathered(sizes) for matmul in inside_of)
+                weights.append((2 * len(kind.depths), round(moved), len(kind.depths), size, axes))
+        for gathered, travel, summed, size, split in weights:  # gathered forward and backward; then their gradients are summed
             axes = tuple(axis for axis in split if sizes[axis] > 1)
             shards = math.prod(sizes[axis] for axis in axes)
-            gathers += gathered * network.seconds("all-gather", size, axes, shards)
+            gathers += gathered * network.seconds("all-gather", travel, axes, shards)
             sums += summed * network.seconds("reduce-scatter", size, axes, shards)
             sums += summed * network.seconds("all-reduce", int(self._sent_share(sizes["data"]) * size) // shards, ("data",), sizes["data"])
         return gathers, sums, self._crossing_s(network, sizes)
@@ -234,6 +274,11 @@ class Analytic:
         if settings is None:
             return 1.0
         return settings.wire_bits / (8 * self.number) * (replicas / 2 if settings.kind == "top_k" else 1)
+
+    def _travels(self, kind: LayerKind, matmul: Matmul) -> float:
+        """Bytes of a number of gathered weights: quantized ones travel so."""
+        low = self.quantized.layers(kind, matmul) / len(kind.depths)
+        return low + (1 - low) * self.number
 
     def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
         """Seconds a token of entering and leaving two tensor-parallel regions and of exchanges with experts, recomputation included."""
@@ -255,13 +300,32 @@ class Analytic:
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        return self._held_bytes(layout.offload, layout, tokens)
+        state = sum(self._held(leaf, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
+        return state + self._held_bytes(layout.offload, layout, tokens)
+
+    def _held(self, leaf: ParameterLeaf, tiers: tuple[str | None, ...], numbers: int) -> int:
+        """Bytes that these tiers of memory hold for so many numbers of a leaf: the parameter, its average and its moments."""
+        settings = self.config.memory.offload_state if leaf.matrix else None
+        master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
+        masters = leaf.master_bytes + (0 if self.config.ema is None else 4 * leaf.numbers)
+        return (masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)) * numbers // leaf.numbers
+
+    def _state_s(self, layout: Layout) -> float:
+        """Seconds that state of other tiers takes through the device: read, masters once more for their copy, and written at the same time.
+        All of it follows the gradients, or precedes them.
+        """
+        settings = self.config.memory.offload_state
+        if settings is None:
+            return 0.0
+        numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
+        again = sum(4 * size for leaf, size in numbers if leaf.matrix and settings.master == "host")
+        read = again + sum(self._held(leaf, ("host", "nvme"), size) for leaf, size in numbers)
+        return read / (self.topology.chip.host_bytes_per_s or math.inf)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
         """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
         shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
-        average = 0 if self.config.ema is None else 4
-        state = sum(leaf.state_bytes * numbers // leaf.numbers + average * numbers for leaf, numbers in shares)
+        state = sum(self._held(leaf, (None,), numbers) for leaf, numbers in shares)
         return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
@@ -299,7 +363,9 @@ class Analytic:
         routed, most = int(rows * self.rows[sizes["expert"]]), 0
         for kind in self.layers:
             inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
-            inside += number * sum((1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+            inside += round(
+                sum(self._travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+            )
             if kind.experts:
                 inside += 3 * number * routed * (kind.expert_width // sizes["tensor"] + model.d_model)
             if kind.experts and sizes["expert"] > 1:  # tokens of all, or choices, and sums
@@ -325,10 +391,11 @@ class Analytic:
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Seconds of the necessary FLOPs at peak, without waits. A loop iteration that XLA peels off may not be recomputed."""
-        model, blocks = self.config.model, 0
+        model, blocks = self.config.model, 0.0
         for kind in self.layers:
             for matmul in kind.matmuls:
-                blocks += (3 * len(kind.depths) + len(kind.looped) * self.recomputes(layout, matmul)) * matmul.multiply_adds
+                turns = 3 * len(kind.depths) + len(kind.looped) * self.recomputes(layout, matmul)
+                blocks += turns * matmul.multiply_adds / (self.fastest if self.quantized.layers(kind, matmul) else 1)
         matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size)
         attention, looped = self.attention_flops
         flops = matmul_flops + 3 * attention + self.recomputes_attention(layout) * looped

@@ -9,14 +9,15 @@ from maxlm.compiler.aot import available_hbm, devices
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
+from maxlm.cost.advice import changed
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
-from maxlm.hardware.chips import GIB
+from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.topologies import Topology
-from maxlm.models import step_flops
+from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
@@ -35,6 +36,7 @@ class Scale:
     tokens_per_step: int
     model_flops: float  # of a step
     peak_flops: float
+    peak_name: str  # format whose peak that is: "bf16", "int8" or "fp8"
     tokens: float  # of the whole run
     chips: int
 
@@ -61,6 +63,7 @@ class Plan:
     own: Layout | None
     scale: Scale
     points: tuple[Point, ...]
+    quantized: Mapping[str, float]  # formats that are faster on this chip: predicted seconds of a step in the chosen layout
 
     @property
     def chosen(self) -> Trial | None:
@@ -87,7 +90,20 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None) ->
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
         explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
-        return Plan(loaded, topology, search, own, scale_of(config, topology, tokens), points(search))
+        return Plan(loaded, topology, search, own, scale_of(config, topology, tokens), points(search), _quantized(config, topology, search))
+
+
+def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, float]:
+    """Predicted seconds of the best layout in each format that the chip is faster with, where the config has bf16 matmuls."""
+    if search.best is None or config.precision.matmul is not None or config.precision.compute != "bfloat16":
+        return {}
+    best, predicted = search.best, {}
+    for format in ("int8", "fp8"):
+        other = changed(config, {"precision.matmul": {"format": format}})
+        if other is not None and topology.chip.matmul_speed(mfu_format(other)) >= WORTH:
+            ratio = sum(analytic_model(other, topology).estimate(best.layout).parts) / sum(best.estimate.parts)
+            predicted[format] = ratio * best.verdict.step_s
+    return predicted
 
 
 def analytic_model(config: Config, topology: Topology) -> Analytic:
@@ -104,7 +120,8 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     return Scale(
         tokens_per_step=config.tokens_per_step,
         model_flops=step_flops(config),
-        peak_flops=topology.devices * topology.chip.peak_bf16_flops_per_device,
+        peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config)),
+        peak_name=PEAK_NAMES[mfu_format(config)],
         tokens=tokens if tokens is not None else config.total_steps * config.tokens_per_step,
         chips=topology.chips,
     )

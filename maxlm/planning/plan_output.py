@@ -38,10 +38,19 @@ def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     console.print(f"Chosen: {describe(chosen.layout)}", style="bold")
-    console.print(f"{duration(step_s)} a step, MFU {plan.scale.mfu(step_s):.1%}, {size} a device, {run}; {_compare_to_own(plan)}")
+    mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
+    console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
+    for format, predicted_s in plan.quantized.items():
+        console.print(
+            f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; plan with that setting to find its layout."
+        )
     if written is not None:
         config, chart = written
         console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
+
+
+def _of_peak(scale: Scale) -> str:
+    return f" of the {scale.peak_name} peak" if scale.peak_name != "bf16" else ""
 
 
 def _compare_to_own(plan: Plan) -> str:
@@ -66,7 +75,10 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console) -> No
         style = "" if point.compiled and point.fits else "dim"
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
-    note = "*: no other is both faster and smaller. Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
+    mfu = f" MFU is a share of the {scale.peak_name} peak." if scale.peak_name != "bf16" else ""
+    note = (
+        f"*: no other is both faster and smaller.{mfu} Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
+    )
     console.print(note, style="dim")
 
 
@@ -97,6 +109,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         "chips": topology.chips,
         "devices": topology.devices,
         "tokens": plan.scale.tokens,
+        "mfu_peak": plan.scale.peak_name,
         "available_bytes": search.available,
         "layouts": {
             "counted": search.counted,
@@ -107,6 +120,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         "end": search.end,
         "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
         "own": as_json(own) if own is not None else None,
+        "quantized": dict(plan.quantized),
         "frontier": [as_json(point) for point in points],
         "config": str(written[0]) if written else None,
         "chart": str(written[1]) if written else None,

@@ -126,14 +126,17 @@ def joined(
         expected = isinstance(error, UserError | Stopped)
         reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"
         code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
-        if expected:
-            sys.stderr.write(f"maxlm: {reason}\n")
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        group.leave(reason, code)
-        progress_file.record_error(reason)
-        os._exit(code)  # an orderly exit would wait for the others
+        try:
+            with contextlib.suppress(OSError, ValueError):  # whoever read the output may be gone
+                if expected:
+                    sys.stderr.write(f"maxlm: {reason}\n")
+                else:
+                    traceback.print_exc()
+                sys.stdout.flush()
+            group.leave(reason, code)
+            progress_file.record_error(reason)
+        finally:
+            os._exit(code)  # an orderly exit would wait for the others
     else:
         group.leave()
 

@@ -71,6 +71,7 @@ def _computed(
     """Log-probabilities of the first `batches` by the parameters of `start`, the same in every process."""
     evaluate = replace(program, objective=LogProbabilities(program.config)).evaluate
     rows, table = pipeline.in_order(), np.full((pipeline.n_documents, 2), np.nan, np.float32)
+    state = program.readable(start.state)
     waiting: list[tuple[int, Any]] = []
     damaged, said = 0, time.monotonic()
     doing = f"computing the reference's log-probabilities of {name} pairs"
@@ -78,7 +79,7 @@ def _computed(
     try:
         with phases(doing), jax.set_mesh(program.mesh):
             for step in range(batches):
-                waiting.append((step, evaluate(start.state.params, start.state.model_state, source.get()).added))
+                waiting.append((step, evaluate(state.params, state.model_state, source.get()).added))
                 if len(waiting) > IN_FLIGHT:
                     damaged += _fill(table, rows, *waiting.pop(0))
                     touch()

@@ -21,7 +21,8 @@ from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.models import count_parameters, count_trained
+from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
@@ -135,7 +136,7 @@ def _run(
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
-            _conclude(config, directory, phases.console, outcome, stopped)
+            _conclude(run, phases.console, outcome, stopped)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
@@ -230,6 +231,7 @@ def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
+        "mfu_peak": PEAK_NAMES[mfu_format(config)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_steps * config.tokens_per_step,
@@ -264,8 +266,9 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _conclude(config: Config, directory: RunDirectory, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
+def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
     """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
+    config, directory = run.config, run.directory
     try:
         message = f"report: {write_report([directory.path], directory.report)}"
     except Exception as error:
@@ -274,7 +277,8 @@ def _conclude(config: Config, directory: RunDirectory, console: Console, outcome
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
-                print_samples(config, directory.path, outcome.state.params, outcome.state.model_state, console)
+                state = run.program.readable(outcome.state)
+                print_samples(config, directory.path, state.params, state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")

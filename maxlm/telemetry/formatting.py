@@ -114,6 +114,7 @@ def _run_facts(data: Mapping[str, Any]) -> str:
     if is_number(parameters) and is_number(trained) and trained != parameters:
         known.insert(1, f"{count(trained)} of them trained")
     text += f": {', '.join(known)}" if known else ""
+    text += f", MFU of the {data['mfu_peak']} peak" if data.get("mfu_peak") in ("int8", "fp8") else ""
     return text + (f", in {data['folder']}" if data.get("folder") else "")
 
 

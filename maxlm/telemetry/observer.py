@@ -30,7 +30,7 @@ class StepRecord:
     tokens_per_s: float  # of all devices together
     step_time_s: float
     tflops_per_device: float | None  # 10^12 FLOP/s
-    mfu: float | None  # share of the peak, 0 to 1; None where the peak is unknown
+    mfu: float | None  # share of the peak of the format of the matmuls (`mfu_peak` of the start event), 0 to 1; None where it is unknown
     data_wait_s: float  # of a step, waiting for its batch
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
     extra: Mapping[str, float] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest
@@ -48,9 +48,10 @@ class StepRecord:
 class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
-    start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `startup_s` since the
-              command began, `changed` (setting -> old and new value), `metrics` (name -> title and unit, see metric.py), `attempt`
-              (its id), `restarts` (attempts before), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+    start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
+              (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
+              old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
+              without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from maxlm.config.schema import EmaConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.training.step import TrainState, Updater
@@ -29,10 +30,15 @@ class EmaUpdates(Updater):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         assert self.config.ema is not None, "program.py chooses"
         proposed, sums, grad_norm = super().__call__(state, batch)
-        updates = (state.step - state.skipped + 1).astype(jnp.float32)
-        kept = jnp.minimum(self.config.ema.decay, (1 + updates) / (10 + updates))  # the first parameters are soon forgotten
+        kept = kept_share(self.config.ema, state.step - state.skipped)
         average = jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, state.updater[EMA], proposed.params)
         return replace(proposed, updater={EMA: average}), sums, grad_norm
+
+
+def kept_share(settings: EmaConfig, updates: Int32[Array, ""]) -> Float[Array, ""]:
+    """Share of its old value that the average keeps in an update that follows so many."""
+    now = (updates + 1).astype(jnp.float32)
+    return jnp.minimum(settings.decay, (1 + now) / (10 + now))  # the first parameters are soon forgotten
 
 
 def average_of(state: TrainState) -> Parameters | None:

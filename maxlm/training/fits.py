@@ -73,6 +73,8 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
     host = host_memory()
     if host is not None:
         _compare("reading batches", _host_batch(config), host // processes, None)
+        if config.memory.offload_state is not None:
+            _compare("keeping state in host memory", _host_state(config, sizes), host // processes, None)
 
 
 def check_generation(
@@ -133,9 +135,9 @@ _FEWER_ACTIVATIONS = "raise train.microbatches, or lower train.global_batch, dat
 def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """Lower bound of what a device of a mesh of `sizes` holds during a step. In integers: no size is too large for it.
 
-    State without moments and gradients of what is frozen; either all gradients, or what the backward pass of a microbatch
-    starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients over
-    microbatches is beside both. State is split evenly.
+    State that stays on the device, without moments and gradients of what is frozen; either all gradients, or what the backward pass of a
+    microbatch starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients
+    over microbatches is beside both. State is split evenly.
     """
     model, train = config.model, config.train
     number = 2 if config.precision.compute == "bfloat16" else FLOAT32
@@ -153,7 +155,10 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
     if model.lora is not None:  # of adapters there are few
         each, gradients = FLOAT32, 0
-    smaller = functools.partial(_smaller_state, model)
+    smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
+    if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with
+        each += number - (1 + (config.ema is not None)) * FLOAT32 if tiers.master is not None else 0
+        each -= moments if tiers.optimizer is not None else 0
     state = Part("parameters and optimizer state", each * numbers, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
@@ -172,6 +177,19 @@ def _state_bytes(config: Config) -> tuple[int, int]:
     sizes = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
     moments = {"adamw": (state.moments, state.second), "muon": (state.moments,), "adafactor": ()}[config.optimizer.name]
     return 3 if state.masters == "split24" else FLOAT32, sum(sizes[moment] for moment in moments)
+
+
+def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
+    """Host memory of a process for state: of its devices what is offloaded there; of state in files as much while it is saved."""
+    tiers = config.memory.offload_state
+    if tiers is None or config.model.lora is not None:
+        return ()
+    masters, moments = FLOAT32 * (1 + (config.ema is not None)), _state_bytes(config)[1]
+    each = masters * (tiers.master is not None) + moments * (tiers.optimizer is not None)
+    copies = math.prod(sizes[axis] for axis in ("data", "context"))
+    size = each * count_parameters(config.model) * copies // jax.process_count()
+    remedy = "use more hosts, or keep less of it there"
+    return (Part("state of memory.offload_state (in files as well: a save holds a copy)", size, remedy),)
 
 
 def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:

@@ -80,7 +80,7 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
             checkpoints.discard_copy(f"it holds values that are not finite, in {names[0]}")
             restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
-    return Start(restored.state, restored.step, data, restored.data_position, journal.left_out(restored.data_position))
+    return Start(program.adopt(restored.state), restored.step, data, restored.data_position, journal.left_out(restored.data_position))
 
 
 def _measured(goodput: Goodput | None, part: Part) -> contextlib.AbstractContextManager[None]:
@@ -258,12 +258,13 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     sets = {"": session.held_out, **{f"/{name}": held_out for name, held_out in session.named.items()}}
     average = average_of(state)
     states = {"eval_loss": state, **({} if average is None else {"eval_loss_ema": replace(state, params=average)})}
+    readable = session.program.readable
     losses: dict[str, float] = {}
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, weights, held_out, _giving_up(session.gives_up, session, saving))
+            loss = evaluate(session.program, readable(weights), held_out, _giving_up(session.gives_up, session, saving))
             _report_problems(session, held_out, step)
             if loss is None:
                 _not_evaluated(session, step)
@@ -281,7 +282,7 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        results = session.tasks.run(state, step, _giving_up(session.all_give_up, session, saving))
+        results = session.tasks.run(session.program.readable(state), step, _giving_up(session.all_give_up, session, saving))
     if results is None:
         _not_evaluated(session, step)
         return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxlm.hardware.chips import chip_of
-from maxlm.models import step_flops
+from maxlm.models import mfu_format, step_flops
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import records
@@ -49,7 +49,7 @@ class Meter:
         self._total = config.total_steps
         self._tokens_per_step = config.tokens_per_step
         self._flops_per_device = step_flops(config) / program.mesh.size
-        self._peak = chip.peak_bf16_flops_per_device if chip is not None and config.precision.compute == "bfloat16" else None
+        self._peak = chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute == "bfloat16" else None
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0

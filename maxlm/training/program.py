@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.precision_rules import check_chip
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
+from maxlm.memory.creation import create
+from maxlm.memory.spaces import on_device
 from maxlm.models import abstract_parameters, init_model_state, init_parameters, model_state_specs, parameter_specs
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
@@ -26,6 +29,8 @@ from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.nvme_step import NvmeStep
+from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
@@ -75,6 +80,7 @@ class Program:
         """
         config, health, gradients = self.config, self.config.health, self.gradients
         kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
+        kind = GradientUpdates if config.memory.offload_state is not None else kind
         if health is not None and health.layers is not None:
             gradients = with_gradient_norms(config.model, gradients)
         compressed = None if config.compression is None else CompressedSums(config, self.mesh)
@@ -89,7 +95,25 @@ class Program:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        return self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        shardings = self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        return shardings if self.config.memory.offload_state is None else Offloading(self.config).shardings(shardings)
+
+    @cached_property
+    def streamed(self) -> StreamedStep | None:
+        """The step around the plain one, for a state in several tiers of memory (`memory.offload_state`)."""
+        return None if self.config.memory.offload_state is None else StreamedStep(self.config, self.abstract_state)
+
+    @cached_property
+    def nvme(self) -> NvmeStep | None:
+        """The step of a state of which parts are in files."""
+        settings = self.config.memory.offload_state
+        if self.streamed is None or settings is None or not settings.on_nvme:
+            return None
+        return NvmeStep(self.streamed, self.abstract_state, self.mesh, self.compiler_options)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """A state that lies on `state_shardings`, with what belongs in files written there. The same state, if nothing does."""
+        return state if self.nvme is None else self.nvme.adopt(state)
 
     @cached_property
     def batch_sharding(self) -> Any:
@@ -122,7 +146,7 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return self._initialization()
+            return self._initialization() if self.streamed is None else self.adopt(create(self._first_state, self.state_shardings))
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
@@ -132,6 +156,8 @@ class Program:
             return self.updater.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
 
         with jax.set_mesh(self.mesh):
+            if self.streamed is not None:
+                return self.adopt(create(make, self.state_shardings, params, model_state))
             made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
             return made(params, model_state)
 
@@ -142,15 +168,20 @@ class Program:
             return make.lower().compile(compiler_options=self.compiler_options)
 
     @cached_property
-    def step(self) -> jax.stages.Compiled:
+    def step(self) -> jax.stages.Compiled | NvmeStep:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
-        return self.lower().compile(compiler_options=self.compiler_options)
+        compiled = self.lower().compile(compiler_options=self.compiler_options)
+        return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
 
     def lower(self) -> jax.stages.Lowered:
-        """The update, traced and lowered for this mesh without any array."""
+        """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
         whole = NamedSharding(self.mesh, PartitionSpec())
+        train_step = build_train_step(self.config, self.objective, self.updater)
+        if self.nvme is not None:
+            with jax.set_mesh(self.mesh):
+                return self.nvme.lower(train_step, self.abstract_batch)
         update = jax.jit(
-            build_train_step(self.config, self.objective, self.updater),
+            train_step if self.streamed is None else self.streamed.wrap(train_step),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
             donate_argnums=0,
@@ -158,15 +189,19 @@ class Program:
         with jax.set_mesh(self.mesh):
             return update.lower(self.abstract_state, self.abstract_batch)
 
+    def readable(self, state: TrainState) -> TrainState:
+        """The state with parameters that programs of the model can read: on the device. The same state, if they are there."""
+        return state if self.streamed is None else self.streamed.readable(state)
+
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums."""
+        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a `readable` state."""
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
             return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
 
-        split = state.params, state.model_state, self.batch_sharding
+        split = jax.tree.map(on_device, state.params), state.model_state, self.batch_sharding
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 
@@ -178,7 +213,9 @@ def compiler_options_of(mesh: Mesh) -> dict[str, str | bool]:
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
-    """The training program of `config` on `mesh`."""
+    """The training program of `config` on `mesh`. Raises ConfigError for a number format that the chip is slow at."""
+    if (chip := chip_of(mesh.devices.flat[0].device_kind)) is not None:
+        check_chip(config, chip.name)
     return Program(config, mesh, build_optimizer(config), build_objective(config))
 
 

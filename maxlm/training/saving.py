@@ -15,6 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.memory.disk import load_all
+from maxlm.memory.pieces import fold, pieces_of
+from maxlm.memory.spaces import is_on_host
 from maxlm.telemetry.observer import Event
 from maxlm.training.meter import Meter
 from maxlm.training.session import Session
@@ -77,7 +80,7 @@ class Saving:
         session.check_owner()
         with session.goodput.measure("save"):
             self.poll(None)
-            begun = session.checkpoints.save(step, state, self._position(step))
+            begun = session.checkpoints.save(step, load_all(state), self._position(step))
         if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
@@ -141,10 +144,24 @@ class Saving:
 def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
     """Names of the leaves that hold an infinity or a NaN. Waits for the devices and reads all of it: for saves, not for steps."""
     leaves = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    finite = jax.device_get(_compiled(NamedSharding(mesh, PartitionSpec()))(tuple(leaves.values())))
-    return [name for name, whole in zip(leaves, finite, strict=True) if not whole]
+    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}  # and what is in files
+    rest = {name: leaf for name, leaf in leaves.items() if name not in host}
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    finite = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
+    finite |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
+    return [name for name, whole in jax.device_get(finite).items() if not whole]
 
 
 @functools.cache
 def _compiled(everywhere: NamedSharding) -> Any:
     return jax.jit(lambda leaves: tuple(jnp.all(jnp.isfinite(leaf)) for leaf in leaves), out_shardings=everywhere)
+
+
+@functools.cache
+def _compiled_in_pieces(everywhere: NamedSharding, pieces: int) -> Any:
+    """For an array in host memory, which is streamed through the device."""
+
+    def finite(leaf: jax.Array) -> Any:
+        return fold(lambda so_far, piece, _: so_far & jnp.all(jnp.isfinite(piece)), jnp.bool_(True), leaf, pieces)
+
+    return jax.jit(finite, out_shardings=everywhere)

@@ -4,8 +4,8 @@ Any optax transformation whose state keeps a moment under `mu` or `nu` and the n
 their parameter, scales are shorter along one dim; both lie under its name, so they are split as it is (`program.state_shardings`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +14,16 @@ import optax
 from jaxtyping import Array, Float, Int32
 
 from maxlm.config.axes import RULES
-from maxlm.config.optimizer_state import OptimizerStateConfig
+from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
-from maxlm.models.stack import STACKED
-from maxlm.training.dynamic_map import Blocks, blocks_of, decode, encode
+from maxlm.models.stack import STACKED, Names
+from maxlm.training.dynamic_map import decode, encode, scales_of
 from maxlm.training.rounding import random_bits, to_bfloat16
 
 FIRST, SECOND = "mu", "nu"  # names of the moments in the states of optax
+SHORTEST = 16  # dim that has scales: of shorter ones there would be too many
 # Dims whose elements are of different things: tokens, positions and experts have scales of their own.
 APART = ("vocab", "position", "expert", "choices", *STACKED)
 
@@ -37,74 +38,123 @@ class SmallState(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """Form in which one leaf is stored. `name`: its path, of which random bits are a function; no `blocks`: bfloat16."""
+    """Form in which one leaf is stored. `name`: its path, which random bits depend on; `dim`: along which 8-bit codes share a
+    scale, None for bfloat16.
+    """
 
     name: str
+    parameter: Names
     signed: bool
-    blocks: Blocks | None
+    dim: int | None
 
     def read(self, stored: Array, scales: Array | None) -> Float[Array, "..."]:
-        return stored.astype(jnp.float32) if self.blocks is None or scales is None else decode(stored, scales, self.blocks)
+        return stored.astype(jnp.float32) if scales is None else decode(stored, scales)
 
-    def write(self, moment: Array, seed: int, updates: Int32[Array, ""] | None) -> tuple[Array, Array | None]:
-        """(stored array, scales). Rounded to the nearest without `updates`."""
-        random = None if updates is None else random_bits(seed, self.name, updates, moment.shape)
-        if self.blocks is None:
-            return to_bfloat16(moment, random), None
-        return encode(moment, self.blocks, signed=self.signed, random=random)
+    def scales(self, moment: Array) -> Array | None:
+        return None if self.dim is None else scales_of(moment, self.dim)
+
+    def write(self, moment: Array, scales: Array | None, random: Array | None) -> Array:
+        if scales is None:
+            return to_bfloat16(moment, random)
+        return encode(moment, scales, signed=self.signed, random=random)
 
 
 def in_small_state(config: Config, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner` with its moments stored as `optimizer.state` says; itself if they are float32."""
     settings = config.optimizer.state
-    if settings is None or {settings.moments, settings.second} <= {"float32", "factored"}:
+    if settings is None or {settings.moments, settings.second} <= {FLOAT32, "factored"}:
         return inner
-    forms, tree = _forms(config, settings, inner)
-    seed, by_chance = config.train.seed, settings.rounding == "stochastic"
+    return _SmallMoments(config, settings, inner).transformation()
 
-    def write(moments: Any, updates: Int32[Array, ""]) -> SmallState:
-        leaves = tree.flatten_up_to(moments)
-        pairs = [
-            (leaf, None) if form is None else form.write(leaf, seed, updates if by_chance else None)
-            for form, leaf in zip(forms, leaves, strict=True)
-        ]
-        stored, scales = zip(*pairs, strict=True)
-        return SmallState(updates, tree.unflatten(stored), tree.unflatten(scales))
 
-    def init(params: Parameters) -> SmallState:
-        return write(inner.init(params), jnp.zeros((), jnp.int32))
+class _SmallMoments:
+    """`inner` and the form of every leaf of its state, None for what stays as it is."""
 
-    def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, SmallState]:
-        stored, scales = tree.flatten_up_to(state.inner), tree.flatten_up_to(state.scales)
-        wide = [leaf if form is None else form.read(leaf, scale) for form, leaf, scale in zip(forms, stored, scales, strict=True)]
-        updates, moments = inner.update(grads, tree.unflatten(wide), params)
-        return updates, write(moments, state.updates + 1)
+    def __init__(self, config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation) -> None:
+        self._inner, self._seed, self._by_chance = inner, config.train.seed, settings.rounding == "stochastic"
+        self._forms, self._tree = _forms(config, settings, inner)
+        self._scaled = any(form is not None and form.dim is not None for form in self._forms)
 
-    return optax.GradientTransformation(init, update)
+    def transformation(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(self.init, self.update)
+
+    def init(self, params: Parameters) -> SmallState:
+        moments = self._tree.flatten_up_to(self._inner.init(params))
+        return self._stored(moments, self._scales(moments), jnp.zeros((), jnp.int32))
+
+    def update(self, grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, SmallState]:
+        """The update is computed twice where there are scales: only for its scales, and then from the same inputs behind a fence. So XLA
+        keeps no moment in float32 between the two; both read a byte a number.
+        """
+        stored, scales = (self._tree.flatten_up_to(tree) for tree in (state.inner, state.scales))
+        new = scales
+        if self._scaled:
+            new = self._scales(self._tree.flatten_up_to(self._inner.update(grads, self._read(stored, scales), params)[1]))
+            grads, stored, scales, new = self._fenced(grads, stored, scales, new)
+        updates, moments = self._inner.update(grads, self._read(stored, scales), params)
+        return updates, self._stored(self._tree.flatten_up_to(moments), new, state.updates + 1)
+
+    def _read(self, stored: list[Any], scales: list[Any]) -> Any:
+        leaves = zip(self._forms, stored, scales, strict=True)
+        return self._tree.unflatten([leaf if form is None else form.read(leaf, scale) for form, leaf, scale in leaves])
+
+    def _scales(self, moments: list[Any]) -> list[Any]:
+        return [None if form is None else form.scales(leaf) for form, leaf in zip(self._forms, moments, strict=True)]
+
+    def _stored(self, moments: list[Any], scales: list[Any], updates: Int32[Array, ""]) -> SmallState:
+        def write(form: Storage | None, moment: Array, scale: Array | None) -> Array:
+            if form is None:
+                return moment
+            return form.write(moment, scale, random_bits(self._seed, form.name, updates, moment.shape) if self._by_chance else None)
+
+        stored = [write(*leaf) for leaf in zip(self._forms, moments, scales, strict=True)]
+        return SmallState(updates, self._tree.unflatten(stored), self._tree.unflatten(scales))
+
+    def _fenced(self, grads: Parameters, *of_state: list[Any]) -> tuple[Any, ...]:
+        """The same arrays; those that belong to one parameter can be used once all of them are there."""
+        paths, tree = jax.tree_util.tree_flatten_with_path(grads)
+        given = {path_of(path): leaf for path, leaf in paths}
+        fenced = [list(leaves) for leaves in of_state]
+        for parameter in dict.fromkeys(form.parameter for form in self._forms if form is not None):
+            places = [place for place, form in enumerate(self._forms) if form is not None and form.parameter == parameter]
+            group = given[parameter], [[leaves[place] for place in places] for leaves in fenced]
+            given[parameter], passed = jax.lax.optimization_barrier(group)
+            for leaves, own in zip(fenced, passed, strict=True):
+                for place, leaf in zip(places, own, strict=True):
+                    leaves[place] = leaf
+        return tree.unflatten(list(given.values())), *fenced
 
 
 def _forms(config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation) -> tuple[list[Storage | None], Any]:
-    """(form of every leaf of the state of `inner`, None for what stays as it is; structure of that state)."""
+    """(form of every leaf of the state of `inner`, structure of that state)."""
     named = jax.tree_util.tree_flatten_with_path(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
     axes = {path_of(path): names for path, names in named}
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, abstract_parameters(config.model)))
     chosen = {FIRST: settings.moments, SECOND: settings.second}
 
-    def form(path: tuple[str, ...], shape: tuple[int, ...]) -> Storage | None:
+    def form(path: Names, shape: tuple[int, ...]) -> Storage | None:
         start = next((i for i in range(1, len(path)) if path[i:] in axes and path[i - 1] in chosen), None)
         if start is None or not is_matrix(axes[path[start:]]):
             return None
-        names, kind = axes[path[start:]], chosen[path[start - 1]]
-        whole, allowed = tuple(not RULES[name] for name in names), tuple(name not in APART for name in names)
-        stored = partial(Storage, ".".join(path), path[start - 1] == FIRST)
-        if kind == "bfloat16":
-            return stored(None)
-        blocks = blocks_of(shape, whole, allowed) if kind == "int8" else None
-        return None if blocks is None else stored(blocks)
+        kind = chosen[path[start - 1]]
+        dim = scaled_dim(axes[path[start:]], shape) if kind == "int8" else None
+        rounded = kind == "bfloat16" or dim is not None
+        return Storage(".".join(path), path[start:], path[start - 1] == FIRST, dim) if rounded else None
 
     return [form(path_of(path), leaf.shape) for path, leaf in leaves], structure
 
 
-def path_of(path: tuple[Any, ...]) -> tuple[str, ...]:
+def scaled_dim(names: Sequence[str], shape: Sequence[int]) -> int | None:
+    """The dim of a parameter with these logical axes along which its 8-bit moments share a scale, the same on any mesh: one that no mesh
+    splits, such as that of a head, or else the one that is split the least; None if all are short.
+
+    Whole dims, since XLA:TPU fuses nothing across a reshape: cut in blocks, it kept every scale as a float32 for each element. Where a mesh
+    splits the dim, devices send each other their largest.
+    """
+    able = [dim for dim, name in enumerate(names) if name not in APART and shape[dim] >= SHORTEST]
+    return min(able, key=lambda dim: (bool(RULES[names[dim]]), names[dim] == "embed"), default=None)
+
+
+def path_of(path: tuple[Any, ...]) -> Names:
     """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
     return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)

@@ -124,8 +124,13 @@ def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Para
     norm = optax.tree.norm(grads)
     if max_norm is None:
         return grads, norm
-    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
+    scale = clip_scale(norm, max_norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
+
+
+def clip_scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
+    """Factor of gradients of that norm."""
+    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
 
 
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:

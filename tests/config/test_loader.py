@@ -108,7 +108,7 @@ def test_a_number_on_the_command_line_is_text_where_text_is_wanted(write):
 
 def test_a_default_that_does_nothing_may_be_written(write):
     """So that what `dump` writes can be read: only another value than the default would mislead."""
-    write(base=BASE + "optimizer: {muon: null}\nmesh: {zero: 3}\nprecision: {matmul: default}")
+    write(base=BASE + "optimizer: {muon: null}\nmesh: {zero: 3}\nprecision: {float32_matmul: default}")
     assert load("base").config.optimizer.muon is None
 
 

@@ -144,14 +144,14 @@ def test_an_evaluation_goes_on_where_it_stopped(workspace, tmp_path, monkeypatch
     written = (tmp_path / "torn" / "7-choice.json").read_bytes()
     assert json.loads(written)["model"] == str(workspace / "run")
     with pytest.raises(UserError, match=r"7-choice.json holds a result of other weights or settings: delete it"):
-        evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
+        evaluate(workspace / "run", "choice.yml", capsys, "precision.float32_matmul=highest", out=tmp_path / "torn")
     assert (tmp_path / "torn" / "7-choice.json").read_bytes() == written
     assert asked[4:] == [], "nor is anything computed"
     (tmp_path / "torn" / "7-choice.json").unlink()
-    evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
+    evaluate(workspace / "run", "choice.yml", capsys, "precision.float32_matmul=highest", out=tmp_path / "torn")
     assert asked[4:] == [18, 3], "another precision is another evaluation"
     monkeypatch.setattr("maxlm.__version__", "another")
-    evaluate(workspace / "run", "choice.yml", capsys, "precision.matmul=highest", out=tmp_path / "torn")
+    evaluate(workspace / "run", "choice.yml", capsys, "precision.float32_matmul=highest", out=tmp_path / "torn")
     assert asked[6:] == [18, 3], "and so is another version"
 
 

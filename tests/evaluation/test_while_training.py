@@ -95,7 +95,7 @@ def greedy(workspace, monkeypatch):
     items = [{"q": f"{n}:", "a": "b"} for n in range(20)]
     (workspace / "many.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (workspace / "many.yml").write_text(json.dumps({**TASKS["words"], "data": "many.jsonl"}))
-    config = load("small.yml", ["mesh.fsdp=4", "mesh.tensor=2", "precision.matmul=highest", "evaluation.tasks=[many.yml]"]).config
+    config = load("small.yml", ["mesh.fsdp=4", "mesh.tensor=2", "precision.float32_matmul=highest", "evaluation.tasks=[many.yml]"]).config
     program = build_program(config, build_mesh(config))
     prepared, groups, real = [], [], generating.prepare
 
@@ -118,7 +118,7 @@ def test_a_task_that_generates_copies_the_weights_once_and_frees_the_copy(greedy
     found = tasks.run(state, 3, lambda: bool(most.append(live_bytes())))
     assert found == {"tasks": {"many": {"exact_match": 0.0}}}
     assert groups == [16, 4]
-    assert [precision.matmul for precision in prepared] == ["highest"]
+    assert [precision.float32_matmul for precision in prepared] == ["highest"]
     assert max(most) - before > weights / 2
     assert live_bytes() - before < weights / 4
 

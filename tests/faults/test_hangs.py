@@ -25,7 +25,8 @@ from maxlm.__main__ import main
 main()
 """
 READER = "from maxlm.data.input_pipeline import Pipeline as place; name = 'host_batch'; late = lambda self, step, *_: step >= 10"
-LOOP = "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 10"
+# Between two saves: a save has a limit of its own.
+LOOP = "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 8"
 SUPERVISED = (
     "import sys; from maxlm.runtime.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
 )

@@ -67,6 +67,7 @@ NEEDED = {  # what a field needs beside itself
     "model.latent.": ["model.latent={kv_rank: 16, nope_dim: 8, rope_dim: 8, value_dim: 8, q_rank: 8}", "model.n_kv_heads=4"],
     "diloco.": ["diloco={workers: 1, every: 2}"],
     "integrity.": ["integrity={}"],
+    "precision.matmul.": ["precision.matmul={format: int8}"],
     "elastic.": ["elastic={min_hosts: 1}"],
     "run.alerts.": ["run.alerts.command=['true']"],
     "evaluation.": ["evaluation={tasks: [prose]}"],

@@ -174,7 +174,7 @@ def test_matmuls_have_the_precision_that_is_asked_for(monkeypatch):
 
     monkeypatch.setattr(decoding, "prefill", prefill)
     for matmul in ("default", "highest"):
-        prepared = prepare(*case("gpt2"), PrecisionConfig(compute="float32", matmul=matmul))
+        prepared = prepare(*case("gpt2"), PrecisionConfig(compute="float32", float32_matmul=matmul))
         with pytest.raises(TracedError):
             continue_ids(prepared, PROMPTS, GREEDY, END)
     assert "HIGHEST" not in lowered[0]

@@ -1,11 +1,13 @@
 """Processes that join, and that refuse to begin where one of them is not like the others."""
 
+import contextlib
 import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import jax
@@ -172,3 +174,29 @@ def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):
     assert "(process 1): run.dir = " in line
     assert "does not see what process 0 writes there" in line
     assert not list((workspace / "runs").iterdir()), "nothing is left behind"
+
+
+def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
+    """Else it would stay in jax's orderly exit, which waits for the others, and its heartbeats would go on."""
+    left, ended = [], []
+
+    class Group:
+        spec, configured, hosts = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",)
+
+        def own_label(self):
+            return "h (process 0)"
+
+        def leave(self, reason, code):
+            left.append((reason, code))
+
+    class Closed(StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(cluster.cluster_env, "find", lambda *_: Group.spec)
+    monkeypatch.setattr(cluster.rendezvous, "join", lambda *_: Group())
+    monkeypatch.setattr(cluster.os, "_exit", ended.append)
+    monkeypatch.setattr(cluster.sys, "stderr", Closed())
+    with contextlib.suppress(RuntimeError), cluster.joined({}, lambda text: None):
+        raise RuntimeError("boom")
+    assert (left, ended) == ([("h (process 0) crashed: boom", 1)], [1])

@@ -64,6 +64,10 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
             "Started at step 0 of 1,000 on 8 x TPU v5p",
         ),
         (
+            Event("start", 0, 0.0, {"total_steps": 9, "mfu_peak": "fp8"}),
+            "Started at step 0 of 9, MFU of the fp8 peak",
+        ),
+        (
             Event("start", 0, 0.0, {"total_steps": 9, "parameters": 8_030_261_248, "total_tokens": 15e12, "folder": "runs/a"}),
             "Started at step 0 of 9: 8.03 B parameters, 15 T tokens, in runs/a",
         ),

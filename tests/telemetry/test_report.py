@@ -90,6 +90,12 @@ def test_a_stranger_reads_what_happened(tmp_path, make):
     assert len(page.ids) == len(set(page.ids))
 
 
+def test_the_peak_that_mfu_is_a_share_of_is_named_unless_it_is_that_of_bf16(tmp_path, make):
+    for peak, said in (("bf16", "the hardware's peak"), ("int8", "the hardware's int8 peak"), (["x"], "the hardware's peak")):
+        page = Page(report_of(tmp_path, make(f"run-{len(said)}-{len(peak)}", start={**START, "mfu_peak": peak})))
+        assert f"42.0% of {said} (MFU)" in page.text
+
+
 def test_with_adapters_it_says_how_many_parameters_are_trained(tmp_path, make):
     page = Page(report_of(tmp_path, make("lora", start={**START, "trained_parameters": 77_824})))
     assert "a model of 5.77 M parameters, 77,824 of them trained" in page.text

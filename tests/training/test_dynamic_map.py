@@ -1,5 +1,7 @@
 """Rounding to few bits: values by hand, nearest and by chance, and random bits that are the same on any mesh."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny_config
 
 from maxlm.parallel import build_mesh
-from maxlm.training.dynamic_map import Blocks, blocks_of, decode, encode
+from maxlm.training import dynamic_map
+from maxlm.training.dynamic_map import scales_of
 from maxlm.training.rounding import random_bits, to_bfloat16
+from maxlm.training.small_states import scaled_dim
 from maxlm.training.split_masters import join, split
 
 UPDATE = jnp.int32(7)
+
+
+decode = jax.jit(dynamic_map.decode)
+
+
+@partial(jax.jit, static_argnames=("dim", "signed"))
+def encode(x, dim, *, signed, random=None):
+    scales = scales_of(x, dim)
+    return dynamic_map.encode(x, scales, signed=signed, random=random), scales
 
 
 def values(signed: bool) -> np.ndarray:
@@ -30,11 +43,11 @@ def test_codes_stand_for_the_values_of_the_definition(signed):
     """127 and a sign, or 255: zero, one, and ends of equal steps in every decade."""
     kind, by_hand = (np.int8, values(signed)) if signed else (np.uint8, values(signed))
     codes = np.arange(len(by_hand)).astype(kind)
-    found = np.asarray(decode(jnp.asarray(codes), jnp.ones(1), Blocks(0, len(codes))))
+    found = np.asarray(decode(jnp.asarray(codes), jnp.ones(1)))
     np.testing.assert_allclose(found, by_hand, rtol=2e-6)
     if signed:
         some = {127: 1.0, 126: 0.9859375, 63: 0.1, 64: 0.1140625, 31: 0.01, 3: 1e-5, 1: 1e-6, 0: 0.0, -127: -1.0, -63: -0.1}
-        told = decode(jnp.asarray(list(some), jnp.int8), 2 * jnp.ones(1), Blocks(0, len(some)))
+        told = decode(jnp.asarray(list(some), jnp.int8), 2 * jnp.ones(1))
         np.testing.assert_allclose(told, 2 * np.array(list(some.values())), rtol=2e-6)
 
 
@@ -44,21 +57,20 @@ def test_a_value_keeps_its_code_and_others_take_the_nearest(signed):
     middle = (by_hand[1:] + by_hand[:-1]) / 2
     for shares, wanted in ((by_hand, by_hand), (middle * 0.999, by_hand[:-1]), (middle * 1.001, by_hand[1:])):
         x = jnp.asarray(np.append(shares, 1.0) * 3.0, jnp.float32)
-        codes, scales = encode(x, Blocks(0, x.size), signed=signed)
+        codes, scales = encode(x, 0, signed=signed)
         least = by_hand[1] if not signed else 0.0  # a positive number without a sign is not stored as 0
         wanted = np.where(shares > 0, np.maximum(wanted, least), 0)
-        np.testing.assert_allclose(decode(codes, scales, Blocks(0, x.size))[:-1], 3 * wanted, rtol=2e-6)
+        np.testing.assert_allclose(decode(codes, scales)[:-1], 3 * wanted, rtol=2e-6)
 
 
-def test_scales_are_of_blocks():
+def test_scales_are_of_rows():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64, 5)) * np.array([1, 1e-6, 1e6])[:, None, None], jnp.float32)
-    codes, scales = encode(x, Blocks(1, 32), signed=True)
+    codes, scales = encode(x, 1, signed=True)
     assert codes.shape == x.shape and codes.dtype == jnp.int8
-    np.testing.assert_array_equal(scales, np.abs(x).reshape(3, 2, 32, 5).max(2))
-    largest = np.repeat(scales, 32, 1)
-    assert (np.abs(decode(codes, scales, Blocks(1, 32)) - x) <= 0.0071 * largest).all()
-    zero, scales = encode(jnp.zeros((32, 2)), Blocks(0, 32), signed=False)
-    assert not decode(zero, scales, Blocks(0, 32)).any()
+    np.testing.assert_array_equal(scales, np.abs(x).max(1, keepdims=True))
+    assert (np.abs(decode(codes, scales) - x) <= 0.0071 * scales).all()
+    zero, scales = encode(jnp.zeros((32, 2)), 0, signed=False)
+    assert not decode(zero, scales).any()
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -67,8 +79,8 @@ def test_by_chance_the_mean_is_exact(signed):
     by_hand = values(signed)
     shares = np.array([0.55, 0.1001, 0.0321, 3.3e-4, 7.7e-6, 1.0])
     x = jnp.asarray(np.repeat(shares[:, None], 4000, 1), jnp.float32)
-    codes, scales = encode(x, Blocks(0, len(shares)), signed=signed, random=random_bits(0, "w", UPDATE, x.shape))
-    found = np.asarray(decode(codes, scales, Blocks(0, len(shares))))
+    codes, scales = encode(x, 0, signed=signed, random=random_bits(0, "w", UPDATE, x.shape))
+    found = np.asarray(decode(codes, scales))
     for share, row in zip(shares, found, strict=True):
         below, above = by_hand[by_hand <= share * 1.0001].max(), by_hand[by_hand >= share * 0.9999].min()
         assert {np.abs(by_hand - one).argmin() for one in row} <= {np.abs(by_hand - one).argmin() for one in (below, above)}
@@ -123,16 +135,15 @@ def test_twenty_four_bits():
 
 
 @pytest.mark.parametrize(
-    ("shape", "whole", "allowed", "wanted"),
+    ("names", "shape", "wanted"),
     [
-        ((32, 4096, 14336), (1, 0, 0), (0, 1, 1), (1, 64)),  # layers x embed x mlp: the width
-        ((32, 4096, 32, 128), (1, 0, 0, 1), (0, 1, 1, 1), (3, 128)),  # a query: the head's dims, which no mesh splits
-        ((128256, 4096), (0, 0), (0, 1), (1, 64)),  # a table: tokens apart
-        ((4, 1018), (0, 0), (1, 1), (1, 509)),  # no shorter divisor
-        ((4, 100), (0, 0), (1, 1), (1, 50)),
-        ((4, 8), (0, 0), (1, 1), None),
+        (("layers", "embed", "mlp"), (32, 4096, 14336), 2),
+        (("layers", "mlp", "embed"), (32, 14336, 4096), 1),
+        (("layers", "embed", "heads", "head_dim"), (32, 4096, 32, 128), 3),  # no mesh splits it
+        (("vocab", "embed"), (128256, 4096), 1),  # tokens have scales of their own
+        (("layers", "embed", "expert", "mlp"), (4, 64, 32, 8), 1),  # and experts; 8 are too few
+        (("embed", "mlp"), (8, 8), None),
     ],
 )
-def test_blocks_by_hand(shape, whole, allowed, wanted):
-    found = blocks_of(shape, tuple(map(bool, whole)), tuple(map(bool, allowed)))
-    assert found == (None if wanted is None else Blocks(*wanted))
+def test_scales_are_along_a_dim_that_is_split_the_least(names, shape, wanted):
+    assert scaled_dim(names, shape) == wanted

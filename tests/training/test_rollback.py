@@ -64,6 +64,11 @@ class Script:
     def abstract_state(self):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.init())
 
+    def adopt(self, state):
+        return state
+
+    readable = adopt
+
     def step(self, state, n):
         self.trained.append(n)
         bad = state.params["bad"] | int(n in self.poison)

@@ -63,6 +63,11 @@ class Script:
     def abstract_state(self):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.init())
 
+    def adopt(self, state):
+        return state
+
+    readable = adopt
+
     def step(self, state, n):
         loss = self._loss(n)
         # An infinity in the parameters makes every later loss NaN.

@@ -36,6 +36,7 @@ class Figures:
     held_out: float | None
     tokens_per_s: float | None  # median
     mfu: float | None
+    mfu_peak: str  # format whose peak it is a share of, such as "fp8 "; "" for bf16
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time since the first start
     goodput: float | None  # share of it spent on steps that count
@@ -60,6 +61,7 @@ def figures_of(run: Run) -> Figures:
         held_out=_last(run.eval_loss),
         tokens_per_s=_median(run.get("tokens_per_s")),
         mfu=_median(run.get("mfu")),
+        mfu_peak=f"{start['mfu_peak']} " if start.get("mfu_peak") in ("int8", "fp8") else "",
         data_wait=waited,
         seconds=_wall_time(run),
         goodput=run.ledger.goodput,
@@ -98,7 +100,7 @@ def headline(run: Run, f: Figures) -> list[str]:
     elif f.held_out is not None:
         sentences.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
     if f.tokens_per_s is not None:
-        mfu = f", {percent(f.mfu)} of the hardware's peak (MFU)" if f.mfu is not None else ""
+        mfu = f", {percent(f.mfu)} of the hardware's {f.mfu_peak}peak (MFU)" if f.mfu is not None else ""
         sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
     if f.data_wait is not None:
         sentences.append(f"Steps waited for data {percent(f.data_wait)} of their time.")

@@ -1,0 +1,43 @@
+"""Definition of quantized rows and columns, in plain XLA operations."""
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+if TYPE_CHECKING:
+    from maxlm.kernels.quantize import Quantization
+
+# M rows, C columns, T tiles of rows
+
+
+def quantize_rows(x_MC: Float[Array, "M C"], form: "Quantization") -> tuple[Num[Array, "M C"], Float[Array, " M"]]:
+    """See `maxlm.kernels.quantize`."""
+    x_MC = x_MC.astype(jnp.float32)
+    # A maximum with infinity, not with NaN: XLA:CPU has been seen to lose the NaN of one that it fused with what comes before.
+    scale_M1 = scale_of(jnp.max(jnp.where(jnp.isfinite(x_MC), jnp.abs(x_MC), jnp.inf), axis=1, keepdims=True), form)
+    return rounded(x_MC * (1 / scale_M1), form), scale_M1[:, 0]
+
+
+def quantize_columns(
+    x_MC: Float[Array, "M C"], form: "Quantization", tile: int, *, transposed: bool
+) -> tuple[Num[Array, "..."], Float[Array, "T C"]]:
+    """See `maxlm.kernels.quantize`."""
+    rows, columns = x_MC.shape
+    finite_MC = jnp.where(jnp.isfinite(x_MC), x_MC, 0).astype(jnp.float32)
+    x_THC = jnp.pad(finite_MC, ((0, -rows % tile), (0, 0))).reshape(-1, tile, columns)
+    scale_T1C = scale_of(jnp.max(jnp.abs(x_THC), axis=1, keepdims=True), form)
+    values_MC = rounded(x_THC * (1 / scale_T1C), form).reshape(-1, columns)[:rows]
+    return values_MC.T if transposed else values_MC, scale_T1C[:, 0]
+
+
+def scale_of(largest: Float[Array, "..."], form: "Quantization") -> Float[Array, "..."]:
+    """Scale by which the largest magnitude becomes the largest number; 1 for zeros, NaN for infinity."""
+    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, form.smallest_scale))
+    return jnp.where(largest < jnp.inf, scale, jnp.nan)
+
+
+def rounded(scaled: Float[Array, "..."], form: "Quantization") -> Num[Array, "..."]:
+    """To nearest, no larger than the format's largest number."""
+    whole = jnp.round(scaled) if jnp.issubdtype(form.dtype, jnp.integer) else scaled
+    return jnp.clip(whole, -form.largest, form.largest).astype(form.dtype)

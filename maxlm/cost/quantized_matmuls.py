@@ -1,0 +1,170 @@
+"""Matmuls that `precision.matmul` quantizes, and whether a compiled program computes them so: nothing may fall back in silence."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.cost import model_shapes
+from maxlm.cost.model_shapes import LayerKind
+from maxlm.cost.pricing import format_of
+from maxlm.hardware.chips import MatmulFormat
+from maxlm.hlo.op_flops import Dot, dots, kernel_operands
+from maxlm.hlo.parser import Module
+from maxlm.models import mfu_format
+from maxlm.models.quantized import is_quantized, kept_high
+from maxlm.models.saved_tensors import Matmul
+
+_MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
+    "query_latent": "query_down",
+    "query": "query",
+    "latent": "kv_down",
+    "key": "key",
+    "value": "value",
+    "attention_out": "out",
+    "gate": "gate",
+    "up": "up",
+    "mlp_out": "down",
+}
+_GROUPED = "grouped_matmul_"  # names of our kernels of experts begin so
+_MOST_PASSES = 4  # forward, the same recomputed, and the two of the gradient
+_SLACK = 0.01  # of the FLOPs
+
+
+@dataclass(frozen=True)
+class Intended:
+    """Matmuls of one shape: those of layers that are quantized, and FLOPs a step on one device. `names` as in precision.matmul.skip."""
+
+    names: tuple[str, ...]
+    low: float  # least FLOPs with 8-bit operands
+    high: float  # most with wider ones
+    found_low: float
+    found_high: float
+
+    @property
+    def problem(self) -> str:
+        """What the compiled program does otherwise; empty where nothing."""
+        names = " and ".join(self.names)
+        if self.found_low < (1 - _SLACK) * self.low:
+            return f"precision.matmul: of {names}, {self.found_low / self.low:.0%} of the FLOPs that should have 8-bit operands do."
+        if self.found_high > (1 + _SLACK) * self.high + _SLACK * self.low:
+            return f"precision.matmul: matmuls of {names} with {self.found_high:.3g} FLOPs a step have operands of more than 8 bits."
+        return ""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Matmuls of a model that `precision.matmul` quantizes."""
+
+    formats: tuple[MatmulFormat, MatmulFormat]  # forward, and of the two of a gradient: there e5m2 meets e4m3, and is as fast
+    names: frozenset[str]  # of matrices, as in `precision.matmul.skip`
+    high: frozenset[int]  # layers, by depth, that are not quantized; multi-token prediction comes after all others
+    latent: bool  # attention
+
+    def layers(self, kind: LayerKind, matmul: Matmul) -> int:
+        """Number of layers of this kind in which this matmul is quantized."""
+        if matrix_of(matmul, latent=self.latent) not in self.names:
+            return 0
+        return sum(depth not in self.high for depth in kind.depths) if self.high else len(kind.depths)
+
+
+def quantization_of(config: Config) -> Quantization:
+    settings, latent = config.precision.matmul, config.model.latent is not None
+    if settings is None or settings.weights_only or settings.format == "int4":
+        return Quantization(("bf16", "bf16"), frozenset(), frozenset(), latent)
+    forward, gradient = mfu_format(config), settings.gradient_element or "bf16"
+    assert gradient != "int4", "gradients have no such format"
+    return Quantization(
+        (forward, "bf16" if gradient == "bf16" else forward), _names(settings, config.model), _high_depths(settings, config.model), latent
+    )
+
+
+def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
+    blocks = [model_shapes.abstract_module(model, experts=experts).block for experts in {False, model.moe is not None}]
+    variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    low = [(path, variable) for path, variable in variables if is_quantized(settings, path, variable)]
+    return frozenset("experts" if "expert" in variable.axes else _name(path) for path, variable in low)
+
+
+def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int]:
+    period, dense = len(model.layer_pattern), model.n_dense
+    whole = (model.n_layers - dense) // period
+    first, last = kept_high(settings, model, "layers")
+    parts = {
+        "head": range(dense),
+        "layers": range(dense, dense + first * period),
+        "end": range(dense + (whole - last) * period, dense + whole * period),
+        "tail": range(dense + whole * period, model.n_layers),
+        "ahead": range(model.n_layers, model.n_layers + model.mtp_depth),
+    }
+    kept = [depths for name, depths in parts.items() if name in ("layers", "end") or kept_high(settings, model, name)[0]]
+    return frozenset(itertools.chain(*kept))
+
+
+def matrix_of(matmul: Matmul, *, latent: bool) -> str:
+    """The matrix behind a matmul, as `precision.matmul.skip` calls it; its own name where that has none."""
+    if matmul.experts:
+        return "experts"
+    return "kv" if latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name, matmul.name)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return str(getattr(path[-1], "name", getattr(path[-1], "key", ""))).rpartition("_")[0]
+
+
+def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Intended, ...]:
+    """Every shape of quantized matmul of `config` on a mesh of `sizes`, with what the compiled `module` has. Of experts: all in one."""
+    quantization = quantization_of(config)
+    if not quantization.names:
+        return ()
+    shapes: dict[tuple[int, ...], list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
+    for sides, name, quantized, flops in _matmuls(config, quantization, sizes):
+        shapes.setdefault(sides, []).append((name, quantized, flops))
+    found = _found(module)
+    passes = 1 if quantization.formats[1] == "bf16" else 3
+    intended = []
+    for sides, rows in shapes.items():
+        if not any(quantized for _, quantized, _ in rows):
+            continue
+        low = sum(flops for _, quantized, flops in rows if quantized)
+        other = sum(flops for _, quantized, flops in rows if not quantized)
+        matrices = tuple(dict.fromkeys(name for name, quantized, _ in rows if quantized))
+        high = _MOST_PASSES * other + (2 * low if passes == 1 else 0)
+        intended.append(Intended(matrices, passes * low, high, *found.get(sides, (0.0, 0.0))))
+    return tuple(intended)
+
+
+def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
+    """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    rows = config.tokens_per_step // config.train.microbatches // shards
+    for kind in model_shapes.layers(config.model):
+        for matmul in kind.matmuls:
+            wide_in, wide_out = matmul.local(sizes["tensor"])
+            sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
+            a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
+            inside = quantization.layers(kind, matmul)
+            for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
+                if layers:
+                    yield sides, matrix_of(matmul, latent=quantization.latent), low, layers * a_layer
+
+
+def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:
+    """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; those of experts, by kernels, under ()."""
+    found: dict[tuple[int, ...], tuple[float, float]] = {}
+    for run in module.executed():
+        computation = module.computations[run.computation]
+        if _GROUPED in run.op.name and run.op.stated is not None:
+            matmuls = [Dot(kernel_operands(run.op, computation), (), run.op.stated.flops)]
+        else:
+            matmuls = list(dots(module, run.op, computation))
+        for dot in matmuls:
+            low, high = found.get(dot.sides, (0.0, 0.0))
+            flops = run.times * dot.flops
+            found[dot.sides] = (low, high + flops) if format_of(dot.operands) == "bf16" else (low + flops, high)
+    return found

@@ -1,0 +1,1 @@
+"""Tiers of memory for training state: host memory, streamed through the device in pieces, and files on NVMe."""

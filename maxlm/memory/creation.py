@@ -1,0 +1,42 @@
+"""Arrays made in host memory, some at a time: together they may be larger than a device's memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from maxlm.memory.pieces import bytes_on_device
+from maxlm.memory.spaces import is_on_host
+
+GROUP_BYTES = 1 << 30  # of host arrays that one program makes, on a device
+
+
+def create(make: Callable[..., Any], shardings: Any, *arguments: Any) -> Any:
+    """`make(*arguments)` on these shardings. It is traced once for each group of leaves, and makes only those."""
+    shapes = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(make, *arguments), shardings
+    )
+    leaves: dict[int, Any] = {}
+    for group in _groups(jax.tree.leaves(shapes)):
+
+        def some(*arguments: Any, group: Sequence[int] = group) -> list[jax.Array]:
+            made = jax.tree.leaves(make(*arguments))
+            return [made[i] for i in group]
+
+        out = [jax.tree.leaves(shapes)[i].sharding for i in group]
+        leaves |= dict(zip(group, jax.jit(some, out_shardings=out)(*arguments), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), [leaves[i] for i in range(len(leaves))])
+
+
+def _groups(leaves: Sequence[Any]) -> list[list[int]]:
+    """Numbers of the leaves that one program makes: all of the device's, then the host's."""
+    groups = [[i for i, leaf in enumerate(leaves) if not is_on_host(leaf)]]
+    size = GROUP_BYTES
+    for i, leaf in enumerate(leaves):
+        if is_on_host(leaf):
+            size += bytes_on_device(leaf)
+            if size > GROUP_BYTES:
+                groups.append([])
+                size = bytes_on_device(leaf)
+            groups[-1].append(i)
+    return [group for group in groups if group]

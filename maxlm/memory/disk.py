@@ -1,0 +1,236 @@
+"""State in a scratch file, by units of an update: what an optimizer reads at once lies side by side in the file.
+
+Each process keeps the parts of its own devices, one copy of each.
+"""
+
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from maxlm.config.errors import UserError
+from maxlm.config.memory import NvmeConfig
+from maxlm.memory.scratch import FIELD, Buffer, ScratchFile, aligned
+from maxlm.memory.spaces import HOST, on_device
+
+SLOW_BYTES_PER_S = 200e6  # slower than any NVMe disk
+
+Path = tuple[str, ...]  # of a leaf in the state
+_log = logging.getLogger(__name__)
+
+
+class Part(NamedTuple):
+    """A piece of a leaf on the devices of this process: `slots` says which of the distinct tiles a device holds."""
+
+    path: Path
+    shape: tuple[int, ...]  # of the piece on all devices
+    tile: tuple[int, ...]  # of one device's part
+    dtype: Any
+    sharding: NamedSharding
+    slots: Mapping[jax.Device, int]
+    offset: int  # in its unit
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one tile to the next."""
+        return aligned(math.prod(self.tile) * np.dtype(self.dtype).itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return self.stride * len(set(self.slots.values()))
+
+    def tiles(self, view: memoryview) -> list[np.ndarray]:
+        """The tiles in a unit's bytes."""
+        count, starts = math.prod(self.tile), range(self.offset, self.offset + self.bytes, self.stride)
+        return [np.frombuffer(view, self.dtype, count, start).reshape(self.tile) for start in starts]
+
+
+class Unit(NamedTuple):
+    """Piece `piece` of the leaves of a group."""
+
+    group: int
+    piece: int
+    offset: int  # in the file
+    bytes: int
+    parts: tuple[Part, ...]
+
+
+class DiskArray:
+    """A leaf of the state that is in the file. It is no jax.Array, so nothing computes with it by mistake."""
+
+    def __init__(self, state: "DiskState", path: Path, leaf: Any) -> None:
+        self._state, self.path = state, path
+        self.shape, self.dtype, self.sharding = leaf.shape, leaf.dtype, leaf.sharding
+
+    def load(self) -> jax.Array:
+        """The array in host memory."""
+        return self._state.load(self)
+
+    def delete(self) -> None:
+        """Nothing: the file is overwritten by the next state."""
+
+
+def load_all(tree: Any) -> Any:
+    """`tree` with arrays in host memory in place of those in files."""
+    return jax.tree.map(lambda leaf: leaf.load() if isinstance(leaf, DiskArray) else leaf, tree)
+
+
+class DiskState:
+    """The leaves of a state that are kept in a file, and what is in flight."""
+
+    def __init__(self, groups: Sequence[tuple[Mapping[Path, Any], int]], settings: NvmeConfig) -> None:
+        """`groups`: for each group its leaves in the file (abstract, with shardings), and its pieces. Raises UserError without room."""
+        self._leaves = dict(itertools.chain.from_iterable(leaves.items() for leaves, _ in groups))
+        self.units: list[Unit] = []
+        end = 0
+        for number, (leaves, pieces) in enumerate(groups):
+            for piece in range(pieces if leaves else 0):
+                parts = _parts(leaves, pieces)
+                size = sum(part.bytes for part in parts)
+                self.units.append(Unit(number, piece, end, size, parts))
+                end += size
+        self.bytes = end
+        self._settings = settings
+        self._file = ScratchFile(settings.dir, end, settings.threads)
+        largest = max((unit.bytes for unit in self.units), default=0)
+        self._reading, self._writing = ([Buffer(largest) for _ in range(2)] for _ in range(2))
+        self._reads: dict[int, list[Future[None]]] = {}  # by number of the unit
+        self._writes: list[list[Future[None]]] = [[], []]  # by buffer
+        self._written = 0  # units
+        self._failed: UserError | None = None
+
+    def array(self, path: Path) -> DiskArray:
+        """The leaf of this path."""
+        return DiskArray(self, path, self._leaves[path])
+
+    def adopt(self, leaves: Mapping[Path, jax.Array]) -> None:
+        """Write whole leaves, all of them or those of some paths, whatever the file held."""
+        for requests in (*self._reads.values(), *self._writes):  # of an update that was cut short
+            with contextlib.suppress(UserError):
+                self._file.wait(requests)
+        self._reads, self._writes, self._failed = {}, [[], []], None
+        began, moved = time.monotonic(), 0
+        for unit in self.units:
+            parts = [part for part in unit.parts if part.path in leaves]
+            moved += sum(part.bytes for part in parts)
+            if parts:
+                self._write(unit, parts, [[_piece(part, unit.piece, tile) for tile in _by_slot(part, leaves[part.path])] for part in parts])
+        self.flush()
+        seconds = time.monotonic() - began
+        if moved > 2**28 and moved / max(seconds, 1e-9) < SLOW_BYTES_PER_S:
+            least = 2 * self.bytes * seconds / moved
+            speed, place = moved / seconds / 1e6, self._settings.dir
+            _log.warning("%s = %s is slow: it writes %.0f MB/s, so an update takes %.0f s or more", FIELD, place, speed, least)
+
+    def start_read(self, number: int) -> None:
+        """Start to read a unit, if there is one of this number. At most two may be read and not yet taken."""
+        if number < len(self.units) and number not in self._reads:
+            unit = self.units[number]
+            self._reads[number] = self._file.read(unit.offset, self._reading[number % 2].view[: unit.bytes])
+
+    def take(self, number: int) -> list[jax.Array]:
+        """The pieces of a unit on the devices, in the order of its parts; its buffer is free then."""
+        unit = self.units[number]
+        self._check(self._reads.pop(number))
+        arrays = [_on_devices(part, part.tiles(self._reading[number % 2].view)) for part in unit.parts]
+        jax.block_until_ready(arrays)
+        return arrays
+
+    def give(self, number: int, pieces: Sequence[jax.Array]) -> None:
+        """Start to write a unit's new pieces, once a buffer is free."""
+        unit = self.units[number]
+        self._write(unit, unit.parts, [_by_slot(part, piece) for part, piece in zip(unit.parts, pieces, strict=True)])
+
+    def flush(self) -> None:
+        """Wait for all writes."""
+        for requests in self._writes:
+            self._check(requests)
+        self._writes = [[], []]
+
+    def load(self, array: DiskArray) -> jax.Array:
+        """A whole leaf in host memory. Raises UserError after an error of the disk: the file may hold a half-written state."""
+        if self._failed is not None:
+            raise self._failed
+        self.flush()
+        shape, slots = array.sharding.shard_shape(array.shape), dict[jax.Device, int]()
+        tiles: dict[int, np.ndarray] = {}
+        for unit, part in ((one, part) for one in self.units for part in one.parts if part.path == array.path):
+            buffer = Buffer(part.bytes)
+            self._check(self._file.read(unit.offset + part.offset, buffer.view[: part.bytes]))
+            for slot, tile in enumerate(part._replace(offset=0).tiles(buffer.view)):
+                np.copyto(_piece(part, unit.piece, tiles.setdefault(slot, np.empty(shape, array.dtype))), tile)
+            slots = dict(part.slots)
+        placed = [jax.device_put(tiles[slot], SingleDeviceSharding(device, memory_kind=HOST)) for device, slot in slots.items()]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
+
+    def close(self) -> None:
+        """Free the space."""
+        self._file.close()
+
+    def _write(self, unit: Unit, parts: Sequence[Part], tiles: Sequence[Sequence[np.ndarray]]) -> None:
+        """Copy tiles of parts of a unit to a buffer, once that is free, and start to write it."""
+        which = self._written % 2
+        self._written += 1
+        self._check(self._writes[which])
+        view = self._writing[which].view
+        for part, found in zip(parts, tiles, strict=True):
+            for target, tile in zip(part.tiles(view), found, strict=True):
+                np.copyto(target, tile)
+        spans = [(0, unit.bytes)] if len(parts) == len(unit.parts) else [(part.offset, part.bytes) for part in parts]
+        requests = (self._file.write(unit.offset + start, view[start : start + size]) for start, size in spans)
+        self._writes[which] = list(itertools.chain.from_iterable(requests))
+
+    def _check(self, requests: Sequence[Future[None]]) -> None:
+        try:
+            self._file.wait(requests)
+        except UserError as error:
+            self._failed = error
+            raise
+
+
+def _parts(leaves: Mapping[Path, Any], pieces: int) -> tuple[Part, ...]:
+    found, offset = [], 0
+    for path, leaf in leaves.items():
+        shape = (leaf.shape[0] // pieces, *leaf.shape[1:]) if pieces > 1 else tuple(leaf.shape)
+        sharding = on_device(leaf.sharding)
+        numbers: dict[Any, int] = {}
+        indices = sharding.addressable_devices_indices_map(shape)
+        slots = {device: numbers.setdefault(str(index), len(numbers)) for device, index in indices.items()}
+        part = Part(path, shape, sharding.shard_shape(shape), leaf.dtype, sharding, slots, offset)
+        found.append(part)
+        offset += part.bytes
+    return tuple(found)
+
+
+def _piece(part: Part, number: int, whole: np.ndarray) -> np.ndarray:
+    """The rows of a piece, of one device's part of a whole leaf."""
+    if whole.shape == part.tile:
+        return whole
+    rows = part.tile[0]
+    return whole[number * rows : (number + 1) * rows]
+
+
+def _by_slot(part: Part, array: jax.Array) -> list[np.ndarray]:
+    """The distinct tiles of an array on this process's devices."""
+    found: dict[int, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        slot = part.slots[shard.device]
+        if slot not in found:
+            found[slot] = np.asarray(shard.data)
+    return [found[slot] for slot in range(len(found))]
+
+
+def _on_devices(part: Part, tiles: Sequence[np.ndarray]) -> jax.Array:
+    """The piece on the devices. The tiles' memory is used again, and jax may take memory for a CPU's array as it is."""
+    placed = [
+        jax.device_put(np.array(tiles[slot]) if device.platform == "cpu" else tiles[slot], device) for device, slot in part.slots.items()
+    ]
+    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, placed)

@@ -1,0 +1,117 @@
+"""Arrays in host memory, streamed through a device in pieces of their first dim.
+
+While a piece is computed with, the next one is fetched and the one before it is written back into the buffer that it came from: one array
+in host memory, a few pieces in HBM. Of one buffer a fetch and a write must be ordered, or XLA would copy the whole buffer. One half of the
+buffers is fetched from first and the other half written to first, so that the link is busy in both directions.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from maxlm.memory.spaces import is_on_host, to_device, to_host
+
+PIECE_BYTES = 128 * 2**20  # of all arrays of a piece on one device: a link of 32 GB/s needs 4 ms for it, far more than its latency
+
+Arrays = Sequence[jax.Array]
+
+
+def pieces_of(leaves: Sequence[Any], *, whole: bool = False) -> int:
+    """Pieces in which arrays of these shapes, dtypes and shardings go through a device: 1 if they cannot be cut (`whole`; dims that differ
+    in their first size; a first dim that is split over devices).
+    """
+    first = {leaf.shape[0] if len(leaf.shape) > 1 else 0 for leaf in leaves}
+    if whole or len(first) != 1 or 0 in first or any(_split(leaf.sharding) for leaf in leaves):
+        return 1
+    rows, size = first.pop(), sum(bytes_on_device(leaf) for leaf in leaves)
+    fewest = min(rows, -(-size // PIECE_BYTES))
+    return next(n for n in range(fewest, rows + 1) if rows % n == 0)
+
+
+def bytes_on_device(leaf: Any) -> int:
+    """Bytes of one device's part of an array."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _split(sharding: NamedSharding) -> bool:
+    axes = sharding.spec[0] if len(sharding.spec) else None
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return any(sharding.mesh.shape[name] > 1 for name in names)
+
+
+def stream(update: Callable[[Arrays, Arrays], Arrays], changed: Arrays, read: Arrays, pieces: int) -> list[jax.Array]:
+    """The arrays `changed`, each where it was, after `update(pieces of changed, pieces of read) -> new pieces` of every piece."""
+    places = [is_on_host(array) for array in changed]
+    if pieces == 1:
+        fetched = [to_device(array) for array in changed]
+        return [to_host(new) if host else new for new, host in zip(update(fetched, [_here(array) for array in read]), places, strict=True)]
+    rows = changed[0].shape[0] // pieces
+
+    def fetch(arrays: Arrays, i: jax.Array) -> list[jax.Array]:
+        return [_here(lax.dynamic_slice_in_dim(array, i * rows, rows)) for array in arrays]
+
+    fetched_first = _half(changed)
+
+    def body(i: jax.Array, carry: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+        arrays, current, waiting = carry
+        moved = [_move(*one, i, pieces) for one in zip(arrays, waiting, fetched_first, strict=True)]
+        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, fetch(read, i)))
+
+    first = fetch(changed, jnp.int32(0))
+    arrays, _, waiting = lax.fori_loop(0, pieces, body, (list(changed), first, first))  # the first round writes what is there
+    return [_write(array, piece, pieces - 1) for array, piece in zip(arrays, waiting, strict=True)]
+
+
+def _half(arrays: Arrays) -> list[bool]:
+    """True for some arrays, which have about half of all elements."""
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
+    chosen = [False] * len(arrays)
+    balance = 0
+    for i in order:
+        chosen[i] = balance <= 0
+        balance += arrays[i].size if chosen[i] else -arrays[i].size
+    return chosen
+
+
+def _move(array: jax.Array, waiting: jax.Array, fetch_first: bool, i: jax.Array, pieces: int) -> tuple[jax.Array, jax.Array]:
+    """(`array` with its piece i - 1 written, its piece i + 1)."""
+    rows, following = waiting.shape[0], jnp.minimum(i + 1, pieces - 1)
+    if not fetch_first:
+        array = _write(array, waiting, jnp.maximum(i - 1, 0))
+        return array, _here(lax.dynamic_slice_in_dim(array, following * rows, rows))
+    array, piece = lax.optimization_barrier((array, _here(lax.dynamic_slice_in_dim(array, following * rows, rows))))
+    return _write(array, waiting, jnp.maximum(i - 1, 0)), piece
+
+
+def _write(array: jax.Array, piece: jax.Array, i: jax.Array | int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, to_host(piece) if is_on_host(array) else piece, i * piece.shape[0], 0)
+
+
+def copy_to_device(array: jax.Array, dtype: Any, pieces: int) -> jax.Array:
+    """The array in device memory in another dtype; no second whole copy exists there."""
+    if pieces == 1:
+        return _here(array).astype(dtype)
+    rows = array.shape[0] // pieces
+
+    def body(i: jax.Array, whole: jax.Array) -> jax.Array:
+        piece = _here(lax.dynamic_slice_in_dim(array, i * rows, rows)).astype(dtype)
+        return lax.dynamic_update_slice_in_dim(whole, piece, i * rows, 0)
+
+    return lax.fori_loop(0, pieces, body, jnp.zeros(array.shape, dtype))
+
+
+def _here(array: jax.Array) -> jax.Array:
+    return to_device(array) if is_on_host(array) else array
+
+
+def fold(add: Callable[[Any, jax.Array, jax.Array | int], Any], start: Any, array: jax.Array, pieces: int) -> Any:
+    """`add(carry, piece, its first row)` over the pieces of an array in host memory, from `start`."""
+    if pieces == 1:
+        return add(start, _here(array), 0)
+    rows = array.shape[0] // pieces
+    return lax.fori_loop(0, pieces, lambda i, carry: add(carry, _here(lax.dynamic_slice_in_dim(array, i * rows, rows)), i * rows), start)

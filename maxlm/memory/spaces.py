@@ -1,0 +1,35 @@
+"""Memory spaces of arrays: HBM, and the host memory that a device reads and writes by itself."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+HOST = "pinned_host"
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same split, in host memory."""
+    return sharding.with_memory_kind(HOST)
+
+
+def on_device(sharding: NamedSharding) -> NamedSharding:
+    """The same split, in the memory of the device."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """True for an array, an abstract one or a sharding in host memory; a traced array knows its space by its type."""
+    if isinstance(leaf, jax.core.Tracer):
+        return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
+    return getattr(leaf, "sharding", leaf).memory_kind == HOST
+
+
+def to_device(array: jax.Array) -> jax.Array:
+    """The array in device memory, split as it is. While a program is traced."""
+    return jax.device_put(array, jax.memory.Space.Device)
+
+
+def to_host(array: jax.Array) -> jax.Array:
+    """The array in host memory, split as it is. While a program is traced."""
+    return jax.device_put(array, jax.memory.Space.Host)

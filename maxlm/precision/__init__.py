@@ -1,0 +1,27 @@
+"""Number formats, scales and quantized matmuls. Knows no mesh and no model."""
+
+from maxlm.precision.dot import MOST_SUMMED, Parts, matmuls_saveable, quantized_dot
+from maxlm.precision.emulated import emulated_dot, rotated
+from maxlm.precision.formats import FORMATS, Format, Quantized, dequantize, noise_of, quantize
+from maxlm.precision.grouped import ExpertWeight, expert_weight, grouped_dot
+from maxlm.precision.weights import QuantizedWeight, quantized_weight
+
+__all__ = [
+    "FORMATS",
+    "MOST_SUMMED",
+    "ExpertWeight",
+    "Format",
+    "Parts",
+    "Quantized",
+    "QuantizedWeight",
+    "dequantize",
+    "emulated_dot",
+    "expert_weight",
+    "grouped_dot",
+    "matmuls_saveable",
+    "noise_of",
+    "quantize",
+    "quantized_dot",
+    "quantized_weight",
+    "rotated",
+]

@@ -1,0 +1,200 @@
+"""The update of a state of which parts are in files: the gradients are one program, and the host drives the rest unit by unit.
+
+While the device updates a unit, the next one is read and the one before it is written. The first units are read, and the last ones written,
+while gradients are computed. What the file holds is good only between two updates, and it goes with the process: a run that was killed
+continues from its checkpoint.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlm.memory.disk import DiskArray, DiskState
+from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
+from maxlm.models.parameters import Parameters
+from maxlm.training.offloaded import Group, GroupUpdate, Leaves, Name, Scalars, StreamedStep, flat_params, flat_state, nested
+from maxlm.training.step import Metrics, TrainState, clip_scale
+
+
+class NvmeStep:
+    """(state, batch) -> (state, Metrics), as the compiled step of other states; its state is donated."""
+
+    def __init__(self, streamed: StreamedStep, abstract: TrainState, mesh: Mesh, options: dict[str, Any]) -> None:
+        self._streamed, self._abstract, self._mesh, self._options = streamed, abstract, mesh, options
+        self._config, self._groups = streamed.config, streamed.groups
+        self._filed = [{path for path in group.leaves if streamed.offloading.tier(path) == "nvme"} for group in self._groups]
+        self._filed_paths = [path for group in self._groups for path in group.leaves if any(path in paths for paths in self._filed)]
+        self._gradients: jax.stages.Compiled | None = None
+        self._copies: Leaves = {}  # of masters in the file, in the dtype of the matmuls, on the device
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """`state` with its leaves for the file written there. Only one state has one at a time: the last."""
+        flat = flat_state(state)
+        self.disk.adopt({path: flat[path] for paths in self._filed for path in paths})
+        masters = [path for path in self._filed_paths if path[0] == "params"]
+        if masters:
+            copies = flat_params(self._streamed.readable(state).params)
+            self._copies = {path[1:]: copies[path[1:]] for path in masters}
+        return self._with({path: self.disk.array(path) for path in self._filed_paths}, state)
+
+    @cached_property
+    def disk(self) -> DiskState:
+        """The file. Made when the first state is: to compile the step needs none."""
+        settings, flat = self._config.memory.offload_state, flat_state(self._abstract)
+        assert settings is not None and settings.nvme is not None, "program.py chooses"
+        groups = zip(self._groups, self._filed, strict=True)
+        return DiskState([({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], settings.nvme)
+
+    def with_gradients(self, compiled: jax.stages.Compiled) -> "NvmeStep":
+        """This step, whose gradients `compiled` computes (see `lower`)."""
+        self._gradients = compiled
+        return self
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        self.disk.flush()
+        for number in (0, 1):
+            self.disk.start_read(number)
+        resident = {path: leaf for path, leaf in flat_state(state).items() if not isinstance(leaf, DiskArray)}
+        params = nested({name: self._copies.get(name, resident.get(("params", *name))) for name in self._names})
+        small = TrainState(state.step, state.skipped, params, (), state.model_state, guard=state.guard)
+        assert self._gradients is not None, "`Program.step` compiles them"
+        after, grads, scalars, metrics = self._gradients(small, batch)
+        leaves = self._update(resident, flat_params(grads), scalars)
+        new = self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state)
+        return replace(new, step=after.step, skipped=after.skipped, model_state=after.model_state, guard=after.guard), metrics
+
+    def memory_analysis(self) -> Any:
+        """XLA's figures of the gradients' program, the largest."""
+        return None if self._gradients is None else self._gradients.memory_analysis()
+
+    @property
+    def _names(self) -> list[Name]:
+        return [name for group in self._groups for name in group.names]
+
+    def _with(self, leaves: Leaves, state: TrainState) -> TrainState:
+        flat = flat_state(state) | leaves
+        return jax.tree.unflatten(jax.tree.structure(state), [flat[path] for path in flat_state(state)])
+
+    # The gradients.
+
+    def lower(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]], abstract_batch: Any) -> jax.stages.Lowered:
+        """The gradients' program, from the plain step built with `GradientUpdates`."""
+        limit = self._config.optimizer.clip_norm
+
+        def gradients(small: TrainState, batch: Any) -> tuple[TrainState, Parameters, Scalars, Metrics]:
+            params = self._streamed.compute_copy(small.params)
+            zeros = jax.tree.map(lambda p: jnp.zeros((), p.dtype), params)
+            after, metrics = train_step(replace(small, params=params, opt_state=zeros), batch)
+            clip = None if limit is None else clip_scale(metrics.grad_norm, limit)
+            scalars = Scalars(after.skipped == small.skipped, clip, small.step, small.skipped)
+            return replace(after, params={}, opt_state=()), after.opt_state, scalars, metrics
+
+        abstract, flat = self._abstract, flat_params(self._abstract.params)
+        params = nested({name: self._read_as(name, leaf) for name, leaf in flat.items()})
+        small = TrainState(abstract.step, abstract.skipped, params, (), abstract.model_state, guard=abstract.guard)
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        split = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
+        grads = jax.tree.map(lambda leaf: on_device(leaf.sharding), params)
+        return jax.jit(gradients, out_shardings=(split, grads, whole, whole)).lower(small, abstract_batch)
+
+    def _read_as(self, name: Name, leaf: Any) -> jax.ShapeDtypeStruct:
+        """A parameter as the gradients' program takes it: the copy, where the master is in the file."""
+        if self._streamed.offloading.tier(("params", *name)) != "nvme":
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, self._config.precision.compute, sharding=on_device(leaf.sharding))
+
+    # The update.
+
+    def _update(self, resident: Leaves, grads: Leaves, scalars: Scalars) -> Leaves:
+        """New leaves that are not in the file, whose units are updated one after another."""
+        new, counters = dict(resident), {path: leaf for path, leaf in resident.items() if self._is_counter(path)}
+        waiting: list[tuple[int, list[jax.Array]]] = []
+        for number, unit in enumerate(self.disk.units):
+            pieces = self.disk.take(number)
+            self.disk.start_read(number + 2)
+            waiting.append((number, self._run(unit.group, unit.piece, new, pieces, grads, counters, scalars)))
+            if len(waiting) > 1:
+                self.disk.give(*waiting.pop(0))
+        for group in (number for number, paths in enumerate(self._filed) if not paths):
+            for piece in range(self._groups[group].pieces):
+                self._run(group, piece, new, [], grads, counters, scalars)
+        for number, pieces in waiting:
+            self.disk.give(number, pieces)
+        return new
+
+    def _is_counter(self, path: Name) -> bool:
+        return path[0] == "opt_state" and not any(path in group.leaves for group in self._groups)
+
+    def _run(
+        self, number: int, piece: int, new: Leaves, pieces: list[jax.Array], grads: Leaves, counters: Leaves, scalars: Scalars
+    ) -> list[jax.Array]:
+        """Update a piece of a group: new pieces for the file. Other leaves of the group are replaced in `new`."""
+        group = self._groups[number]
+        here = [path for path in group.leaves if path not in self._filed[number]]
+        copied = [name for name in group.names if name in self._copies]
+        arrays, copies = [new[path] for path in here], [self._copies[name] for name in copied]
+        read = [grads[name] for name in group.names]
+        pieces, arrays, copies, counted = self._programs[number](jnp.int32(piece), pieces, arrays, copies, read, counters, scalars)
+        new |= dict(zip(here, arrays, strict=True)) | counted
+        self._copies |= dict(zip(copied, copies, strict=True))
+        return pieces
+
+    @cached_property
+    def _programs(self) -> list[Any]:
+        return [self._jitted(group, filed) for group, filed in zip(self._groups, self._filed, strict=True)]
+
+    def _jitted(self, group: Group, filed: set[Name]) -> Any:
+        flat = flat_state(self._abstract)
+        here = [path for path in group.leaves if path not in filed]
+        shardings = [on_device(flat[path].sharding) for path in group.leaves if path in filed]
+        copies = [on_device(flat["params", *name].sharding) for name in group.names if ("params", *name) in filed]
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        out = shardings, [flat[path].sharding for path in here], copies, whole
+        run = partial(update_piece, self._config, group, filed)
+        return jax.jit(run, out_shardings=out, donate_argnums=(1, 2, 3), compiler_options=self._options)
+
+
+def update_piece(
+    config: Any,
+    group: Group,
+    filed: set[Name],
+    piece: jax.Array,
+    pieces: list[jax.Array],
+    arrays: list[jax.Array],
+    copies: list[jax.Array],
+    grads: list[jax.Array],
+    counters: Leaves,
+    scalars: Scalars,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Leaves]:
+    """One piece of a group: (`pieces` of leaves in the file, whole `arrays` of the others, `copies` of masters, counters), updated."""
+    places = [is_on_host(array) for array in arrays]
+    arrived, resident = iter(pieces), iter([_cut(array, group, piece) for array in arrays])
+    current = [next(arrived) if path in filed else next(resident) for path in group.leaves]
+    update = GroupUpdate(config, group, counters, scalars)
+    new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads]), strict=True))
+    here = [new[path] for path in group.leaves if path not in filed]
+    moved = [to_host(leaf) if host else leaf for leaf, host in zip(here, places, strict=True)]
+    masters = [new[path] for path in group.leaves if path in filed and path[0] == "params"]
+    kept = [_put(copy, master.astype(copy.dtype), group, piece) for copy, master in zip(copies, masters, strict=True)]
+    counted = update.shared if group.pieces == 1 else {}
+    return [new[path] for path in group.leaves if path in filed], _put_all(arrays, moved, group, piece), kept, counted
+
+
+def _cut(array: jax.Array, group: Group, piece: jax.Array) -> jax.Array:
+    rows = array.shape[0] // group.pieces if group.pieces > 1 else 0
+    part = lax.dynamic_slice_in_dim(array, piece * rows, rows) if rows else array
+    return to_device(part) if is_on_host(part) else part
+
+
+def _put(array: jax.Array, part: jax.Array, group: Group, piece: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, part, piece * part.shape[0], 0) if group.pieces > 1 else part
+
+
+def _put_all(arrays: list[jax.Array], parts: list[jax.Array], group: Group, piece: jax.Array) -> list[jax.Array]:
+    return [_put(array, part, group, piece) for array, part in zip(arrays, parts, strict=True)]

@@ -1,0 +1,78 @@
+"""State in host memory (`memory.offload_state`): the same bits as on the device, on every layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from memory_cases import HOST, equal, run_both, states_of
+from tiny import tiny_batch, tiny_program
+
+from maxlm.checkpoint.digest import digest
+from maxlm.memory.pieces import copy_to_device, stream
+from maxlm.memory.spaces import is_on_host, on_device, on_host
+from maxlm.training.saving import not_finite
+
+MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 64, "router": {"bias_rate": 1e-3}}}
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sections"),
+    [
+        pytest.param({"fsdp": 1}, {"precision": {"compute": "bfloat16"}}, id="one device, bfloat16"),
+        pytest.param({"data": 2, "fsdp": 2}, {"train": {"microbatches": 2}, "ema": {"decay": 0.9}}, id="fsdp, microbatches, average"),
+        pytest.param({"fsdp": 2, "tensor": 2}, {}, id="tensor", marks=SOAK),
+        pytest.param({"fsdp": 1, "stage": 2}, {"train": {"microbatches": 2}}, id="stages", marks=SOAK),
+        pytest.param({"fsdp": 1, "expert": 2}, {"model": MOE}, id="experts", marks=SOAK),
+    ],
+)
+def test_three_steps_are_bitwise_those_on_the_device(mesh, sections, cut):
+    """Layers are streamed one by one, each with all of its matrices: of one alone XLA divides the moments in another way."""
+    (plain, seen), (offloaded, seen_there), program = run_both(mesh, sections, HOST)
+    equal(offloaded, plain)
+    equal(seen_there, seen)
+    assert max(group.pieces for group in program.streamed.groups) == (1 if "stage" in mesh else 2)
+    assert jax.tree.map(lambda leaf: leaf.sharding, offloaded) == program.state_shardings
+    assert sum(map(is_on_host, jax.tree.leaves(offloaded))) == sum(leaf.ndim > 1 and leaf.size > 256 for leaf in jax.tree.leaves(offloaded))
+
+
+def test_a_batch_that_is_not_finite_changes_nothing(cut):
+    program = tiny_program(1, memory={"offload_state": HOST})
+    before, state = (program.init() for _ in range(2))
+    broken = tiny_batch()._replace(weights_BS=tiny_batch().weights_BS * np.nan)
+    with jax.set_mesh(program.mesh):
+        after, metrics = program.step(state, jax.device_put(broken, program.batch_sharding))
+    assert int(after.skipped) == 1 and not np.isfinite(metrics.loss)
+    equal((after.params, after.opt_state), (before.params, before.opt_state))
+
+
+def test_every_piece_is_updated_once():
+    """Two buffers in host memory of several pieces, one of which is fetched from first, the other written to first; one on the device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("fsdp",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    spaces = [on_host(place), on_host(place), on_device(place)]
+    arrays = [jax.device_put(jnp.arange(24.0).reshape(6, 4) + 100 * i, space) for i, space in enumerate(spaces)]
+    grads = jnp.arange(6.0)[:, None] * jnp.ones((6, 4))
+
+    def update(changed, read):
+        return [2 * array + read[0] for array in changed]
+
+    for pieces in (1, 2, 3, 6):
+        run = jax.jit(lambda arrays, grads, pieces=pieces: stream(update, arrays, [grads], pieces), out_shardings=spaces)
+        found = run(arrays, grads)
+        equal(found, [2 * np.asarray(array) + np.asarray(grads) for array in arrays])
+        assert [array.sharding.memory_kind for array in found] == [space.memory_kind for space in spaces]
+        equal(jax.jit(lambda array, pieces=pieces: copy_to_device(array, jnp.bfloat16, pieces))(arrays[1]), arrays[1].astype(jnp.bfloat16))
+
+
+def test_digest_and_check_read_host_memory_in_pieces(cut):
+    """The digest of an array does not depend on where it is, nor does the search for values that are not finite."""
+    here, there = states_of(2, {"fsdp": 2}, None), states_of(2, {"fsdp": 2}, HOST)
+    assert digest(there[1]) == digest(here[1])
+    program, state = there
+    assert not_finite(state, program.mesh) == []
+    layers = state.params["layers"]["0"]["attention"]
+    broken = np.array(layers["out_HKD"])
+    broken[1, 3, 5, 7] = np.nan
+    layers["out_HKD"] = jax.device_put(broken, layers["out_HKD"].sharding)
+    assert not_finite(state, program.mesh) == ["params.layers.0.attention.out_HKD"]

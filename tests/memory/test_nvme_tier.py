@@ -1,0 +1,113 @@
+"""State in a file on a local disk (`memory.offload_state: {optimizer: nvme}`)."""
+
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from memory_cases import HOST, equal, run_both
+from tiny import run_steps, tiny_batch, tiny_program
+
+from maxlm.checkpoint import Checkpoints
+from maxlm.config import UserError
+from maxlm.config.schema import CheckpointConfig
+from maxlm.memory.disk import DiskArray, load_all
+from maxlm.memory.scratch import Buffer, ScratchFile
+from maxlm.training.saving import not_finite
+
+MESH, SECTIONS = {"data": 2, "fsdp": 2}, {"precision": {"compute": "bfloat16"}, "ema": {"decay": 0.9}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("nvme")
+
+
+def nvme(folder):
+    return {"optimizer": "nvme", "master": "nvme", "nvme": {"dir": str(folder)}}
+
+
+def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
+    """The same as on the device within 1e-6; a checkpoint is restored bit for bit to every tier, also after a cut-off update."""
+    (plain, seen), (state, seen_there), program = run_both(MESH, SECTIONS, nvme(folder))
+    np.testing.assert_allclose([m.loss for m in seen_there], [m.loss for m in seen], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *map(jax.device_get, (load_all(state), plain)))
+    assert sum(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state)) == 4 * 9
+    assert not_finite(state, program.mesh) == [] and not list(folder.iterdir())
+
+    saved, whole = Checkpoints(tmp_path, CheckpointConfig(), {}), jax.device_get(load_all(state))
+    saved.save(3, load_all(state), {})
+    saved.close()
+
+    def cut_short(*_):
+        raise OSError("the machine is gone")
+
+    batch = jax.device_put(tiny_batch(3), program.batch_sharding)
+    with jax.set_mesh(program.mesh):
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="gone"):
+            patched.setattr(program.nvme.disk, "give", cut_short)
+            program.step(state, batch)
+        again = program.adopt(Checkpoints(tmp_path, CheckpointConfig(), {}).restore(program.abstract_state).state)
+        equal(load_all(again), whole)
+        after, _ = program.step(again, batch)
+        host = tiny_program(4, mesh=MESH, **SECTIONS, memory={"offload_state": HOST})
+        there = Checkpoints(tmp_path, CheckpointConfig(), {}).restore(host.abstract_state).state
+    equal(there, whole)
+    assert jax.tree.map(lambda leaf: leaf.sharding, there) == host.state_shardings
+    straight, _ = run_steps(program, 4)
+    equal(load_all(after), load_all(straight))
+
+
+def test_a_kill_leaves_no_file(tmp_path):
+    """The file has no name while it is used: nothing is there to read after kill -9, and the space is free."""
+    text = f"""
+import os
+from maxlm.memory.scratch import Buffer, ScratchFile
+file = ScratchFile({str(tmp_path)!r}, 2**20, 1)
+file.wait(file.write(0, Buffer(2**20).view))
+print(os.listdir({str(tmp_path)!r}), flush=True)
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), list(tmp_path.iterdir())) == (-signal.SIGKILL, "[]", [])
+
+
+def test_large_requests_come_back_as_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("maxlm.memory.scratch.REQUEST_BYTES", 8192)
+    file, out, back = ScratchFile(str(tmp_path), 2**16, 3), Buffer(2**16), Buffer(2**16)
+    out.view[:] = np.random.default_rng(0).bytes(2**16)
+    file.wait(file.write(0, out.view))
+    file.wait(file.read(4096, back.view[: 2**16 - 4096]))
+    assert bytes(back.view[: 2**16 - 4096]) == bytes(out.view[4096:])
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "message"),
+    [
+        ("missing", 4096, r"nvme\.dir = \S+missing does not exist on this host; make it, on a local disk"),
+        ("file", 4096, r"is not a folder"),
+        (".", 1 << 60, r"has no room for 1152921504\.6 GB of state \([\d.]+ GB are free\); free space"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, place, size, message):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=message):
+        ScratchFile(str(tmp_path / place), size, 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failing_disk_ends_the_update_and_nothing_is_saved_from_it(folder, cut):
+    program = tiny_program(1, memory={"offload_state": {"optimizer": "nvme", "nvme": {"dir": str(folder)}}})
+    state, disk = program.init(), program.nvme.disk
+
+    def fails(offset, view):
+        raise OSError(5, "Input/output error")
+
+    disk._file._read = fails
+    with jax.set_mesh(program.mesh), pytest.raises(UserError, match=r"nvme\.dir = \S+ fails \(Input/output error\)"):
+        program.step(state, jax.device_put(tiny_batch(), program.batch_sharding))
+    with pytest.raises(UserError, match="Input/output error"):
+        load_all(state)
