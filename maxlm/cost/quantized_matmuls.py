@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -144,7 +144,7 @@ def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
     rows = config.tokens_per_step // config.train.microbatches // shards
     for kind in model_shapes.layers(config.model):
-        for matmul in kind.matmuls:
+        for matmul in _as_computed(kind.matmuls, latent=quantization.latent):
             wide_in, wide_out = matmul.local(sizes["tensor"])
             sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
             a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
@@ -152,6 +152,15 @@ def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int
             for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
                 if layers:
                     yield sides, matrix_of(matmul, latent=quantization.latent), low, layers * a_layer
+
+
+def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, ...]:
+    """Matmuls of a layer, keys and values of latent attention as the one that makes both."""
+    if not latent:
+        return matmuls
+    both = [matmul for matmul in matmuls if matmul.name in ("key", "value")]
+    others = tuple(matmul for matmul in matmuls if matmul not in both)
+    return *others, replace(both[0], wide_out=sum(matmul.wide_out for matmul in both))
 
 
 def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:

@@ -1,5 +1,6 @@
 """Matmuls of a compiled program by the number formats that they read: FLOPs, seconds and peaks; what falls back is named."""
 
+import itertools
 import re
 
 import pytest
@@ -128,8 +129,8 @@ def program(*dots: tuple[str, int, int, int, int]) -> parser.Module:
     return parser.read("HloModule m, is_scheduled=true\n\nENTRY %main () -> () {\n" + "\n".join(lines) + "\n}\n")
 
 
-def problems(*dots: tuple[str, int, int, int, int], **matmul) -> list[str]:
-    config = tiny_config(precision={"compute": "bfloat16", "matmul": {"format": "int8", **matmul}})
+def problems(*dots: tuple[str, int, int, int, int], model: dict | None = None, **matmul) -> list[str]:
+    config = tiny_config(precision={"compute": "bfloat16", "matmul": {"format": "int8", **matmul}}, model=model or {})
     assert (config.tokens_per_step, config.model.d_model, config.model.d_ff) == (ROWS, WIDE, DEEP)
     return [row.problem for row in check(config, program(*dots), SIZES) if row.problem]
 
@@ -156,6 +157,15 @@ def test_what_is_missing_or_wider_is_named():
     recomputed = ("bf16", ROWS, WIDE, 32, 1)  # once more, in bf16
     (problem,) = problems(*SQUARE, *NARROW, recomputed, *MLP)
     assert problem.startswith("precision.matmul: matmuls of key and value with 2.1e+06 FLOPs a step have operands of more than 8 bits")
+
+
+def test_latent_attention_makes_keys_and_values_in_one_matmul():
+    latent = {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}}
+    sizes = {"query_down": (WIDE, 24), "query": (24, 8 * 12), "kv_down": (WIDE, 20), "kv": (16, 8 * 16), "out": (WIDE, WIDE)}
+    dots = {name: three("s8", wide_in=wide_in, wide_out=wide_out, layers=2) for name, (wide_in, wide_out) in sizes.items()}
+    assert problems(*itertools.chain(*dots.values()), *MLP, model=latent) == []
+    (problem,) = problems(*itertools.chain(*(dots[name] for name in sizes if name != "kv")), *MLP, model=latent)
+    assert problem.startswith("precision.matmul: of kv, 0%")
 
 
 def test_what_is_meant_to_be_wide_may_be():
