@@ -25,7 +25,8 @@ NAME = re.compile(r"(?P<bf16>.+-\d+)-(?P<format>int8|fp8)")
 VARIANTS = sorted(path.stem for path in (CONFIGS / "runs").glob("*.yml") if NAME.fullmatch(path.stem))
 SMALL = (
     *("model.d_model=512", "model.d_ff=1280", "model.n_layers=3", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=128"),
-    *("model.vocab_size=1536", "train.global_batch=16", "train.microbatches=1", "memory.remat=full", "data.seq_len=512", "cluster.accelerator=null"),
+    *("model.vocab_size=1536", "train.global_batch=16", "train.microbatches=1", "memory.remat=full", "data.seq_len=512"),
+    "cluster.accelerator=null",
 )
 
 
