@@ -152,16 +152,18 @@ def test_operands_of_every_matmul_are_of_the_format(settings):
 
 @pytest.mark.parametrize("settings", [{"format": "int8"}, {"format": "fp8"}, {"format": "mxfp8"}], ids=str)
 def test_as_near_as_qwix(settings):
-    """Its quantized dot with gradients is an oracle for the size of errors: ours are no larger by more than a seventh."""
+    """Its quantized dot is an oracle for the size of errors. Forward it rounds the same numbers. In the gradient it has one rounding less
+    than we have for int8's dw, whose inputs are rounded a second time, and for mxfp8, of which it rounds the gradient alone.
+    """
     qwix = pytest.importorskip("qwix._src.core.dot_general_qt", reason="qwix is an optional oracle")
     forward = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "mxfp8": "mxfp8"}[settings["format"]]
     backward = {"int8": jnp.int8, "fp8": jnp.float8_e5m2, "mxfp8": "mxfp8"}[settings["format"]]
-    options = qwix.DotGeneralQtConfig(
-        lhs_qtype=forward, rhs_qtype=forward, dlhs_grad_qtype=backward, drhs_grad_qtype=backward,
-        tile_size=32 if settings["format"] == "mxfp8" else None,
-    )  # fmt: skip
+    types = {"lhs_qtype": forward, "rhs_qtype": forward, "dlhs_grad_qtype": backward, "drhs_grad_qtype": backward}
+    tiles = dict.fromkeys(("tile_size", "dlhs_tile_size", "drhs_tile_size"), 32) if settings["format"] == "mxfp8" else {}
+    options = qwix.DotGeneralQtConfig(**types, **tiles)
     given = operands(WIDE)
     exact = products(None, None, *given)
     y, pull = jax.vjp(lambda x, w: qwix.dot_general_qt(x, w, (((2,), (0,)), ((), ())), options), *given[:2])
     theirs, ours = errors((y, *pull(given[2])), exact), errors(products(QuantizedConfig(**settings), Parts(), *given), exact)
-    assert all(a < 1.15 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=0.01)
+    assert all(a < 1.45 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
