@@ -112,7 +112,8 @@ class _SmallMoments:
 
     def _fenced(self, grads: Parameters, *of_state: list[Any]) -> tuple[Any, ...]:
         """The same arrays; those that belong to one parameter can be used once all of them are there."""
-        paths, tree = jax.tree_util.tree_flatten_with_path(grads)
+        paths: Any = jax.tree_util.tree_flatten_with_path(grads)[0]
+        tree: Any = jax.tree.structure(grads)
         given = {path_of(path): leaf for path, leaf in paths}
         fenced = [list(leaves) for leaves in of_state]
         for parameter in dict.fromkeys(form.parameter for form in self._forms if form is not None):

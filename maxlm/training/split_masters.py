@@ -82,7 +82,8 @@ class SplitMasters(Updater):
         """The state with its float32 parameters in two parts, by chance from the first update on."""
         settings, dtype = self.config.optimizer.state, difference_dtype(self.config)
         by_chance = settings is not None and settings.rounding == "stochastic" and dtype.itemsize == 1
-        paths, tree = jax.tree_util.tree_flatten_with_path(state.params)[0], jax.tree.structure(state.params)
+        paths: Any = jax.tree_util.tree_flatten_with_path(state.params)[0]
+        tree: Any = jax.tree.structure(state.params)
         halves, differences = [], []
         for (path, master), matrix in zip(paths, jax.tree.leaves(matrices(self.config.model)), strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
