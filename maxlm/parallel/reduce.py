@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
+from maxlm.precision.formats import Quantized, dequantize, quantize
+
 # S devices along the axis, N blocks, B numbers of a block, K of them that are sent
 
 Wire = dict[str, Num[Array, "N ..."]]  # what is sent of N blocks
@@ -35,12 +37,11 @@ class Int8:
     block: int = 256
 
     def encode(self, x_NB: Float[Array, "N B"]) -> Wire:
-        scale_N1 = jnp.max(jnp.abs(x_NB), 1, keepdims=True) / 127 + _none_if_finite(x_NB)
-        values_NB = jnp.round(x_NB / jnp.where(scale_N1 > 0, scale_N1, 1)).astype(jnp.int8)
-        return {"values": values_NB, "scale": scale_N1}
+        quantized = quantize(x_NB, "int8", 1)
+        return {"values": quantized.values, "scale": quantized.scale}
 
     def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]:
-        return wire["values"].astype(jnp.float32) * wire["scale"]
+        return dequantize(Quantized(wire["values"], wire["scale"]))
 
 
 @dataclass(frozen=True)
