@@ -12,9 +12,9 @@ MOE = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_shared": 1, "router": {"balanc
 SECTIONS = {"optimizer": {"clip_norm": 1e3, "eps": 0.1}, "train": {"microbatches": 2}}
 
 
-def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n_experts):
+def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n_experts, formats):
     """What `through_experts` computes, as its definition: every expert computes every token, and few of them count."""
-    del compute, axes
+    del compute, axes, formats
     y_BSD = jnp.zeros_like(x_BSD)
     for expert in range(n_experts):
         share_BS = jnp.sum(jnp.where(experts_BSK == expert, weights_BSK, 0), axis=-1)
