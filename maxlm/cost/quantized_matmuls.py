@@ -48,7 +48,7 @@ class Intended:
 
     @property
     def problem(self) -> str:
-        """What the compiled program does otherwise; empty where nothing."""
+        """Difference of the compiled program from the settings, as a sentence; empty if there is none."""
         names = " and ".join(self.names)
         if self.found_low < (1 - _SLACK) * self.low:
             return f"precision.matmul: of {names}, {self.found_low / self.low:.0%} of the FLOPs that should have 8-bit operands do."

@@ -347,7 +347,7 @@ def _matmul(transposed: str) -> Callable[..., jax.Array]:
 
 
 def _scaled_matmul(transposed: str) -> Callable[..., jax.Array]:
-    """Of quantized operands, with a scale a row and a column of the result."""
+    """Matmul of quantized operands, with a scale a row and a column of the result."""
 
     def run(left: jax.Array, right: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
         return (summed(left, right, _FORMS[transposed]).astype(jnp.float32) * of_rows * of_columns).astype(jnp.bfloat16)
