@@ -58,7 +58,7 @@ def run(capfd, *arguments: str) -> tuple[int, str, str]:
     ("arguments", "devices", "mesh"),
     [
         (["--topology", "v5e:2x2"], 4, {"fsdp": 4}),  # the program of the next three tests
-        (["--topology", "v5p:2x2x1", "--slices", "2", "mesh.data=2"], 8, {"data": 2, "fsdp": 4}),
+        pytest.param(["--topology", "v5p:2x2x1", "--slices", "2", "mesh.data=2"], 8, {"data": 2, "fsdp": 4}, marks=pytest.mark.soak),
         pytest.param(
             ["--topology", "v6e:2x2", "mesh.tensor=2", "train.microbatches=2"], 4, {"fsdp": 2, "tensor": 2}, marks=pytest.mark.soak
         ),

@@ -101,7 +101,7 @@ LAYOUTS = {
     "context": ({"context": 2, "fsdp": 2}, {}),
     "zero 2": ({"fsdp": 4}, {"mesh": {"zero": 2}}),
 }
-SOAKED = ("data, once an update", "context", "zero 2")
+SOAKED = ("stages", "data, once an update", "context", "zero 2")
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folde
 
 
 @needs_libtpu
+@pytest.mark.soak
 def test_ctrl_c_prints_and_writes_what_was_found(folder):
     """The terminal sends the signal to the compiler's process as well, which must not answer it."""
     command = [sys.executable, "-m", "maxlm", "plan", "tiny", "--topology", "v5e:2x2", "model.d_ff=768"]

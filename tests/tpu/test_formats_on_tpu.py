@@ -50,9 +50,10 @@ def problems(program: Program, module: Module) -> list[str]:
     return [row.problem for row in rows if row.problem]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "smallest"),
-    [("llama3-8b-v5p-128-int8", "v5p:2x2x1"), pytest.param("llama3-70b-tpu7x-512-fp8", "tpu7x:2x2x1", marks=pytest.mark.soak)],
+    [("llama3-8b-v5p-128-int8", "v5p:2x2x1"), ("llama3-70b-tpu7x-512-fp8", "tpu7x:2x2x1")],
 )
 def test_every_intended_matmul_of_a_small_step_reads_8_bits(name, smallest):
     """Forward, recomputed and in the gradient; what reads more is the unembedding, and the rotation of RoPE."""
