@@ -37,8 +37,8 @@ def make_workspace(folder: Path) -> Path:
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    """The environment of a run on `devices` virtual CPU devices, whose programs are compiled as quickly as those of the tests."""
-    flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
+    """The environment of a run on `devices` virtual CPU devices; within tests its programs are compiled as quickly as theirs."""
+    flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ.get("XLA_FLAGS", "--xla_force_host_platform_device_count=1"))
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **extra}
 
 
