@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import Config, DilocoConfig
+from maxlm.config.schema import DilocoConfig
 from maxlm.models.parameters import Parameters
-from maxlm.objectives import Objective, Sums
+from maxlm.objectives import Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
-from maxlm.training.step import GradFn, TrainState, Updater
+from maxlm.training.step import TrainState, Updater
 
 AXIS = "data"
 
@@ -42,17 +41,10 @@ class LocalUpdates(Updater):
     inner optimizer belongs to the workers.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        optimizer: optax.GradientTransformation,
-        gradients: GradFn,
-        compressed: CompressedSums | None = None,
-    ) -> None:
-        """`compressed`: sums the changes of the workers; their gradients are not summed."""
-        super().__init__(config, objective, optimizer, gradients)
-        self._changes = compressed
+    def __init__(self, *arguments: Any) -> None:
+        """As of `Updater`, but `compressed` sums the changes of the workers: their gradients are not summed."""
+        super().__init__(*arguments)
+        self._changes, self._compressed = self._compressed, None
 
     @property
     def _settings(self) -> DilocoConfig:

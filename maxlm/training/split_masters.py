@@ -124,7 +124,7 @@ def in_parts(config: Config, asked: Parameters) -> Parameters:
 
 
 def whole(config: Config, restored: Parameters) -> Parameters:
-    """What was restored as `in_parts` says, with float32 parameters."""
+    """State that was restored as `in_parts` says, with float32 parameters."""
     if difference_dtype(config) is None or "updater" not in restored:
         return restored
     params: Parameters = {}
