@@ -291,12 +291,13 @@ def export(
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file, such as 5GB.")] = "5GB",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
+    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help="int8 or int4: of the matrices of layers.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""
     of = _weights(weights)
-    if adapter and (dtype, shard_size) != ("float32", "5GB"):
-        raise UserError("--adapter writes one file of float32: leave --dtype and --shard-size out.")
+    if adapter and (dtype, shard_size, quantize) != ("float32", "5GB", None):
+        raise UserError("--adapter writes one file of float32: leave --dtype, --shard-size and --quantize out.")
     from maxlm.interop.exporting import export_model
     from maxlm.interop.peft import export_adapter
     from maxlm.runtime.jax_setup import select_platform
@@ -309,9 +310,10 @@ def export(
             adapters = export_adapter(run_dir, out, step, of)
             typer.echo(f"{out}: adapters of {adapters.architecture}, {adapters.parameters:,} parameters")
             return
-        exported = export_model(run_dir, out, dtype, shard_size, step, progress, of)
+        exported = export_model(run_dir, out, dtype, shard_size, step, progress, of, quantize)
     files = "1 file" if exported.files == 1 else f"{exported.files} files"
-    typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {files} of {dtype}")
+    stored = dtype if quantize is None else f"{quantize} and {dtype}"
+    typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {files} of {stored}")
 
 
 @app.command(name="eval")

@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "maxlm-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would translate the source again
 
 from maxlm.runtime.jax_setup import enable_compilation_cache
 

@@ -1,6 +1,7 @@
 """The tiny experiment that many tests share, so that its programs are compiled once."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -10,8 +11,10 @@ from maxlm.config.schema import Config
 from maxlm.data.batch import Batch
 from maxlm.parallel import build_mesh
 from maxlm.training.program import Program, build_program
+from maxlm.training.step import TrainState
 
 SEQ_LEN, GLOBAL_BATCH, VOCAB = 32, 16, 128
+_drawn: dict[str, TrainState] = {}  # first states on the host
 
 
 def tiny_config(**sections) -> Config:
@@ -50,14 +53,30 @@ def tiny_batch(seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:], weights, segments, positions)
 
 
+def first_state(program: Program) -> TrainState:
+    """`program.init()`, drawn once for all meshes: its compilation takes a third of the time of a small program.
+
+    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix` by `steps_on`.
+    """
+    if program.streamed is not None:
+        return program.init()
+    config = program.config
+    leaves, structure = jax.tree.flatten(program.abstract_state)
+    settings = (config.model, config.optimizer, config.precision, config.diloco, config.ema, config.compression, config.train.seed)
+    key = repr((settings, structure, [(leaf.shape, leaf.dtype) for leaf in leaves]))
+    if key not in _drawn:
+        _drawn[key] = jax.device_get(program.init())
+    return jax.device_put(jax.tree.map(np.array, _drawn[key]), program.state_shardings)  # a copy: a step overwrites its state
+
+
 def gradients_of(program: Program):
     """(parameters, model state, batch) -> (figures of the batch, gradient of its mean loss)."""
     return lambda params, model_state, batch: program.gradients(params, model_state, batch, program.objective.denominator(batch))
 
 
-def run_steps(program: Program, steps: int, batches=tiny_batch):
+def run_steps(program: Program, steps: int, batches=tiny_batch, first: Callable[[Program], TrainState] = first_state):
     """(final state, [metrics of each step as numpy])."""
-    state, seen = program.init(), []
+    state, seen = first(program), []
     with jax.set_mesh(program.mesh):
         for n in range(steps):
             state, metrics = program.step(state, jax.device_put(batches(n), program.batch_sharding))
@@ -65,9 +84,9 @@ def run_steps(program: Program, steps: int, batches=tiny_batch):
     return state, seen
 
 
-def steps_of(program: Program, steps: int):
+def steps_of(program: Program, steps: int, first: Callable[[Program], TrainState] = first_state):
     """([(metrics, Adam's first moment: every gradient so far) of each step], (parameters, model state) at the end), all as numpy."""
-    state, seen = program.init(), []
+    state, seen = first(program), []
     with jax.set_mesh(program.mesh):
         for n in range(steps):
             state, metrics = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
@@ -76,5 +95,5 @@ def steps_of(program: Program, steps: int):
 
 
 def steps_on(mesh: dict[str, int], steps: int, **sections):
-    """`steps_of` the tiny program on a mesh."""
-    return steps_of(tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **sections), steps)
+    """`steps_of` the tiny program on a mesh, from the first state that is drawn there."""
+    return steps_of(tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **sections), steps, Program.init)

@@ -1,17 +1,20 @@
 """Find the largest model that each kind of parallelism can train, by compiling: writes docs/memory.md and docs/memory.png.
 
-    python tools/memory_study.py [--devices 4 8]
+    python tools/memory_study.py [--devices 4 8] [--tiers]
 
 The study follows DeepSpeed's third-party characterisation: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
 device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
 hardware. Each row takes about three compiles of a minute or two: memory is linear in layers, so two compiles predict the third.
+
+`--tiers` prints a table of `memory.offload_state` instead, for docs/memory_tiers.md, with the predicted time of a step.
 """
 
 import argparse
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maxlm.compiler.aot import leave_chips_alone
 
@@ -19,15 +22,17 @@ leave_chips_alone()
 
 import jax  # noqa: E402 - it reads the environment when it is imported
 
-from maxlm.compiler.aot import CompiledStep, compile_step  # noqa: E402
+from maxlm.compiler.aot import CompiledStep, build, compile_step  # noqa: E402
 from maxlm.config.schema import Config  # noqa: E402
+from maxlm.cost.step_cost import program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import parse  # noqa: E402
+from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
-MOST = 1000  # layers
+MOST = 4000  # layers
 PUBLISHED_BYTES = 40e9
 STATE_BYTES = 16  # a parameter
 EXACT = 0.02  # of the layers found
@@ -46,7 +51,8 @@ class Way:
     published: Mapping[int, float]
     whole_bytes: int = 0  # a parameter, of weights, gradient and moments that every device holds
     microbatches: int = 1
-    tiers: Mapping[str, str] | None = None  # memory.offload_state
+    tiers: Mapping[str, Any] | None = None  # memory.offload_state
+    offload: tuple[str, ...] = ()  # memory.offload
 
 
 MEGATRON = {4: 5.5e9, 8: 11.4e9}
@@ -59,6 +65,16 @@ WAYS = (
     Way("ZeRO-3", {"fsdp": ALL, "zero": 3}, {4: 6.6e9, 8: 13.5e9}),
 )
 
+HOST = {"optimizer": "host", "master": "host"}
+FILE = {"optimizer": "nvme", "master": "nvme", "nvme": {"dir": "/mnt/disk"}}
+WITH_CPU, WITH_NVME = {4: 14.2e9, 8: 28.4e9}, {4: 33.3e9, 8: 66.6e9}  # on four GPUs; for eight devices twice as much
+TIERED = (
+    Way("moments in host memory", {"fsdp": ALL}, WITH_CPU, tiers={"optimizer": "host"}),
+    Way("moments and masters in host memory", {"fsdp": ALL}, WITH_CPU, tiers=HOST),
+    Way("the same, and layers' inputs", {"fsdp": ALL}, WITH_CPU, tiers=HOST, offload=("layer_input",)),
+    Way("moments and masters in a file, layers' inputs in host memory", {"fsdp": ALL}, WITH_NVME, tiers=FILE, offload=("layer_input",)),
+)
+
 
 def config_of(way: Way, devices: int, layers: int) -> Config:
     return Config.model_validate(
@@ -67,7 +83,7 @@ def config_of(way: Way, devices: int, layers: int) -> Config:
             "data": {"store": "unused", "seq_len": 256},
             "train": {"steps": 10, "global_batch": 16 * devices, "microbatches": way.microbatches},
             "mesh": {axis: {ALL: devices, HALF: devices // 2}.get(size, size) for axis, size in way.mesh.items()},
-            "memory": {"remat": "full", "offload_state": way.tiers},
+            "memory": {"remat": "full", "offload": way.offload, "offload_state": way.tiers},
             "cluster": {"topology": TOPOLOGIES[devices]},
         }
     )
@@ -121,13 +137,33 @@ Compare the column at equal memory instead.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=sorted(TOPOLOGIES), choices=sorted(TOPOLOGIES))
+    parser.add_argument("--tiers", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.tiers:
+        study_tiers(arguments.devices)
+        return
     found: dict[tuple[str, int], int] = {}
     available = 0
-    for devices in parser.parse_args().devices:
+    for devices in arguments.devices:
         for way in WAYS:
             found[way.name, devices], step = largest(way, devices)
             available = step.available
     write(found, available)
+
+
+def study_tiers(counts: Sequence[int]) -> None:
+    """Print a row for each way of TIERED, on each number of devices. With a file the time is that of the gradients alone."""
+    heads = ("state", "chips", "layers", "parameters", "published, scaled by memory", "step, s", "GB of host memory a chip")
+    print(f"| {' | '.join(heads)} |\n{len(heads) * '|---'}|")
+    for devices in counts:
+        for way in TIERED:
+            layers, step = largest(way, devices)
+            config, topology = config_of(way, devices, layers), parse(TOPOLOGIES[devices])
+            seconds = program_cost(build(config, topology), read(step.text), topology).total_s
+            scaled = way.published[devices] * step.available / PUBLISHED_BYTES
+            host = step.memory.host / 1e9 if step.memory is not None else 0.0
+            sizes = f"{count_parameters(config.model) / 1e9:.1f} B | {scaled / 1e9:.1f} B"
+            print(f"| {way.name} | {devices} | {layers} | {sizes} | {seconds:.2f} | {host:.0f} |", flush=True)
 
 
 def write(found: Mapping[tuple[str, int], int], available: int) -> None:

@@ -1,5 +1,6 @@
 """A whole run as a user starts it, small enough for tests: real text, real processes, real checkpoints."""
 
+import contextlib
 import json
 import os
 import re
@@ -111,9 +112,13 @@ def saved_state(folder: Path, step: int, name: str = "small") -> dict:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    """A port that is free, with the one above it, which jax's own service takes."""
+    while True:
+        with socket.socket() as one, socket.socket() as above, contextlib.suppress(OSError, OverflowError):
+            one.bind(("localhost", 0))
+            port = int(one.getsockname()[1])
+            above.bind(("localhost", port + 1))
+            return port
 
 
 def checkpoint_steps(folder: Path, name: str = "small") -> list[int]:

@@ -33,8 +33,8 @@ def grouped_matmul(
     and exceed M or are negative, and where the requested implementation cannot run this. Sizes known only later must be valid, too.
     """
     check_shapes(x, w_KG, group_sizes_E, transposed=transposed)
-    if x.dtype != w_KG.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"grouped_matmul: x {x.dtype} and w {w_KG.dtype} must both be bfloat16 or both float32")
+    if x.dtype != w_KG.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"grouped_matmul: x {x.dtype} and w {w_KG.dtype} must both be bfloat16, float16 or float32")
     platform, kind = device()
     chosen = choose(implementation, len(x), len(w_KG), w_KG.shape[1] // len(group_sizes_E), x.dtype)
     if chosen == "tpu":

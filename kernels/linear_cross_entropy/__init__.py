@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
+from maxlm.kernels.linear_cross_entropy.quantized import LossFormats, QuantizedTable, largest, quantized_table
 from maxlm.kernels.platform import multiplied
 
 # B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
@@ -52,6 +53,7 @@ class _Static:
     z_loss: float
     softcap: float | None
     layout: Layout
+    formats: LossFormats | None = None
 
 
 def linear_cross_entropy(
@@ -64,16 +66,17 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     layout: Layout | None = None,
+    formats: LossFormats | None = None,
 ) -> CrossEntropySums:
     """_Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
 
     Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32.
     A token of weight 0 contributes nothing. `softcap` c bends logits to c * tanh(logit / c). Under a `layout`, one
     all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises ValueError for shapes that do
-    not fit. z-loss: PaLM, arXiv 2204.02311, section 5.
+    not fit. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three matmuls are quantized, w travels so.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, weights_BS, chunks)
-    static = _Static(chunks, z_loss, softcap, layout or Layout())
+    static = _Static(chunks, z_loss, softcap, layout or Layout(), formats)
     return _loss(static, x_BSD, w_VD, targets_BS, weights_BS)
 
 
@@ -92,6 +95,7 @@ def token_scores(
     chunks: int = 1,
     softcap: float | None = None,
     layout: Layout | None = None,
+    formats: LossFormats | None = None,
 ) -> TokenScores:
     """Scores of every target, as `linear_cross_entropy` sees it; no gradient flows through them.
 
@@ -101,12 +105,12 @@ def token_scores(
     layout = layout or Layout()
 
     def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> TokenScores:
-        x, w = _gathered(layout, x, w)
-        first_id = _first_id(w, layout.vocab)
+        x, table = _gathered(layout, x, w, formats)
+        first_id = _first_id(table, layout.vocab)
         parts = (_split(x, chunks), _split(targets, chunks))
 
         def one(part: tuple[jax.Array, jax.Array]) -> TokenScores:
-            scores = _scores(part[0], w, part[1], first_id, softcap, layout.vocab)
+            scores = _scores(part[0], table, part[1], first_id, softcap, layout.vocab)
             return TokenScores(scores.lse_Bs - scores.target_Bs, scores.target_Bs >= scores.top_Bs)
 
         scores_CBs = jax.lax.map(one, parts)
@@ -144,7 +148,11 @@ def _forward(
 def _backward(
     static: _Static, gradients: tuple[jax.Array, jax.Array], cotangent: CrossEntropySums
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    dx, dw = (gradient * cotangent.total.astype(gradient.dtype) for gradient in gradients)
+    dtype = gradients[0].dtype
+    if dtype == jnp.float16:  # which holds neither large sums over tokens nor a small share of one in the loss, but their products
+        dx, dw = ((gradient.astype(jnp.float32) * cotangent.total).astype(dtype) for gradient in gradients)
+    else:
+        dx, dw = (gradient * cotangent.total.astype(gradient.dtype) for gradient in gradients)
     return dx, dw, None, None
 
 
@@ -169,10 +177,12 @@ def _specs(layout: Layout) -> tuple[P, P, P]:
     return P(batch, (*layout.seq, *layout.vocab) or None), P(vocab, embed), P(batch, seq)
 
 
-def _gathered(layout: Layout, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gathered(layout: Layout, x: jax.Array, w: jax.Array, formats: LossFormats | None) -> tuple[jax.Array, jax.Array | QuantizedTable]:
     """x and w of one device, whole along what is split beside the batch, the sequence of tokens and the vocabulary."""
     if layout.vocab:
         x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
+    if formats is not None:
+        return x, quantized_table(w, layout.embed, formats)
     if layout.embed:
         w = jax.lax.all_gather(w, layout.embed, axis=1, tiled=True)
     return x, w
@@ -184,8 +194,8 @@ def _local(
     """One device's share: gather what is split, work through the chunks, reduce what is partial."""
     layout = static.layout
     options: dict[str, Any] = {"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
-    x, w = _gathered(layout, x, w)
-    sums, dx, dw = _chunked(x, w, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
+    x, table = _gathered(layout, x, w, static.formats)
+    sums, dx, dw = _chunked(x, table, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
     token_axes = (*layout.batch, *layout.seq)
     if token_axes:
         sums = jax.lax.psum(sums, token_axes)
@@ -197,12 +207,12 @@ def _local(
         dw = scatter_sum(dw, layout.embed, 1)
     whole = tuple(axis for axis in token_axes if axis not in layout.embed)
     dw = jax.lax.psum(dw, whole) if whole else dw
-    return sums, dx, dw.astype(w.dtype)
+    return sums, dx, dw if w.dtype == jnp.float16 else dw.astype(w.dtype)
 
 
 def _chunked(
     x_BSD: Float[Array, "B S D"],
-    w_VD: Float[Array, "V D"],
+    w_VD: Float[Array, "V D"] | QuantizedTable,
     targets_BS: Int[Array, "B S"],
     weights_BS: Float[Array, "B S"],
     *,
@@ -227,9 +237,14 @@ def _chunked(
         sums = (nll + z_loss * z, nll, z)
         if not gradients:
             return sums, jnp.zeros(()), jnp.zeros(())
-        dlogits_BsV = exp_BsV * ((1 + 2 * z_loss * lse_Bs) / total_Bs)[..., None] - is_target_BsV
-        if softcap is not None:
-            dlogits_BsV *= 1 - (logits_BsV / softcap) ** 2
+        share_Bs = (1 + 2 * z_loss * lse_Bs) / total_Bs
+        dlogits_BsV = exp_BsV * share_Bs[..., None] - is_target_BsV
+        slope_BsV = None if softcap is None else 1 - (logits_BsV / softcap) ** 2
+        if slope_BsV is not None:
+            dlogits_BsV *= slope_BsV
+        if isinstance(w_VD, QuantizedTable):
+            largest_Bs = largest(exp_BsV, is_target_BsV, slope_BsV, share_Bs, w_VD.scale_V) * jnp.abs(weights_Bs)
+            return sums, *w_VD.gradients(x_BsD, dlogits_BsV * weights_Bs[..., None], largest_Bs)
         dlogits_BsV = (dlogits_BsV * weights_Bs[..., None]).astype(x_BsD.dtype)
         dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
         # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
@@ -261,7 +276,12 @@ class _Scores(NamedTuple):
 
 
 def _scores(
-    x_BsD: jax.Array, w_VD: jax.Array, targets_Bs: jax.Array, first_id: Any, softcap: float | None, vocab_axes: tuple[str, ...]
+    x_BsD: jax.Array,
+    w_VD: jax.Array | QuantizedTable,
+    targets_Bs: jax.Array,
+    first_id: Any,
+    softcap: float | None,
+    vocab_axes: tuple[str, ...],
 ) -> _Scores:
     logits_BsV = logits(x_BsD, w_VD, softcap)
     top_Bs = jnp.max(logits_BsV, axis=-1)
@@ -273,7 +293,7 @@ def _scores(
     return _Scores(logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, top_Bs + jnp.log(total_Bs), target_Bs)
 
 
-def _first_id(w_VD: jax.Array, vocab_axes: tuple[str, ...]) -> Any:
+def _first_id(w_VD: jax.Array | QuantizedTable, vocab_axes: tuple[str, ...]) -> Any:
     """Id of the first row of this device's share of w."""
     return jax.lax.axis_index(vocab_axes) * w_VD.shape[0] if vocab_axes else 0
 
@@ -282,7 +302,10 @@ def _split(a: jax.Array, chunks: int) -> jax.Array:
     return jnp.moveaxis(a.reshape(a.shape[0], chunks, a.shape[1] // chunks, *a.shape[2:]), 1, 0)
 
 
-def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], softcap: float | None) -> Float[Array, "B S V"]:
+def logits(x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"] | QuantizedTable, softcap: float | None) -> Float[Array, "B S V"]:
     """All logits in float32, as the loss sees them."""
-    logits_BSV = jnp.einsum("BSD,VD->BSV", *multiplied(x_BSD, w_VD), preferred_element_type=jnp.float32)
+    if isinstance(w_VD, QuantizedTable):
+        logits_BSV = w_VD.logits(x_BSD)
+    else:
+        logits_BSV = jnp.einsum("BSD,VD->BSV", *multiplied(x_BSD, w_VD), preferred_element_type=jnp.float32)
     return logits_BSV if softcap is None else softcap * jnp.tanh(logits_BSV / softcap)

@@ -7,6 +7,9 @@ from jaxtyping import Array, Float, Num
 
 from maxlm.kernels.platform import device, logged
 from maxlm.kernels.quantize import reference, tpu
+from maxlm.kernels.quantize.gated import GatedLayout, gated_gradient_rows, gated_rows
+
+__all__ = ["GatedLayout", "Quantization", "gated_gradient_rows", "gated_rows", "quantize_columns", "quantize_rows"]
 
 # M rows, C columns, T tiles of rows
 

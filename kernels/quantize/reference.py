@@ -32,9 +32,8 @@ def quantize_columns(
 
 
 def scale_of(largest: Float[Array, "..."], form: "Quantization") -> Float[Array, "..."]:
-    """Scale by which the largest magnitude becomes the largest number; 1 for zeros, NaN for infinity."""
-    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, form.smallest_scale))
-    return jnp.where(largest < jnp.inf, scale, jnp.nan)
+    """Scale by which the largest magnitude becomes the largest number; the smallest for zeros, NaN for infinity."""
+    return jnp.where(largest < jnp.inf, jnp.maximum(largest / form.largest, form.smallest_scale), jnp.nan)
 
 
 def rounded(scaled: Float[Array, "..."], form: "Quantization") -> Num[Array, "..."]:

@@ -150,6 +150,8 @@ def available_hbm(topology: Topology) -> int:
 def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, str | bool]) -> CompiledStep:
     import jax
 
+    from maxlm.memory.spaces import peak_on_device
+
     started = time.monotonic()
     try:
         with warnings.catch_warnings():  # jax's own cache, if JAX_COMPILATION_CACHE_DIR is set, cannot read these programs
@@ -169,7 +171,7 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
         alias=stats.alias_size_in_bytes,
         temp=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
+        peak=peak_on_device(stats),
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
     if memory.used > available:

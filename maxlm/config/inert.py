@@ -59,8 +59,11 @@ def _training(config: Config) -> Iterator[Inert]:
         yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
-    if config.precision.compute == "bfloat16":
-        yield Inert("precision.float32_matmul", "it is for float32, and precision.compute = bfloat16", "use precision.compute=float32")
+    compute = config.precision.compute
+    if compute != "float32":
+        yield Inert("precision.float32_matmul", f"it is for float32, and precision.compute = {compute}", "use precision.compute=float32")
+    if compute != "float16":
+        yield Inert("precision.loss_scale", f"it is for float16, and precision.compute = {compute}", "use precision.compute=float16")
 
 
 def _mesh(config: Config) -> Iterator[Inert]:

@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from maxlm.config import paths
-from maxlm.config.fields import Bool, Count, Section
+from maxlm.config.fields import Bool, Count, Positive, Section
 
 # Of one operand. e4m3 and e5m2: 8-bit floating point (arXiv 2209.05433); int4 is emulated.
 ElementFormat = Literal["int8", "int4", "e4m3", "e5m2"]
 # Names as in the parameter tree; `experts`: the three matrices of every expert.
 QuantizedMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down", "experts"]
+LARGEST_SCALE = 2**24  # of a loss: with it the smallest number of float16, 2^-24, is 2^-48 of a gradient
 MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, arXiv 2310.10537)
 
 
@@ -33,6 +34,7 @@ class QuantizedConfig(Section):
     skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
     first_layers: Count = 0  # layers at the beginning whose matrices are all kept so, in whole periods of model.layer_pattern
     last_layers: Count = 0  # and at the end
+    unembedding: Bool = False  # the matmuls of the loss as well; gradients of logits are rounded stochastically to integers
     force: Bool = False  # allow a format that the chip is no faster with
 
     @property
@@ -80,6 +82,16 @@ class DispatchConfig(Section):
     def gradient_element(self) -> ElementFormat | None:
         """Format of gradients of tokens and of outputs; None: `precision.compute`."""
         return None if self.gradients == "bf16" else self.gradients or self.element
+
+
+class LossScaleConfig(Section):
+    """Dynamic loss scaling (Micikevicius 2018, arXiv 1710.03740, section 3.2): gradients are computed of the loss times a power of two, so
+    that small ones are above the smallest number of float16, and divided by it in float32. An overflow halves it.
+    """
+
+    initial: Positive = 2**16
+    grow_after: Positive = 2000  # updates without an overflow, after which it is doubled, up to 2^24
+    smallest: Positive = 1  # it is not halved below; an overflow at it is a fault of the run
 
 
 def _no_passes(value: Any) -> Any:

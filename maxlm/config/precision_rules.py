@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from maxlm.config.errors import ConfigError, Problem
-from maxlm.config.precision import MX_TILE, QuantizedConfig
+from maxlm.config.precision import LARGEST_SCALE, MX_TILE, LossScaleConfig, QuantizedConfig
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.hardware import topologies
 from maxlm.hardware.chips import WORTH, MatmulFormat, chip_named
 
 FIELD = "precision.matmul"
@@ -25,12 +26,45 @@ def problems(config: Config) -> Iterator[Problem]:
     quantized, dispatch = config.precision.matmul, config.precision.dispatch
     if dispatch is not None and config.model.moe is None:
         yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
+    if config.precision.scaling is not None:
+        yield from _float16(config, config.precision.scaling)
     if quantized is not None:
-        yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized), *_skip(config, quantized))
+        yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
+        yield from (*_skip(config, quantized), *_loss(quantized))
+
+
+def _float16(config: Config, scale: LossScaleConfig) -> Iterator[Problem]:
+    """Settings of the loss's scale, and what hands gradients on in float16 after they are divided by it."""
+    for name in ("initial", "smallest"):
+        value = getattr(scale, name)
+        if value & (value - 1) or value > LARGEST_SCALE:
+            rule = f"is no power of two up to {LARGEST_SCALE}, by which alone multiplying is exact"
+            yield f"precision.loss_scale.{name}", value, rule, f"use {min(1 << (value.bit_length() - 1), LARGEST_SCALE)}"
+            return
+    if scale.smallest > scale.initial:
+        rule = f"is above precision.loss_scale.initial = {scale.initial}"
+        yield "precision.loss_scale.smallest", scale.smallest, rule, f"use {scale.initial} at most"
+    vanish = ", and in float16 those that the loss's scale has been taken out of would vanish"
+    refused = {
+        "memory.offload_state": (config.memory.offload_state, f"hands gradients on in precision.compute{vanish}"),
+        "compression": (config.compression, f"sums gradients in precision.compute while it warms up{vanish}"),
+        "diloco": (config.diloco, "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting"),
+    }
+    for field, (section, rule) in refused.items():
+        if section is not None:
+            yield field, "set", rule, "remove it, or use precision.compute=bfloat16 or float32"
+    quantized = config.precision.matmul
+    if quantized is not None and quantized.tile_size is not None:
+        rule = "has tiles, which are emulated by powers of two that float16 does not hold"
+        yield FIELD, "set", rule, f"use another {FIELD}.scaling, or precision.compute=bfloat16"
 
 
 def check_chip(config: Config, chip: str, source: str = "") -> None:
-    """Raise ConfigError for a format that is no faster than bfloat16 on the chip called `chip`, one of ours, unless it is forced."""
+    """Raise ConfigError for a format that is no faster than bfloat16 on the chip called `chip`, one of ours, unless it is forced; and for
+    float16 on a TPU.
+    """
+    if config.precision.compute == "float16" and topologies.is_tpu(chip_named(chip)):
+        raise ConfigError("precision.compute", "float16", f"is for GPUs without bfloat16, and {chip} multiplies in bfloat16", "remove it")
     quantized = config.precision.matmul
     if quantized is None or quantized.force or quantized.weights_only:
         return
@@ -115,6 +149,21 @@ def _skip(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
     elif not set(known) - set(skip):
         yield f"{FIELD}.skip", list(skip), "leaves no matrix to quantize", f"take one out, or remove {FIELD}"
     yield from _layers_kept(config, quantized)
+
+
+def _loss(quantized: QuantizedConfig) -> Iterator[Problem]:
+    """The loss has a scale a row or column, and rounds as it must."""
+    others = {
+        "format": quantized.format in ("int4", "mxfp8"),
+        "weights_only": quantized.weights_only,
+        "gradients": quantized.gradient_element is None,
+        "scaling": quantized.scaling not in (None, "channel"),
+        "hadamard": quantized.hadamard is not None,
+        "stochastic_rounding": quantized.stochastic_rounding,
+    }
+    if quantized.unembedding and (found := [name for name, other in others.items() if other]):
+        rule = f"multiplies in int8 or fp8 with a scale for each row, and knows no {FIELD}.{found[0]} = {getattr(quantized, found[0])}"
+        yield f"{FIELD}.unembedding", True, rule, "remove one of them"
 
 
 def _layers_kept(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:

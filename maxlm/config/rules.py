@@ -604,7 +604,6 @@ def _offload_state(config: Config) -> Iterator[Problem]:
         ),
         "integrity": (config.integrity, "compares copies of the state on the devices"),
         "memory_checkpoints": (config.memory_checkpoints, "copies the state on the devices"),
-        "optimizer.state": (config.optimizer.state, "rounds the whole state on the devices"),
         "compression": (config.compression, "has feedback on the devices"),
     }
     for field, (value, rule) in refused.items():

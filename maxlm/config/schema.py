@@ -33,7 +33,7 @@ from maxlm.config.fields import (
 )
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
-from maxlm.config.precision import DispatchConfig, MatmulSection
+from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
     ElasticConfig,
@@ -502,10 +502,16 @@ class MemoryConfig(Section):
 class PrecisionConfig(Section):
     """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
 
-    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    compute: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # float16: for GPUs without bfloat16
     float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
     matmul: MatmulSection | None = None  # absent: operands are in `compute`
     dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
+    loss_scale: LossScaleConfig | None = None  # of float16; absent: with its defaults
+
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """Settings of the loss scale; None unless `compute` is float16."""
+        return (self.loss_scale or LossScaleConfig()) if self.compute == "float16" else None
 
 
 class CheckpointConfig(Section):

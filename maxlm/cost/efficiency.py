@@ -3,6 +3,10 @@
 Shares are of the bf16 peak and of the stated HBM bandwidth of a chip in `maxlm.hardware.chips`; pairs are (forward, backward).
 """
 
+from collections.abc import Mapping
+
+from maxlm.hardware.chips import MatmulFormat
+
 # Attention, of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash kernels reach at best 0.42 to
 # 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x: the vector unit, which softmax keeps busy, did not
 # grow with the matrix unit.
@@ -15,6 +19,12 @@ OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.47
 GATED_SHARES = (0.89, 0.79)
 GROUPED_SHARE = 0.70  # grouped matmuls that are not ours: they reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # XLA's own large matmuls in a compiled program
+# Matmuls in 8 bits whose sums are only scaled, where XLA's estimate is far from its code: of the counted speed (chips.COMPILED_SPEEDS), by
+# `maxlm kernels report --operation matmul_int8 --shape llama-8b-down`, waits for HBM included.
+SCALED_MATMUL_SHARES: Mapping[str, Mapping[MatmulFormat, float]] = {"v6e": {"int8": 0.95}}
+# Cycles a hidden unit of kernels that quantize what a gated activation makes, (forward, backward), waits for HBM included:
+# `maxlm kernels report --operation quantize_gated --shape llama-8b`. Chips that are not here: those of the bytes.
+ROUNDING_CYCLES = {"v5p": (0.0033, 0.0065), "v6e": (0.0055, 0.0124)}
 KERNEL_SHARE = 0.45  # other Pallas kernels
 HBM_SHARE = 0.9  # long copies
 

@@ -1,17 +1,19 @@
 """Seconds, FLOPs and kind of one operation of a compiled program, on a TPU and on a GPU."""
 
+import math
 import re
 from collections.abc import Mapping
 
 from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
-from maxlm.hlo.op_flops import ATTENTION, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops
+from maxlm.hlo.op_flops import ATTENTION, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
 from maxlm.hlo.parser import Computation, Module, Op
 
 OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
+_ROUNDING = re.compile(r"quantize_gated(_gradient)?")
 _GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
 _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
 _PALLAS = "tpu_custom_call"
@@ -51,13 +53,16 @@ class TpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
+        self.counted_shares = efficiency.SCALED_MATMUL_SHARES.get(chip.name, {})
+        self.rounding_cycles = efficiency.ROUNDING_CYCLES.get(chip.name, (0.0, 0.0))
         self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
 
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.target == _PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
-            return max(min(op.cycles / self.clock_hz, self._upper_bound(op, computation)), self._lower_bound(op, computation))
+            bounds = op.cycles / self.clock_hz, self._upper_bound(op, computation), self._counted(op, computation)
+            return max(min(bounds), self._lower_bound(op, computation))
         if matmul_flops(self.module, op, computation):
             return self._upper_bound(op, computation)
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
@@ -70,6 +75,17 @@ class TpuPricing(_Pricing):
         """
         matmuls = self.matmul_s(flops_by_operands(self.module, op, computation, self.tile)) / efficiency.MATMUL_SHARE
         return HBM_LATENCY_S + matmuls + moved_bytes(self.module, op, computation) / self.hbm
+
+    def _counted(self, op: Op, computation: Computation) -> float:
+        """Seconds of a matmul of 8-bit arrays whose sums are only scaled and rounded, where machine code was counted; else infinite.
+
+        Its copies overlap the matmul, and it takes what XLA's estimate may miss by half.
+        """
+        flops = flops_by_operands(self.module, op, computation, self.tile)
+        shares = [self.counted_shares.get(format_of(operands)) for operands in flops]
+        if not flops or None in shares or not only_scaled(self.module, op):
+            return math.inf
+        return HBM_LATENCY_S + max(self.matmul_s(flops) / min(filter(None, shares)), moved_bytes(self.module, op, computation) / self.hbm)
 
     def _lower_bound(self, op: Op, computation: Computation) -> float:
         """Seconds of its matmuls in 8 bits at the speed of the largest: XLA counts too few cycles for formats that a chip does not have."""
@@ -101,6 +117,9 @@ class TpuPricing(_Pricing):
         flops, moved = self.flops(op, computation), op.stated.bytes_accessed if op.stated else 0
         if grouped := expert_matmuls.read(op, computation):
             return grouped.seconds(self.chip, moved, self.hbm, self.chip.matmul_speed(format_of(kernel_operands(op, computation))))
+        if rounding := _ROUNDING.match(name):
+            cycles = self.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)
+            return max(cycles / self.clock_hz, moved / self.hbm)
         if op.stated is None:
             (self.assumed if flops else self.uncharged).add(name)
         share = efficiency.KERNEL_SHARE

@@ -19,6 +19,7 @@ from maxlm.hlo.parser import Module
 from maxlm.models import mfu_format
 from maxlm.models.quantized import is_quantized, kept_high
 from maxlm.models.saved_tensors import Matmul
+from maxlm.precision import MOST_SUMMED
 
 _MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
     "query_latent": "query_down",
@@ -65,6 +66,7 @@ class Quantization:
     names: frozenset[str]  # of matrices, as in `precision.matmul.skip`
     high: frozenset[int]  # layers, by depth, that are not quantized; multi-token prediction comes after all others
     latent: bool  # attention
+    unembedding: bool = False
 
     def layers(self, kind: LayerKind, matmul: Matmul) -> int:
         """Number of layers of this kind in which this matmul is quantized."""
@@ -80,12 +82,18 @@ def quantization_of(config: Config) -> Quantization:
     forward, gradient = mfu_format(config), settings.gradient_element or "bf16"
     assert gradient != "int4", "gradients have no such format"
     return Quantization(
-        (forward, "bf16" if gradient == "bf16" else forward), _names(settings, config.model), _high_depths(settings, config.model), latent
+        (forward, "bf16" if gradient == "bf16" else forward),
+        _names(settings, config.model),
+        _high_depths(settings, config.model),
+        latent,
+        settings.unembedding,
     )
 
 
 def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
-    blocks = [model_shapes.abstract_module(model, experts=experts).block for experts in {False, model.moe is not None}]
+    blocks = [
+        model_shapes.abstract_module(model, experts=experts).block for experts in {kind.experts for kind in model_shapes.layers(model)}
+    ]
     variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     low = [(path, variable) for path, variable in variables if is_quantized(settings, path, variable)]
     return frozenset("experts" if "expert" in variable.axes else _name(path) for path, variable in low)
@@ -152,6 +160,11 @@ def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int
             for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
                 if layers:
                     yield sides, matrix_of(matmul, latent=quantization.latent), low, layers * a_layer
+    width, vocab = config.model.d_model, config.model.vocab_size // (sizes["tensor"] * sizes["stage"])
+    if vocab <= MOST_SUMMED:  # a gradient of more is summed in parts
+        positions = rows // config.train.loss_chunks
+        heads = (1 + config.model.mtp_depth) * config.train.microbatches * config.train.loss_chunks
+        yield tuple(sorted((positions, width, vocab))), "unembedding", quantization.unembedding, 2.0 * heads * positions * width * vocab
 
 
 def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, ...]:

@@ -93,7 +93,7 @@ def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
         "model": trained.model.model_dump(mode="json"),
         "data": {"store": "unused", "seq_len": context},
         "train": {"steps": 1, "global_batch": jax.device_count(), "loss_chunks": 1},
-        "precision": {**trained.precision.model_dump(mode="json"), **chosen["precision"]},
+        "precision": {**trained.precision.model_dump(mode="json", exclude={"loss_scale"}), **chosen["precision"]},
         "mesh": chosen["mesh"],
     }
     sources = {f"{section}.{name}": COMMAND_LINE for section in SETTABLE for name in chosen[section]}

@@ -14,6 +14,9 @@ from maxlm.hlo.parser import Computation, Module, Op, Shape
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
+_PASSED_ON = {"parameter", "constant", "bitcast", "copy", "reshape", "get-tuple-element", "tuple"}  # a copy: to other tiles
+_SCALING = {"broadcast", "convert", "multiply", "divide"}  # operations on sums of a matmul that are only scaled
+
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -55,6 +58,19 @@ def flops_by_operands(module: Module, op: Op, computation: Computation, tile: in
     for dot in dots(module, op, computation, tile):
         total[dot.operands] += dot.flops
     return total
+
+
+def only_scaled(module: Module, op: Op) -> bool:
+    """True for a fusion with a matmul of arrays as they come, of 8 bits, whose results are multiplied, divided and rounded at most."""
+    bodies = [module.computations[callee] for callee in op.calls] if op.opcode == "fusion" else []
+    return bool(bodies) and all(_scales(module, inner, body) for body in bodies for inner in body.ops)
+
+
+def _scales(module: Module, op: Op, body: Computation) -> bool:
+    if op.opcode in ("dot", "convolution"):
+        return all(body.operand(op, place).shapes[0].bits <= 8 for place in (0, 1))
+    scaled = op.opcode in _SCALING and op.shapes[0].bits > 8  # of 8 bits are operands
+    return scaled or op.opcode in _PASSED_ON or only_scaled(module, op)
 
 
 def kernel_operands(op: Op, computation: Computation) -> str:

@@ -19,6 +19,7 @@ from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import MODEL, TOKENIZER_FILES
 from maxlm.interop.new_folder import new_folder
+from maxlm.interop.packing import Packing, packing_of
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.stack import Names
@@ -38,11 +39,18 @@ class Exported(NamedTuple):
 
 
 def export_model(
-    run: Path, out: Path, dtype: str, shard_size: str, step: int | None, progress: weights.Step, of: WeightsKind = "raw"
+    run: Path,
+    out: Path,
+    dtype: str,
+    shard_size: str,
+    step: int | None,
+    progress: weights.Step,
+    of: WeightsKind = "raw",
+    quantize: str | None = None,
 ) -> Exported:
     """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left.
 
-    `of`: the parameters, or their moving average. Adapters are merged into them.
+    `of`: the parameters, or their moving average. Adapters are merged into them. `quantize`: matrices of layers in int8 or int4.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")
@@ -50,8 +58,10 @@ def export_model(
     saved = open_run(run)
     saved.check_kind(of)
     family, their_config = family_of(saved.config.model, saved.config.data.seq_len)
+    packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
+    their_config |= {"dtype": dtype} if packing is None else {"dtype": dtype, "quantization_config": packing.config}
     with new_folder(out) as made:
-        return _write(saved, family, {**their_config, "dtype": dtype}, made, DTYPES[dtype], limit, step, of, progress)
+        return _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
 
 
 def _write(
@@ -64,6 +74,7 @@ def _write(
     step: int | None,
     of: WeightsKind,
     progress: weights.Step,
+    packing: Packing | None,
 ) -> Exported:
     run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
     found = weights.targets(config.model, family)
@@ -84,20 +95,27 @@ def _write(
 
     exact = {piece.theirs for target in found if target.rule.exact for piece in target.pieces}
     dtypes = {name: DTYPES["float32"] if name in exact else dtype for name in shapes}
-    sizes = [dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()]
+    packed = frozenset[str]() if packing is None else packing.names
+    sizes = [
+        packing.bytes(shape) if packing is not None and name in packed else dtypes[name].itemsize * math.prod(shape)
+        for name, shape in shapes.items()
+    ]
     files, total = _shards(sizes, limit), sum(sizes)
     index: dict[str, str] = {}
     waiting: dict[str, np.ndarray] = {}
-    number = written = 0
+    number = held = written = 0
     for name, value in weights.with_copies(weights.tensors(found, leaf), repeated):
-        waiting[name] = np.ascontiguousarray(value.astype(dtypes[name], copy=False))
-        written += waiting[name].nbytes
+        if packing is not None and name in packed:
+            made = packing.tensors(name, value)
+        else:
+            made = {name: np.ascontiguousarray(value.astype(dtypes[name], copy=False))}
+        waiting, held, written = waiting | made, held + 1, written + sum(one.nbytes for one in made.values())
         progress(written, total)
-        if len(waiting) == files[number]:
+        if held == files[number]:
             file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
             write_tensors(waiting, folder / file)
             index |= dict.fromkeys(waiting, file)
-            waiting, number = {}, number + 1
+            waiting, held, number = {}, 0, number + 1
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1), encoding="utf-8")
     count = count_parameters(config.model)
@@ -106,7 +124,7 @@ def _write(
         known = {name: their_config[name] for name in ("bos_token_id", "eos_token_id") if their_config.get(name) is not None}
         (folder / GENERATION).write_text(json.dumps(known), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"architectures": [family.architecture], **their_config}, indent=2), encoding="utf-8")
-    (folder / "README.md").write_text(_card(saved, family, count, at), encoding="utf-8")
+    (folder / "README.md").write_text(_card(saved, family, count, at, packing), encoding="utf-8")
     return Exported(family.architecture, count, len(files))
 
 
@@ -139,9 +157,11 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
-def _card(saved: SavedRun, family: Family, count: int, step: int) -> str:
+def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packing | None) -> str:
     """The model card: facts of the run, or of a model that was imported or averaged where it is from."""
     rows = {"architecture": family.architecture, "parameters": f"{count:,}"}
+    if packing is not None:
+        rows["matrices of layers"] = f"{packing.format}, with a scale for each output"
     model = saved.directory / MODEL
     if model.is_file():
         said = model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()

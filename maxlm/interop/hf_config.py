@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError
 from maxlm.config.fields import INT64, LARGEST
+from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
@@ -144,6 +145,11 @@ class Keys:
             self.refuse(key, value, "must be an object")
         return value
 
+    def peek(self, key: str) -> Mapping[str, Any]:
+        """A JSON object, empty where there is none, as if it had not been asked for."""
+        value = self._values.get(key)
+        return value if isinstance(value, dict) else {}
+
     def only(self, key: str, *values: Any) -> None:
         """Refuse any value but these, of which the first is the default."""
         if self.get(key, values[0]) not in values:
@@ -166,6 +172,10 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         Keys(values, source).refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
     keys = Keys({**DEFAULTS.get(model_type, {}), **values}, source)
+    if (quantized := keys.peek("quantization_config")).get("quant_method") == packed.METHOD:
+        if rule := packed.problem(quantized):
+            keys.refuse("quantization_config", quantized, rule)
+        keys = keys.without("quantization_config")
     section = _READERS[model_type](keys)
     keys.finish()
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}

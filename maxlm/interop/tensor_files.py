@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
+from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
 
 INDEX = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     """Shapes of all tensors, by name; `read` has their numbers.
 
     A pair `x_blocks`, `x_scales` of MXFP4 (OCP Microscaling Formats v1.0) is one tensor `x`, with its last two dims swapped, as gpt-oss
-    stores its experts.
+    stores its experts. `x_packed`, `x_scale` and `x_shape` (packed.py) are one matrix `x`.
     """
 
     def __init__(self, source: Path) -> None:
@@ -60,6 +61,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
                 f"{source / INDEX} does not agree with the files: {some(wrong)} {'is' if len(wrong) == 1 else 'are'} not where it says."
             )
         self._join_blocks(kinds)
+        self._join_packed(source, kinds)
         if strange := [f"{name} ({kinds[name]})" for name in self._shape if kinds.get(name, _DTYPES[0]) not in _DTYPES]:
             raise UserError(f"{source}: {some(strange)}: maxlm reads {', '.join(_DTYPES)} and MXFP4.")
 
@@ -77,6 +79,24 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
                 del self._shape[blocks], self._shape[scales]
                 self._shape[name] = (*shape[:-3], 2 * _BYTES * shape[-2], shape[-3])
 
+    def _join_packed(self, source: Path, kinds: dict[str, str]) -> None:
+        """Name each packed matrix with its scales and its shape as one tensor."""
+        for words in [name for name in self._shape if name.endswith(packed.PACKED)]:
+            name = words.removesuffix(packed.PACKED)
+            scale, sizes = name + packed.SCALE, name + packed.SHAPE
+            if missing := [other for other in (scale, sizes) if other not in self._shape]:
+                raise UserError(f"{source}: {words} has no {missing[0]} beside it.")
+            if (kinds[words], kinds[sizes], self._shape[sizes]) != ("I32", "I64", (2,)) or kinds[scale] not in _DTYPES:
+                raise UserError(f"{source}: {name} is not packed as {packed.FORMAT} says: int32 words, float scales and two sizes.")
+            shape = tuple(int(size) for size in self._slice(sizes, None))
+            groups = self._shape[scale][1:] if self._shape[scale][:1] == shape[:1] else ()
+            if packed.bits_of(shape, self._shape[words]) is None or len(groups) != 1 or groups[0] < 1 or shape[1] % groups[0]:
+                found = f"{list(self._shape[words])} words and {list(self._shape[scale])} scales"
+                raise UserError(f"{source}: {name} of shape {list(shape)} has {found}, which are not those of 4 or 8 bits.")
+            for part in (words, scale, sizes):
+                del self._shape[part]
+            self._shape[name] = shape
+
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._shape[name]
 
@@ -89,13 +109,16 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def prefix(self, prefix: str, keep: str) -> None:
         """Add `prefix` to the names of tensors that lack it, but for `keep`."""
         for name in [name for name in self._shape if name != keep and not name.startswith(prefix)]:
-            self._shape[prefix + name], self._file[prefix + name] = self._shape.pop(name), self._file[name]
-            self._stored[prefix + name] = name
+            self._shape[prefix + name], self._stored[prefix + name] = self._shape.pop(name), name
+            if name in self._file:
+                self._file[prefix + name] = self._file[name]
 
     def same(self, name: str, other: str) -> bool:
         """True if both tensors hold the same numbers; compared in blocks of rows, so that no whole tensor is in memory."""
         if self[name] != self[other]:
             return False
+        if name not in self._file or other not in self._file:  # packed
+            return np.array_equal(self.read(name), self.read(other))
         rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
         blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
         numbers = ([widened(self._slice(one, block)) for one in (name, other)] for block in blocks)
@@ -106,7 +129,12 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
 
         `bits`: numbers of bfloat16 as they are stored, in uint16, which `copy_widened` reads.
         """
-        if name not in self._file:
+        stored = self._stored.get(name, name)
+        if name not in self._file and stored + packed.PACKED in self._file:
+            words, scale = self._slice(stored + packed.PACKED, None), widened(self._slice(stored + packed.SCALE, None))
+            whole = packed.dequantized(words, scale, self._shape[name])
+            value = whole if row is None else whole[row]
+        elif name not in self._file:
             blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
             value = _dequantise(blocks, scales)
         else:

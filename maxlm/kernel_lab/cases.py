@@ -3,6 +3,7 @@
 - attention: ours and splash
 - grouped_matmul: ours and megablox, of the jax wheel; ours with operands in int8 or e4m3
 - gated_mlp: matmuls that end in something elementwise, ours and what XLA makes of the same
+- quantize_gated: what a gated activation makes, quantized, by our kernels and by XLA
 - matmul: the plain matmuls of a training step, as XLA makes them. There is no kernel of ours to compare: one written in Pallas was no
   faster, neither in bfloat16 nor in int8 (docs/benchmarks.md has the figures). With 8-bit operands sums are multiplied by scales.
 """
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from maxlm.hardware.xla_flags import VMEM
+from maxlm.kernels import Quantization, gated_gradient_rows, gated_rows
 from maxlm.kernels.attention import splash, tpu as flash
 from maxlm.kernels.attention.shapes import AttentionShape
 from maxlm.kernels.attention.tpu import Blocks
@@ -29,6 +31,7 @@ from maxlm.kernels.grouped_matmul.shapes import GroupedShape
 from maxlm.kernels.matmul import tpu as gated
 from maxlm.kernels.matmul.shapes import MatmulShape, MlpShape
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES
+from maxlm.kernels.quantize import gated_tpu
 
 DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn"}  # of operands, by implementation; others are in bfloat16
 SWEPT = 4  # choices of blocks in a sweep, where a cost model ranks them all
@@ -304,6 +307,27 @@ def _xla_backward(dy_MD: jax.Array, down_FD: jax.Array, gate_MF: jax.Array, up_M
     return hidden_MF, *transposed(jnp.einsum("MD,FD->MF", dy_MD, down_FD))
 
 
+# --- what the gated activation makes, in 8 bits
+
+
+def quantize_gated_cases(shape: MlpShape, implementation: str, device_kind: str, *, sweep: bool = False) -> Sequence[Case]:
+    """Hidden units in int8; and from their gradient them again and the gradients of gate and up. No FLOPs of the matrix unit."""
+    form, inside, columns = Quantization(jnp.dtype(jnp.int8), 127.0, 2.0**-100), (1, shape.rows, shape.d_ff), (shape.d_ff,)
+
+    def forward(gate: jax.Array, up: jax.Array) -> Any:
+        return gated_rows(gate, up, form, implementation=implementation)
+
+    def backward(dhidden: jax.Array, gate: jax.Array, up: jax.Array, of_gate: jax.Array, of_up: jax.Array) -> Any:
+        return gated_gradient_rows(dhidden, gate, up, of_gate, of_up, form, form, implementation=implementation)
+
+    name = gated_tpu.FORWARD if implementation == "tpu" else "fusion"
+    arrays, scales = [(inside, "bfloat16")] * 3, [(columns, "float32")] * 2
+    return [
+        Case(from_hbm(forward), arrays[:2], [Kernel("forward", name, [], 0.0)], LIKE_A_STEP),
+        Case(from_hbm(backward), [*arrays, *scales], [Kernel("backward", name, [], 0.0)], LIKE_A_STEP),
+    ]
+
+
 # --- plain matmuls
 
 _FORMS = {"": ((1,), (0,)), "right": ((1,), (1,)), "left": ((0,), (0,))}  # the transposed operand: contracted dims
@@ -359,6 +383,7 @@ CASES: Mapping[str, Callable[..., Sequence[Case]]] = {
     "attention": attention_cases,
     "grouped_matmul": grouped_matmul_cases,
     "gated_mlp": gated_mlp_cases,
+    "quantize_gated": quantize_gated_cases,
     "matmul": matmul_cases,
     **dict.fromkeys(("grouped_matmul_int8", "grouped_matmul_e4m3"), grouped_matmul_cases),
     **dict.fromkeys(("matmul_int8", "matmul_e4m3"), matmul_cases),

@@ -4,6 +4,7 @@ compiled for GPUs, beside the alternatives to our kernels.
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
 - grouped_matmul: what is chosen, XLA's ragged dot, and one dense matmul of as many FLOPs
+- quantize_gated: results of a gated activation in int8, counted for TPUs only
 - grouped_matmul_int8, grouped_matmul_e4m3, matmul_int8, matmul_e4m3: with 8-bit operands, counted for TPUs only
 - linear_cross_entropy: without logits, and with all of them in memory
 """
@@ -29,6 +30,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {  # and implementations, ours first
     "attention": ("flash", "splash"),
     "grouped_matmul": ("tpu", "megablox"),
     "gated_mlp": ("fused", "xla"),
+    "quantize_gated": ("tpu", "xla"),
     "matmul": ("xla",),
     # The same with 8-bit operands and scales, against bfloat16.
     "grouped_matmul_int8": ("int8", "tpu"),
@@ -40,6 +42,7 @@ SHAPES: Mapping[str, Sequence[Any]] = {
     "attention": ATTENTION,
     "grouped_matmul": GROUPED,
     "gated_mlp": MLP,
+    "quantize_gated": MLP,
     "matmul": MATMULS,
     "linear_cross_entropy": LOSS,
     **dict.fromkeys(("grouped_matmul_int8", "grouped_matmul_e4m3"), GROUPED),

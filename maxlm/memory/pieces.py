@@ -19,6 +19,8 @@ from maxlm.memory.spaces import is_on_host, to_device, to_host
 PIECE_BYTES = 128 * 2**20  # of all arrays of a piece on one device: a link of 32 GB/s needs 4 ms for it, far more than its latency
 
 Arrays = Sequence[jax.Array]
+# (pieces of arrays to change, pieces of arrays to read, first row of the piece) -> new pieces
+Update = Callable[[Arrays, Arrays, jax.Array | int], Arrays]
 
 
 def pieces_of(leaves: Sequence[Any], *, whole: bool = False) -> int:
@@ -44,12 +46,13 @@ def _split(sharding: NamedSharding) -> bool:
     return any(sharding.mesh.shape[name] > 1 for name in names)
 
 
-def stream(update: Callable[[Arrays, Arrays], Arrays], changed: Arrays, read: Arrays, pieces: int) -> list[jax.Array]:
-    """The arrays `changed`, each where it was, after `update(pieces of changed, pieces of read) -> new pieces` of every piece."""
+def stream(update: Update, changed: Arrays, read: Arrays, pieces: int) -> list[jax.Array]:
+    """The arrays `changed`, each where it was, after `update` of every piece."""
     places = [is_on_host(array) for array in changed]
     if pieces == 1:
         fetched = [to_device(array) for array in changed]
-        return [to_host(new) if host else new for new, host in zip(update(fetched, [_here(array) for array in read]), places, strict=True)]
+        updated = update(fetched, [_here(array) for array in read], 0)
+        return [to_host(new) if host else new for new, host in zip(updated, places, strict=True)]
     rows = changed[0].shape[0] // pieces
 
     def fetch(arrays: Arrays, i: jax.Array) -> list[jax.Array]:
@@ -60,7 +63,7 @@ def stream(update: Callable[[Arrays, Arrays], Arrays], changed: Arrays, read: Ar
     def body(i: jax.Array, carry: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
         arrays, current, waiting = carry
         moved = [_move(*one, i, pieces) for one in zip(arrays, waiting, fetched_first, strict=True)]
-        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, fetch(read, i)))
+        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, fetch(read, i), i * rows))
 
     first = fetch(changed, jnp.int32(0))
     arrays, _, waiting = lax.fori_loop(0, pieces, body, (list(changed), first, first))  # the first round writes what is there

@@ -33,3 +33,12 @@ def to_device(array: jax.Array) -> jax.Array:
 def to_host(array: jax.Array) -> jax.Array:
     """The array in host memory, split as it is. While a program is traced."""
     return jax.device_put(array, jax.memory.Space.Host)
+
+
+def peak_on_device(stats: Any) -> int:
+    """Bytes of arguments, results and temporaries at the fullest moment of a program, by its `memory_analysis()`, which counts those
+    arguments and results that are in host memory; 0 if it has none. Where there are some its `temp_size_in_bytes` is up to 1.7 times what
+    is allocated (libtpu 0.0.42).
+    """
+    on_hosts = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    return max(int(stats.peak_memory_in_bytes - on_hosts), 0)

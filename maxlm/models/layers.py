@@ -15,7 +15,7 @@ from maxlm import kernels
 from maxlm.config.schema import ClampConfig, ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
 from maxlm.kernels.attention import Form, Layout, Mask
 from maxlm.kernels.platform import device
-from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, gated_linear, linear
+from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, Axes, enter, gated_linear, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes
 from maxlm.parallel.context import context_attention
@@ -26,7 +26,6 @@ from maxlm.parallel.context import context_attention
 HEADS: Axes = ("batch", "seq", "heads", None)
 GROUPS: Axes = ("batch", "seq", "kv_heads", None)
 _MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
-_HIDDEN: Axes = ("batch", "seq", "mlp")
 _STATIC = {"static": True}
 
 
@@ -242,13 +241,13 @@ class Mlp(nnx.Module):
             out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
             if out_BSD is not None:
                 return checkpoint_name(out_BSD, "mlp_out")
-        up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=_HIDDEN), "up")
+        up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=HIDDEN), "up")
         if self.gate_DF is not None:
-            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=_HIDDEN)
+            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=HIDDEN)
             hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF, self.clamp)
         else:
             hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
-        out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=_HIDDEN, writes=BETWEEN)
+        out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN)
         return checkpoint_name(out_BSD, "mlp_out")
 
     def flops_per_token(self) -> float:

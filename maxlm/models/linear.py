@@ -17,7 +17,7 @@ from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
-from maxlm.models.quantized import pinned, quantized_matmul, run_quantized, without_gradient
+from maxlm.models.quantized import loss_formats, pinned, quantized_gated, quantized_matmul, run_quantized, without_gradient
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 from maxlm.parallel.quantized_rows import RowFormats
 from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
@@ -28,6 +28,7 @@ Axes = tuple[str | None, ...]  # a logical axis a dim
 Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
+HIDDEN: Axes = ("batch", "seq", "mlp")
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
 _DEFAULT = PrecisionConfig()
 _SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=_DEFAULT)
@@ -89,10 +90,19 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     mesh = jax.sharding.get_abstract_mesh()
     layout = kernels.MlpLayout(batch=mesh_axes("batch", mesh), hidden=mesh_axes("mlp", mesh))
     weights = gate_DF[...], up_DF[...], down_FD[...]
+    if activation in GATES and isinstance(weights[0], QuantizedWeight):
+        return _quantized_gated(weights, x_BSD, GATES[activation])
     other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
     if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
     return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+
+
+def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], activation: str) -> Array | None:
+    """The same with quantized matrices; None where one is kept high, or for settings that it does not have."""
+    twice = (x_BSD, x_BSD) if _scatters_gradient() else (_fence_gradient(x_BSD, ENTERING), _fence_gradient(x_BSD, ENTERING))
+    y_BSD = quantized_gated(weights, (ENTERING, HIDDEN, BETWEEN), twice, activation)
+    return None if y_BSD is None else without_gradient(_fence, constrain(y_BSD, *BETWEEN), BETWEEN)
 
 
 def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
@@ -106,6 +116,8 @@ def unembedding_loss(
     x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], weights_BS: Float[Array, "B S"], **options: Any
 ) -> kernels.CrossEntropySums:
     """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
+    if (quantized := _SETTINGS.get().matmul) is not None:
+        options["formats"] = loss_formats(quantized)
     return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=unembedding_layout(), **options)
 
 
@@ -119,6 +131,8 @@ def unembedding_scores(
     x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
 ) -> kernels.TokenScores:
     """Likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_scores`."""
+    if (quantized := _SETTINGS.get().matmul) is not None:
+        options["formats"] = loss_formats(quantized)
     return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 

@@ -15,8 +15,21 @@ from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
+from maxlm.kernels import GatedLayout, LossFormats
 from maxlm.parallel import constrain, split_axes
-from maxlm.precision import MOST_SUMMED, ExpertWeight, Parts, Quantized, QuantizedWeight, expert_weight, quantized_weight
+from maxlm.precision import (
+    MOST_SUMMED,
+    ExpertWeight,
+    GatedShape,
+    Parts,
+    Quantized,
+    QuantizedWeight,
+    expert_weight,
+    fuses,
+    gated_dot,
+    quantization,
+    quantized_weight,
+)
 
 Axes = tuple[str | None, ...]
 Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with the values beside them) -> (hidden states, reports)
@@ -97,6 +110,32 @@ def quantized_matmul(w: QuantizedWeight, reads: Axes, writes: Axes, x_BSC: Float
     return w.times(x_BSC, parts_of(reads, writes, x_BSC.shape))
 
 
+def quantized_gated(
+    weights: tuple[Any, ...], axes: tuple[Axes, Axes, Axes], xs_BSD: tuple[Array, Array], activation: str
+) -> Float[Array, "B S D"] | None:
+    """A gated feed-forward layer of quantized gate, up and down; None where these are not alike, or their settings ask for more than it
+    computes. `axes`: logical axes of x, of hidden units and of the result; `xs_BSD`: x twice, for a gradient each.
+    """
+    first = weights[0]
+    if not all(isinstance(w, QuantizedWeight) and w.form is not None and w.config == first.config for w in weights):
+        return None
+    if not fuses(first.config):
+        return None
+    (entering, hidden, leaving), width = axes, first.w.shape[1]
+    forms: Any = tuple(
+        Quantized(constrain(w.form.values, reads[-1], writes[-1]), w.form.scale)
+        for w, reads, writes in zip(weights, (entering, entering, hidden), (hidden, hidden, leaving), strict=True)
+    )
+    shape = GatedShape(
+        parts_of(entering, hidden, xs_BSD[0].shape),
+        parts_of(hidden, leaving, (*xs_BSD[0].shape[:2], width)),
+        GatedLayout(*split_axes(hidden, jax.sharding.get_abstract_mesh())),
+        activation,
+    )
+    matrices: Any = tuple(w.w for w in weights)
+    return gated_dot(first.config, shape, xs_BSD, forms, matrices)
+
+
 def parts_of(reads: Axes, writes: Axes, shape: tuple[int, ...]) -> Parts:
     """Parts into which the current mesh cuts a matmul whose input has this shape; of the sequence more where sums would be too long."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -114,6 +153,14 @@ def _row_major(reads: Axes, writes: Axes, x: Array, parts: tuple[str | None, ...
     axes = dict(zip(("batch", "seq", "inner", "outer"), split_axes((*reads, writes[2]), mesh), strict=True))
     split = P(*(axes[part] or None if part is not None else None for part in parts))
     return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
+
+
+def loss_formats(quantized: QuantizedConfig) -> LossFormats | None:
+    """Formats of the matmuls of the loss; None: as they come."""
+    if not quantized.unembedding:
+        return None
+    assert quantized.gradient_element is not None, "the rules say so"
+    return LossFormats(quantization(quantized.element), quantization(quantized.gradient_element))
 
 
 # Compiler fences.

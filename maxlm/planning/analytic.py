@@ -80,7 +80,7 @@ class Analytic:
         self._shares = lru_cache(maxsize=None)(self._shares_of)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
-        self.number = 2 if config.precision.compute == "bfloat16" else 4  # bytes of one in a matmul
+        self.number = 4 if config.precision.compute == "float32" else 2  # bytes of one in a matmul
         chip = topology.chip
         passes = PASSES[config.precision.float32_matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
@@ -153,7 +153,9 @@ class Analytic:
         blocks = 0.0
         for matmul, forward_s, gradient_s in self._layers_s(layout.mesh, rows):
             blocks += (1 + self.recomputes(layout, matmul)) * forward_s + 2 * gradient_s
-        vocab = 3 * layout.loss_chunks * self._one_s(rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor)
+        formats = self.quantized.formats if self.quantized.unembedding else ("bf16", "bf16")
+        shape = rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor
+        vocab = layout.loss_chunks * sum(times * self._one_s(*shape, format) for times, format in zip((1, 2), formats, strict=True))
         return parts * (blocks + self.heads * vocab)
 
     def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float, float], ...]:
@@ -253,7 +255,8 @@ class Analytic:
         gathers = sums = 0.0
         table = self.number * model.vocab_size * model.d_model // sizes["tensor"]
         # Times gathered, bytes, times their gradients are summed, bytes, split over what.
-        weights = [(2 * self.heads, table, 2 + self.heads, table, EVERYWHERE)]
+        travels = table // self.number if self.quantized.unembedding else table
+        weights = [(2 * self.heads, travels, 2 + self.heads, table, EVERYWHERE)]
         for kind in self.layers:
             for axes, inside in ((EVERYWHERE, False), (OF_EXPERTS, True)):
                 inside_of = [matmul for matmul in kind.matmuls if bool(matmul.experts) == inside]
@@ -307,8 +310,10 @@ class Analytic:
         """Bytes that these tiers of memory hold for so many numbers of a leaf: the parameter, its average and its moments."""
         settings = self.config.memory.offload_state if leaf.matrix else None
         master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
-        masters = leaf.master_bytes + (0 if self.config.ema is None else 4 * leaf.numbers)
-        return (masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)) * numbers // leaf.numbers
+        halves = 0 if difference_dtype(self.config) is None or master is None else 2 * leaf.numbers  # of masters in two: matmuls read them
+        masters = leaf.master_bytes - halves + (0 if self.config.ema is None else 4 * leaf.numbers)
+        held = halves * (None in tiers) + masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)
+        return held * numbers // leaf.numbers
 
     def _state_s(self, layout: Layout) -> float:
         """Seconds that state of other tiers takes through the device: read, masters once more for their copy, and written at the same time.
@@ -318,7 +323,8 @@ class Analytic:
         if settings is None:
             return 0.0
         numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
-        again = sum(4 * size for leaf, size in numbers if leaf.matrix and settings.master == "host")
+        copied = settings.master == "host" and difference_dtype(self.config) is None
+        again = sum(4 * size for leaf, size in numbers if leaf.matrix and copied)
         read = again + sum(self._held(leaf, ("host", "nvme"), size) for leaf, size in numbers)
         return read / (self.topology.chip.host_bytes_per_s or math.inf)
 

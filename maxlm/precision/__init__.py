@@ -2,7 +2,8 @@
 
 from maxlm.precision.dot import MOST_SUMMED, Parts, matmuls_saveable, quantized_dot
 from maxlm.precision.emulated import emulated_dot, rotated
-from maxlm.precision.formats import FORMATS, Format, Quantized, dequantize, noise_of, quantize
+from maxlm.precision.formats import FORMATS, Format, Quantized, dequantize, noise_of, quantization, quantize
+from maxlm.precision.gated import GatedShape, fuses, gated_dot
 from maxlm.precision.grouped import ExpertWeight, expert_weight, grouped_dot
 from maxlm.precision.weights import QuantizedWeight, quantized_weight
 
@@ -11,15 +12,19 @@ __all__ = [
     "MOST_SUMMED",
     "ExpertWeight",
     "Format",
+    "GatedShape",
     "Parts",
     "Quantized",
     "QuantizedWeight",
     "dequantize",
     "emulated_dot",
     "expert_weight",
+    "fuses",
+    "gated_dot",
     "grouped_dot",
     "matmuls_saveable",
     "noise_of",
+    "quantization",
     "quantize",
     "quantized_dot",
     "quantized_weight",

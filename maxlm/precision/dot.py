@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig
-from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
+from maxlm.precision.formats import SMALLEST_SCALE, Quantized, dequantize, noise_of, quantize
 
 # B batch, S sequence, C what is summed forward, O one or two dims of outputs
 # Parts: n of the batch, m of the sequence, i of C, j of the first of O; in lower case the rest of a dim that is cut
@@ -57,10 +57,15 @@ def _forward(
     config: QuantizedConfig, parts: Parts, x_BSC: Array, values_CO: Array, scale_1O: Array, w_CO: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     x = once(quantize(cut(x_BSC, 2, parts.inner), config.element, None if config.scaling == "tensor" else 3))
-    sums_iBSO = _sums(x.values, cut(values_CO, 0, parts.inner), ((3,), (1,)), ((2,), (0,)))
-    scale_iBS = jnp.moveaxis(x.scale[..., 0], 2, 0)
-    y_iBSO = sums_iBSO * _wide(scale_iBS, sums_iBSO.ndim) * scale_1O[0]
-    return checkpoint_name(_add(y_iBSO.astype(x_BSC.dtype), 1), RESULT), (x.values, x.scale, values_CO, scale_1O)
+    return product(x, Quantized(values_CO, scale_1O), parts.inner, x_BSC.dtype), (x.values, x.scale, values_CO, scale_1O)
+
+
+def product(x_BSic: Quantized, w_CO: Quantized, inner: int, dtype: Any) -> Float[Array, "B S O"]:
+    """x w, `inner` parts of what is summed by themselves."""
+    sums_iBSO = exact_sums(x_BSic.values, cut(w_CO.values, 0, inner), ((3,), (1,)), ((2,), (0,)))
+    scale_iBS = jnp.moveaxis(x_BSic.scale[..., 0], 2, 0)
+    y_iBSO = sums_iBSO * widened(scale_iBS, sums_iBSO.ndim) * w_CO.scale[0]
+    return checkpoint_name(sum_of_parts(y_iBSO.astype(dtype), 1), RESULT)
 
 
 def _backward(
@@ -70,11 +75,18 @@ def _backward(
     if config.gradient_element is None:
         return _in_high_precision(x, w, g_BSO)
     outputs = tuple(range(3, g_BSO.ndim + 1))  # of arrays with a dim of parts
-    g = once(_quantized(config, cut(g_BSO * w.scale[0], 2, parts.outer), outputs, config.gradient_element))
-    sums_jBSC = _sums(g.values, cut(w.values, 1, parts.outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)))
-    scale_jBS = jnp.moveaxis(g.scale.reshape(g.scale.shape[:3]), 2, 0)
-    dx_BSC = _add((sums_jBSC * _wide(scale_jBS, 4)).astype(g_BSO.dtype), 1)
-    return dx_BSC, None, None, _weight_gradient(config, parts, x, g, w.scale, g_BSO).reshape(w.values.shape)
+    scale_1O = of_columns(parts, w.scale)
+    g = once(_quantized(config, cut(g_BSO * scale_1O[0], 2, parts.outer), outputs, config.gradient_element))
+    dx_BSC = input_gradient(g, w.values, parts.outer, g_BSO.dtype)
+    return dx_BSC, None, None, _weight_gradient(config, parts, x, g, scale_1O, g_BSO).reshape(w.values.shape)
+
+
+def input_gradient(g_BSjO: Quantized, values_CO: Array, outer: int, dtype: Any) -> Float[Array, "B S C"]:
+    """g w^T, where the scales of w are folded into g; `outer` parts of what is summed by themselves."""
+    outputs = tuple(range(3, g_BSjO.values.ndim))
+    sums_jBSC = exact_sums(g_BSjO.values, cut(values_CO, 1, outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)))
+    scale_jBS = jnp.moveaxis(g_BSjO.scale.reshape(g_BSjO.scale.shape[:3]), 2, 0)
+    return sum_of_parts((sums_jBSC * widened(scale_jBS, 4)).astype(dtype), 1)
 
 
 def _weight_gradient(config: QuantizedConfig, parts: Parts, x: Quantized, g: Quantized, scale_1O: Array, g_BSO: Array) -> Array:
@@ -85,17 +97,17 @@ def _weight_gradient(config: QuantizedConfig, parts: Parts, x: Quantized, g: Qua
         x_BS1C, g_BS1O = x.values.reshape(*tokens, 1, -1), g.values.reshape(*tokens, 1, *outputs)
         scale_O = x.scale.reshape(()) * g.scale.reshape(()) / scale_1O[0]
         if narrow:
-            return jnp.moveaxis(_over_tokens(parts, g_BS1O, x_BS1C, scale_O[..., None], dtype, None, "outer"), -1, 1)
-        return _over_tokens(parts, x_BS1C, g_BS1O, scale_O, dtype, None, "inner")
+            return jnp.moveaxis(over_tokens(parts, g_BS1O, x_BS1C, scale_O[..., None], dtype, None, "outer"), -1, 1)
+        return over_tokens(parts, x_BS1C, g_BS1O, scale_O, dtype, None, "inner")
     if narrow:
-        scaled_BSiO = g_BSO.astype(jnp.float32)[:, :, None] * _wide(x.scale[..., 0], 3 + len(outputs))
-        folded, scale_nmiO = _over_rows(config, parts, scaled_BSiO, config.gradient_element or config.element)
-        return jnp.moveaxis(_over_tokens(parts, folded, x.values, scale_nmiO[..., None], dtype, "inner", "outer"), -1, 1)
+        scaled_BSiO = g_BSO.astype(jnp.float32)[:, :, None] * widened(x.scale[..., 0], 3 + len(outputs))
+        folded, scale_nmiO = over_rows(config, parts, scaled_BSiO, config.gradient_element or config.element)
+        return jnp.moveaxis(over_tokens(parts, folded, x.values, scale_nmiO[..., None], dtype, "inner", "outer"), -1, 1)
     x_BS1C = dequantize(x).reshape(*tokens, 1, -1)
-    folded, scale_nmjC = _over_rows(config, parts, x_BS1C * _wide(g.scale.reshape(g.scale.shape[:3]), 4), config.element)
+    folded, scale_nmjC = over_rows(config, parts, x_BS1C * widened(g.scale.reshape(g.scale.shape[:3]), 4), config.element)
     scale_j1O = jnp.moveaxis(cut(scale_1O, 1, parts.outer), 0, 1)
-    scale_nmjCO = _wide(scale_nmjC, 4 + len(outputs)) / scale_j1O
-    return jnp.moveaxis(_over_tokens(parts, folded, g.values, scale_nmjCO, dtype, "outer", "inner"), 0, 1)
+    scale_nmjCO = widened(scale_nmjC, 4 + len(outputs)) / scale_j1O
+    return jnp.moveaxis(over_tokens(parts, folded, g.values, scale_nmjCO, dtype, "outer", "inner"), 0, 1)
 
 
 quantized_dot.defvjp(_forward, _backward)
@@ -108,6 +120,16 @@ def matmuls_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     policies = jax.checkpoint_policies
     named = policies.save_only_these_names(RESULT)(primitive, *operands, **params)
     return bool(named or policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params))
+
+
+def of_columns(parts: Parts, scale_1O: Array) -> Array:
+    """Scales of the weights' columns, as gradients are multiplied by them: a column of zeros, whose gradient is to count like those of
+    others, takes the largest scale of its part.
+    """
+    scale_1jO = cut(scale_1O, 1, parts.outer) if scale_1O.size > 1 else scale_1O
+    is_known = scale_1jO > SMALLEST_SCALE
+    largest = jnp.max(jnp.where(is_known, scale_1jO, 0.0), axis=tuple(range(2, scale_1jO.ndim)), keepdims=True)
+    return jnp.where(is_known | jnp.isnan(scale_1jO), scale_1jO, jnp.where(largest > 0, largest, 1.0)).reshape(scale_1O.shape)
 
 
 def _in_high_precision(x_BSic: Quantized, w_CO: Quantized, g_BSO: Array) -> tuple[Array, None, None, Array]:
@@ -124,13 +146,13 @@ def _quantized(config: QuantizedConfig, g: Array, dims: Sequence[int], element: 
     return quantize(g, element, None if config.scaling == "tensor" else dims, noise=noise)
 
 
-def _over_rows(config: QuantizedConfig, parts: Parts, x_BSp: Array, element: str) -> tuple[Array, Float[Array, "n m ..."]]:
+def over_rows(config: QuantizedConfig, parts: Parts, x_BSp: Array, element: str) -> tuple[Array, Float[Array, "n m ..."]]:
     """Values of x with one scale for all tokens of a part, and these scales."""
     x = _quantized(config, _rows(parts, x_BSp), (1, 3), element)
     return x.values.reshape(x_BSp.shape), x.scale[:, 0, :, 0]
 
 
-def _over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype: Any, batch: str | None, cuts: str | None = None) -> Array:
+def over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype: Any, batch: str | None, cuts: str | None = None) -> Array:
     """a^T b summed over tokens, [p, *X, *Y], times `scale`, of [n, m, p, *X, *Y]; in `dtype` from the sums of a part on. `batch` and `cuts`
     name the parts of p and of the first of X.
 
@@ -140,8 +162,8 @@ def _over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype
     a = jnp.moveaxis(_tokens_together(parts, jax.lax.optimization_barrier(a_BSpX)), 2, -1)  # one byte a number is turned, not four
     if parts.row_major is not None:
         a = parts.row_major(a, ("batch", "seq", batch, cuts, *(None,) * (a.ndim - 4)))
-    sums = _sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)))
-    return _add((sums * scale).astype(dtype), 2)
+    sums = exact_sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)))
+    return sum_of_parts((sums * scale).astype(dtype), 2)
 
 
 def _tokens_together(parts: Parts, x_BS: Array) -> Array:
@@ -155,7 +177,7 @@ def _rows(parts: Parts, x_BS: Array) -> Array:
     return cut(cut(x_BS, 1, parts.seq), 0, parts.batch)
 
 
-def _sums(
+def exact_sums(
     a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]]
 ) -> Float[Array, "..."]:
     """The matmul: exact sums of integers, or sums in float32."""
@@ -169,7 +191,7 @@ def once(x: Quantized) -> Quantized:
     return Quantized(*jax.lax.optimization_barrier((x.values, x.scale)))
 
 
-def _add(x: Array, dims: int) -> Array:
+def sum_of_parts(x: Array, dims: int) -> Array:
     """The sum over the leading dims, in the dtype of x, in which the devices that hold them reduce it."""
     return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, tuple(range(dims)))
 
@@ -179,6 +201,6 @@ def cut(x: Array, dim: int, parts: int) -> Array:
     return x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
 
 
-def _wide(x: Array, ndim: int) -> Array:
+def widened(x: Array, ndim: int) -> Array:
     """x with dims of 1 at the end."""
     return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-SMALLEST_SCALE = 2.0**-100  # products of a few scales are still normal numbers of float32
+from maxlm.kernels import Quantization
+
+# Also that of zeros, which must not look large where it is folded into other numbers; products of it and others are normal float32.
+SMALLEST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ FORMATS = {
 }
 
 
+def quantization(name: str) -> Quantization:
+    """The format called `name`, as kernels take it."""
+    return Quantization(FORMATS[name].dtype, FORMATS[name].largest, SMALLEST_SCALE)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
@@ -54,7 +62,7 @@ def quantize(
     x = x.astype(jnp.float32)
     # A maximum with infinity, not with NaN: XLA:CPU has been seen to lose the NaN of one that it fused with what comes before.
     largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=dims, keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / form.largest, SMALLEST_SCALE))
+    scale = jnp.maximum(largest / form.largest, SMALLEST_SCALE)
     scale = jnp.where(largest < jnp.inf, scale, jnp.nan)
     if power_of_two:
         scale = _next_power_of_two(scale)

@@ -19,7 +19,6 @@ from maxlm.kernels import (
     SCALED_ROWS,
     GradientScales,
     ProductScales,
-    Quantization,
     grouped_matmul,
     quantize_columns,
     quantize_rows,
@@ -27,7 +26,7 @@ from maxlm.kernels import (
     quantized_weights_gradient,
 )
 from maxlm.precision.emulated import rotated, rounded, rounded_weights
-from maxlm.precision.formats import FORMATS, SMALLEST_SCALE, Quantized, dequantize, noise_of, quantize
+from maxlm.precision.formats import Quantized, dequantize, noise_of, quantization, quantize
 
 # R rows sorted by expert, E experts, K and N what weights map from and to, G = E N, T tiles of rows; C what is summed, of D results
 
@@ -146,7 +145,7 @@ def _by_rows(
         small = quantize(rows, element, None if config.scaling == "tensor" else 1, noise=noise)
         values, scale_R = small.values, jnp.broadcast_to(small.scale[:, 0], len(rows))
     else:
-        values, scale_R = quantize_rows(rows, _quantization(element))
+        values, scale_R = quantize_rows(rows, quantization(element))
     scales = ProductScales(scale_R, weights.scale)
     return quantized_grouped_matmul(values, weights.values, sizes_E, scales, dtype=rows.dtype, transposed=transposed), scale_R
 
@@ -156,7 +155,7 @@ def _columns(
 ) -> Quantized:
     """Rows, or their transpose, with a scale for each column of `SCALED_ROWS` rows, [T, C]. Numbers that are not finite count as 0."""
     if config.tile_size is None and config.scaling != "tensor" and noise is None:
-        return Quantized(*quantize_columns(rows, _quantization(element), SCALED_ROWS, transposed=transposed))
+        return Quantized(*quantize_columns(rows, quantization(element), SCALED_ROWS, transposed=transposed))
     height = SCALED_ROWS if config.tile_size is None else config.tile_size
 
     def tiles(rows: Array) -> Float[Array, "T H C"]:
@@ -171,11 +170,6 @@ def _columns(
     scale_TC = jnp.broadcast_to(small.scale[:, 0], (len(small.values), rows.shape[1]))
     values = small.values.reshape(-1, rows.shape[1])[: len(rows)]
     return Quantized(values.T if transposed else values, scale_TC)
-
-
-def _quantization(element: str) -> Quantization:
-    form = FORMATS[element]
-    return Quantization(form.dtype, form.largest, SMALLEST_SCALE)
 
 
 def _rounded_gradient(from_K: Float[Array, "R K"], from_N: Float[Array, "R N"], sizes_E: Array) -> Float[Array, "K G"]:

@@ -1,12 +1,14 @@
 """Joining the processes of one run: rendezvous, then jax's distributed service; orderly end of all when one ends."""
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import os
 import re
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from maxlm.config.transient import message_line
 from maxlm.runtime import cluster_env, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
+from maxlm.runtime.coordinator import listen
 from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.process_group import ProcessGroup
@@ -28,6 +31,7 @@ from maxlm.runtime.signals import beside_preemption_service
 # Timeout of jax's own heartbeat, which ends all processes and names none. It is sent every half of it, so the process group's comes first.
 JAX_HEARTBEAT_SECONDS = 120
 INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
+PORT_SECONDS = 20  # that the port of that service may still be taken by a run that ends
 SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
@@ -179,17 +183,20 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[str], None]) -> None:
     """Start jax's own service one port above; `reached_at`: addresses of this host at which the others reached process 0."""
-    host, port = cluster_env.host_and_port(spec.address)
-    address, bind = _join(host, port + 1), None
-    local = [_join(one, port + 1) for one in reached_at if "%" not in one]
+    host, _ = cluster_env.host_and_port(spec.address)
+    _, port = cluster_env.service_ports(spec.address)
+    address, bind = _join(host, port), None
+    local = [_join(one, port) for one in reached_at if "%" not in one]
     if len(reached_at) == len(local) == 1:  # all others use this address, whatever the host's name resolves to here
         address = bind = local[0]
     for one in reached_at:
         if ipaddress.ip_address(one).is_global:
             say(
-                f"warning: jax's own service listens at {_join(one, port + 1)}, a public address, and accepts any peer: "
+                f"warning: jax's own service listens at {_join(one, port)}, a public address, and accepts any peer: "
                 "use a private network, or have a firewall close that port to all but the hosts of this run."
             )
+    if spec.process == 0:
+        _wait_for_port(host, port)
     with beside_preemption_service():
         jax.distributed.initialize(
             coordinator_address=address,
@@ -201,6 +208,21 @@ def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[s
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
+
+
+def _wait_for_port(host: str, port: int) -> None:
+    """Return once jax's service can listen: it ends its process by a signal, without a word, if it cannot. Raises UserError."""
+    until = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            for one in listen(host, port, 1):
+                one.close()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                what = f"jax's own service cannot listen at port {port}, one above that of this run: {error.strerror}"
+                raise UserError(f"{what}; end what uses it, or choose another port.") from error
+        time.sleep(rendezvous.RETRY_SECONDS)
 
 
 def _join(host: str, port: int) -> str:

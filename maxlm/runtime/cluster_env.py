@@ -102,6 +102,12 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def service_ports(address: str) -> tuple[int, int]:
+    """Ports of process 0 at `address`: that of our process group, and that of jax's own service, one above."""
+    _, port = host_and_port(address)
+    return port, port + 1
+
+
 def metadata(name: str, seconds: float = 2.0) -> str | None:
     """Return an attribute of Google Cloud's metadata server; None without a server or such an attribute."""
     request = urllib.request.Request(METADATA + name, headers={"Metadata-Flavor": "Google"})  # noqa: S310 -- a fixed address

@@ -14,7 +14,7 @@ def allgather(values: np.ndarray) -> np.ndarray:
     mine = jax.device_put(values[None], firsts[jax.process_index()])
     parts = NamedSharding(mesh, PartitionSpec("process"))
     whole = jax.make_array_from_single_device_arrays((len(firsts), *values.shape), parts, [mine])
-    return np.asarray(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(whole).addressable_data(0))
+    return jax.device_get(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(whole).addressable_data(0))
 
 
 def allgather_lines(text: str) -> list[list[str]]:

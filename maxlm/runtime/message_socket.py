@@ -77,7 +77,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
     "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},
     "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
-    "stack": {"where": _Line, "waits": bool},  # see `hang.Frame`
+    "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
     # lost: label of the process whose loss is the reason, or ""
     "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
     "leave": {},

@@ -145,6 +145,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
+    values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
     values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
     return {**fixed, "tokenizer": tokenizer_hash}

@@ -1,10 +1,14 @@
 """Stacks of this process: shown in full by the monitor, in a line for process 0, and searched for a debugger."""
 
+import contextlib
 import faulthandler
 import itertools
 import os
+import platform
+import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,6 +23,9 @@ from maxlm.runtime.hang import MAX_WHERE, Frame
 _OURS, _JAX = Path(maxlm.__file__).parent, Path(jax.__file__).parent
 _COMPILER = tuple(_JAX / "_src" / name for name in ("compiler.py", "interpreters/mlir.py", "interpreters/partial_eval.py"))
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
+SENDING_SECONDS = 0.5
+# Numbers of the system calls write, writev, sendto, sendmsg and sendmmsg.
+_SENDING = {"x86_64": (1, 20, 44, 46, 307), "aarch64": (64, 66, 206, 211, 269)}
 _INNERMOST = 3  # frames in which a wait for devices is looked for
 
 
@@ -46,6 +53,27 @@ def main_frame() -> Frame:
 def compiling() -> bool:
     """True if the main thread traces, lowers or compiles a program: then it waits for no other process."""
     return any(Path(one.f_code.co_filename) in _COMPILER for one in _main_frames())
+
+
+def sending_threads() -> set[str]:
+    """Threads of this process that send to a socket, each in one call for half a second, in which the kernel waits for space. A set of
+    their ids, empty where the system does not say.
+    """
+    before = _sends()
+    time.sleep(SENDING_SECONDS)
+    return {thread for thread, call in _sends().items() if before.get(thread) == call}
+
+
+def _sends() -> dict[str, str]:
+    """Threads that are inside a system call that sends to a socket, and its arguments."""
+    numbers, found = _SENDING.get(platform.machine(), ()), {}
+    for task in Path("/proc/self/task").iterdir() if numbers and sys.platform == "linux" else ():
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended, or runs
+            call = (task / "syscall").read_text()
+            number, descriptor = call.split()[:2]
+            if int(number) in numbers and stat.S_ISSOCK(os.fstat(int(descriptor, 16)).st_mode):
+                found[task.name] = call
+    return found
 
 
 def debugger_attached() -> bool:

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
+from maxlm.runtime.cluster_env import service_ports
 from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
 from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
@@ -63,7 +64,7 @@ class Watchdog:
         if not self._settings.enabled:
             return
         self._goodput, self._limits, self._age = goodput, Limits(self._settings), Age(goodput, self.progress)
-        self._own_time = OwnTime(self.progress)
+        self._own_time = OwnTime(self.progress, own_ports=() if self._group is None else service_ports(self._group.spec.address))
         self._slow = SlowHosts(self._settings.slow_share, self._label)
         self._compared = time.monotonic()
         self._operation = Operation()
@@ -88,9 +89,12 @@ class Watchdog:
 
     def show_stacks(self, reason: str) -> Mapping[str, Any]:
         """As `process_group.Watched` says."""
-        frame = stacks.main_frame()
+        frame = self._frame()
         stacks.show_all(END_SECONDS)
         return asdict(frame)
+
+    def _frame(self) -> Frame:
+        return replace(stacks.main_frame(), unsent=self._own_time.unsent_bytes(), sends=bool(stacks.sending_threads()))
 
     def _watch(self) -> None:
         """Watch until `stop`. An error of ours ends the watchdog, and not the run."""
@@ -122,6 +126,8 @@ class Watchdog:
         """`elapsed`: seconds since the last look."""
         if self._age.stepped():
             self._limits.stepped(self.progress.step_s)
+        if self._group is not None:
+            self._own_time.sample()
         self._operation = self._age.update(elapsed, self._limits)
         if not self._primary or self._stopped.is_set():
             return
@@ -163,7 +169,7 @@ class Watchdog:
     def _end(self, operations: Mapping[int, Operation], behind: tuple[int, ...]) -> None:
         """End the run: stacks everywhere, a line, an event, a summary, and `HUNG`."""
         self.fired = True
-        frames = {0: stacks.main_frame()}
+        frames = {0: self._frame()}
         saves = self._group is None and operations[0].part == "data_wait"  # alone, the state can be saved without that batch
         stacks.show_all(deadline.grace_seconds() if saves else END_SECONDS)
         if self._group is not None:
@@ -171,7 +177,9 @@ class Watchdog:
             until = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < until and len(self._group.stacks) < len(operations) - 1:
                 time.sleep(SLEEP_SECONDS)
-            frames |= {number: Frame(one["where"], one["waits"]) for number, one in list(self._group.stacks.items())}
+            frames |= {
+                number: Frame(one["where"], one["waits"], one["unsent"], one["sends"]) for number, one in list(self._group.stacks.items())
+            }
         result = verdict(operations, behind, frames, self._label)
         culprit = result.behind[0] if len(result.behind) == 1 < len(operations) else None
         self._report(result.line, culprit, operations[behind[0]].seconds, final=not saves)
@@ -204,13 +212,14 @@ class Watchdog:
             self.observers.close(CLOSE_SECONDS)
 
     def _write_summary(self, line: str, operations: Mapping[int, Operation], frames: Mapping[int, Frame]) -> None:
-        """Append to hang.txt: the line, and processes by operation and place, those with the fewest first."""
+        """Append to hang.txt: the line, and processes by operation and place, the rarest first, with the bytes that each owes."""
         if self.folder is None or self._group is None:
             return
         places: dict[str, list[str]] = {}
         for number, one in operations.items():
             where = frames[number].where if number in frames else "gave no stack"
-            places.setdefault(f"step {one.dispatched:,}, {one.part}, {where}", []).append(self._label(number))
+            owes = f" ({frames[number].unsent:+,} bytes)" if number in frames and frames[number].unsent else ""
+            places.setdefault(f"step {one.dispatched:,}, {one.part}, {where}", []).append(self._label(number) + owes)
         groups = [f"  {place}: {len(names)}: {', '.join(names)}" for place, names in sorted(places.items(), key=lambda item: len(item[1]))]
         with contextlib.suppress(OSError), (self.folder / "hang.txt").open("a", encoding="utf-8") as file:
             file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S ") + line, *groups, ""]))

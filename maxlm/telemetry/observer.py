@@ -55,7 +55,7 @@ class Event:
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
-    skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite)
+    skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
               layer_alarms.py; not_finite, with `tensor`: see replay.py). Of the watchdog: `hang` (`hosts` to blame, if known; `seconds`
               without progress), and `slow_host`, `slow_link` (`hosts`, `since` which step) with `slow_host_recovered` and

@@ -64,7 +64,7 @@ class CellReplay:
         periods = self._periods(self._program.config.model)
         arguments = np.asarray(number % max(periods, 1), np.int32), np.asarray(rotations, np.int32)
         sums = self.program(state.params, state.model_state, state.step, batch, *arguments)
-        return np.asarray(sums.addressable_data(0)).swapaxes(0, 1)
+        return jax.device_get(sums.addressable_data(0)).swapaxes(0, 1)
 
     @cached_property
     def program(self) -> jax.stages.Compiled:

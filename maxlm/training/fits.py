@@ -22,11 +22,13 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK
+from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
+from maxlm.training.split_masters import difference_dtype
 
-FLOAT32, INT32 = 4, 4  # bytes
+FLOAT32, INT32, HALF = 4, 4, 2  # bytes; HALF of a master in two parts, which stays on the device
 THREADS = 2**15  # of one process: Linux refuses more with its default settings
 
 _log = logging.getLogger(__name__)
@@ -111,9 +113,12 @@ def check_compiled(step: Any, device: jax.Device, processes: int = 1) -> None:
     if limit is None or memory is None:
         return
     arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporaries, peak = memory.temp_size_in_bytes, peak_on_device(memory)
+    if memory.host_argument_size_in_bytes and peak:
+        temporaries = min(temporaries, max(peak - arguments, 0))
     parts = (
         Part("the state and the batch", arguments, "split the state over more devices with mesh.fsdp, or make the model smaller"),
-        Part("activations and gradients", memory.temp_size_in_bytes, _FEWER_ACTIVATIONS),
+        Part("activations and gradients", temporaries, _FEWER_ACTIVATIONS),
     )
     _compare("a step as it is compiled", parts, limit, device)
 
@@ -140,7 +145,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     over microbatches is beside both. State is split evenly.
     """
     model, train = config.model, config.train
-    number = 2 if config.precision.compute == "bfloat16" else FLOAT32
+    number = FLOAT32 if config.precision.compute == "float32" else 2
     numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
     masters, moments = _state_bytes(config)
     each = masters + moments + FLOAT32 * (config.ema is not None)
@@ -156,8 +161,8 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     if model.lora is not None:  # of adapters there are few
         each, gradients = FLOAT32, 0
     smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
-    if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with
-        each += number - (1 + (config.ema is not None)) * FLOAT32 if tiers.master is not None else 0
+    if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with, or their halves
+        each += number - masters - (config.ema is not None) * FLOAT32 if tiers.master is not None else 0
         each -= moments if tiers.optimizer is not None else 0
     state = Part("parameters and optimizer state", each * numbers, smaller)
     activations = (
@@ -184,7 +189,8 @@ def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     tiers = config.memory.offload_state
     if tiers is None or config.model.lora is not None:
         return ()
-    masters, moments = FLOAT32 * (1 + (config.ema is not None)), _state_bytes(config)[1]
+    masters, moments = _state_bytes(config)
+    masters += FLOAT32 * (config.ema is not None) - (HALF if difference_dtype(config) is not None else 0)
     each = masters * (tiers.master is not None) + moments * (tiers.optimizer is not None)
     copies = math.prod(sizes[axis] for axis in ("data", "context"))
     size = each * count_parameters(config.model) * copies // jax.process_count()

@@ -69,7 +69,7 @@ class Health:
         for alarm, window in zip(self._jumps, known.get("windows", ()), strict=False):
             alarm.restore(window)
         self._layers = LayerAlarms(spreads, LEAST_NORM_SPREAD)
-        self._updates = self._skips_in_a_row = self._bad_in_a_row = 0
+        self._updates = self._finite = self._skips_in_a_row = self._bad_in_a_row = 0
         self._wrong = ""  # fault of the newest update
         self.unhealthy = ""  # reason to stop the run; it stays once it is set
         self.roll_back: RollBack | None = None  # it stays once it is set
@@ -98,8 +98,8 @@ class Health:
         """Reason that the last state is not a good end, or "": the last update was not finite, or the loss is bad."""
         if self.unhealthy or self.roll_back is not None:
             return self.problem
-        if self._skips_in_a_row and self._skips_in_a_row == self._updates:
-            return f"not one of {self._updates} updates was finite: {self._wrong}"
+        if self._updates and not self._finite:
+            return f"not one of {self._updates} updates was finite: {self._wrong or 'their gradients overflowed'}"
         return self._wrong if self._skips_in_a_row or self._bad_in_a_row >= BAD_AT_END else ""
 
     def fail(self, reason: str) -> None:
@@ -138,14 +138,17 @@ class Health:
         cause: str = "",
         *,
         refused: bool = False,
+        overflowed: bool = False,
         layers: LayerFigures | None = None,
     ) -> list[Event]:
         """Judge update `step`; returns alarms. Loss in nats a token, norm before clipping; `cause`: why one is not finite, if known;
-        `refused`: it was not applied, since it was a spike.
+        `refused`: it was not applied, since it was a spike; `overflowed`: nor was it, and the loss's scale is halved: no fault.
         """
         self._updates += 1
         self.history.append(Judged(step, loss, grad_norm, refused))
         self.layers = layers
+        if overflowed:
+            return []
         if not self.history[-1].finite:
             self._skips_in_a_row += 1
             if self._skips_in_a_row == 1 and self._settings is not None and self._replays < REPLAYS:
@@ -157,7 +160,7 @@ class Health:
                 reason = f"{SKIPS_IN_A_ROW} updates in a row were not finite; {self._wrong}"
                 self._give_up(reason, "not_finite", step - SKIPS_IN_A_ROW + 1, step)
             return []
-        self._skips_in_a_row = 0
+        self._skips_in_a_row, self._finite = 0, self._finite + 1
         if self._first is None and not self._trained:
             self._first = loss
         self._wrong = self._judge(step, loss, grad_norm)

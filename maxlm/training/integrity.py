@@ -119,7 +119,7 @@ class Integrity:
         """Wait for the running comparison. `state` is that of `step`, at most `LATE` updates later."""
         running, self._running = self._running, None
         assert running is not None, "there is one to read"
-        differs = np.asarray(running.compared.differs.addressable_data(0))
+        differs = jax.device_get(running.compared.differs.addressable_data(0))
         if not differs.any():
             self._agreed = running.step
             return None

@@ -15,6 +15,7 @@ from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
 from maxlm.training.layer_figures import figures_of, layer_names
+from maxlm.training.loss_scale import overflow
 from maxlm.training.program import Program
 from maxlm.training.progress import LoopProgress
 from maxlm.training.step import Metrics
@@ -49,7 +50,8 @@ class Meter:
         self._total = config.total_steps
         self._tokens_per_step = config.tokens_per_step
         self._flops_per_device = step_flops(config) / program.mesh.size
-        self._peak = chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute == "bfloat16" else None
+        self._peak = chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute != "float32" else None
+        self._precision = config.precision
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
@@ -126,7 +128,11 @@ class Meter:
         loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         router = not_finite(balance) if balance is not None else ""
         refused, self._skipped = int(metrics.skipped) > self._skipped, int(metrics.skipped)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        overflowed = overflow(self._precision, metrics.values)
+        if overflowed:
+            reason = f"{overflowed}; {int(metrics.skipped)} skipped so far"
+            self._observers.on_event(Event("skip", step, data={"reason": reason, "cause": "loss_scale"}))
+        elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
             reason = f"loss {loss:g}, gradient norm {grad_norm:g}; {int(metrics.skipped)} skipped so far"
             reason += f"; {router}" if router else ""
             self._observers.on_event(Event("skip", step, data={"reason": reason}))
@@ -134,5 +140,6 @@ class Meter:
             reason = f"a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {int(metrics.skipped)} skipped so far"
             self._observers.on_event(Event("skip", step, data={"reason": reason, "cause": "spike"}))
         layers = figures_of(metrics.values, self._layers)
-        for alarm in self.health.update(step, loss, grad_norm, router, refused=refused, layers=layers):
+        given: dict[str, Any] = {"refused": refused, "overflowed": bool(overflowed), "layers": layers}
+        for alarm in self.health.update(step, loss, grad_norm, router, **given):
             self._observers.on_event(alarm)

@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.memory.disk import DiskArray, DiskState
 from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
 from maxlm.models.parameters import Parameters
-from maxlm.training.offloaded import Group, GroupUpdate, Leaves, Name, Scalars, StreamedStep, flat_params, flat_state, nested
+from maxlm.training.group_update import Group, GroupUpdate, Scalars
+from maxlm.training.offloaded import StreamedStep
+from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested
 from maxlm.training.step import Metrics, TrainState, clip_scale
 
 
@@ -177,7 +179,8 @@ def update_piece(
     arrived, resident = iter(pieces), iter([_cut(array, group, piece) for array in arrays])
     current = [next(arrived) if path in filed else next(resident) for path in group.leaves]
     update = GroupUpdate(config, group, counters, scalars)
-    new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads]), strict=True))
+    first_row = piece * (grads[0].shape[0] // group.pieces)
+    new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads], first_row), strict=True))
     here = [new[path] for path in group.leaves if path not in filed]
     moved = [to_host(leaf) if host else leaf for leaf, host in zip(here, places, strict=True)]
     masters = [new[path] for path in group.leaves if path in filed and path[0] == "params"]

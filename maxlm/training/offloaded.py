@@ -1,18 +1,17 @@
 """Updates of a state that does not live on the device (`memory.offload_state`): gradients first, then one parameter after another.
 
 The gradient of a batch is computed by the plain training step, from a copy of the parameters in the dtype of the matmuls, and handed on in
-place of the optimizer's state. Then the optimizer runs for each parameter by itself: what belongs to it is fetched, updated by the same
-arithmetic as in the plain step, and written back. A refused update (not finite, or a spike) writes what it has read.
+place of the optimizer's state. Then the optimizer runs for a few parameters at a time (group_update.py): what belongs to them is fetched,
+updated and written back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, reduce
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float
 
@@ -24,12 +23,11 @@ from maxlm.models import balance_experts, parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import group_of, split_layers
 from maxlm.objectives import Sums
-from maxlm.training.ema import EmaUpdates, kept_share
-from maxlm.training.optimizer import build_optimizer
+from maxlm.training.ema import EmaUpdates
+from maxlm.training.group_update import Group, GroupUpdate, Scalars
+from maxlm.training.split_masters import difference_dtype
+from maxlm.training.state_paths import Name, flat_params, flat_state, keys_of, nested, owner_of
 from maxlm.training.step import Metrics, TrainState, clip_by_global_norm, clip_scale
-
-Name = tuple[str, ...]  # of a parameter, as in the tree
-Leaves = dict[Name, Any]  # by path in the state
 
 
 class GradientUpdates(EmaUpdates):
@@ -51,17 +49,6 @@ class GradientUpdates(EmaUpdates):
         return replace(state, step=state.step + 1, opt_state=grads, model_state=model_state), sums, norm
 
 
-class Group(NamedTuple):
-    """Parameters that are updated together: equal layers, or all that are in none. `leaves`: paths of all that belongs to them in a state.
-
-    One call of the optimizer sees several matrices, as in the plain step: XLA divides by a number that one array uses in another way.
-    """
-
-    names: tuple[Name, ...]
-    leaves: tuple[Name, ...]
-    pieces: int
-
-
 class Offloading:
     """Where the leaves of a state live, and the update of those that live elsewhere than on the device."""
 
@@ -74,19 +61,20 @@ class Offloading:
         """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
 
         def place(path: tuple[Any, ...], sharding: NamedSharding) -> NamedSharding:
-            return on_host(sharding) if self.tier(_keys(path)) is not None else sharding
+            return on_host(sharding) if self.tier(keys_of(path)) is not None else sharding
 
         return jax.tree_util.tree_map_with_path(place, shardings)
 
     def tier(self, path: Name) -> str | None:
         """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in ("params", "updater") else None
-        owner = _owner(path, self._axes)
+        masters = ("updater",) if difference_dtype(self.config) is not None else ("updater", "params")  # matmuls read the halves of masters
+        kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
+        owner = owner_of(path, self._axes)
         return kind if kind is not None and owner is not None and is_matrix(self._axes[owner]) else None
 
-    def is_matrix(self, name: Name) -> bool:
-        """True for a parameter that is large enough to live elsewhere."""
-        return is_matrix(self._axes[name])
+    def is_copied(self, name: Name) -> bool:
+        """True for a parameter that matmuls read as a copy."""
+        return is_matrix(self._axes[name]) and difference_dtype(self.config) is None
 
     def groups(self, state: TrainState) -> list[Group]:
         """The parameters of an abstract state in the order in which they are updated."""
@@ -95,13 +83,12 @@ class Offloading:
             group = group_of(self.config.model, name)
             names.setdefault(group.path if group is not None and group.stacked else (), []).append(name)
         leaves = {path: leaf for path, leaf in flat_state(state).items() if path[0] != "model_state"}
-        owners = {path: _owner(path, self._axes) for path in leaves}
+        owners = {path: owner_of(path, self._axes) for path in leaves}
         found = []
         for place, members in names.items():
             paths = tuple(path for path, owner in owners.items() if owner in members)
-            shapes = {(owners[path], leaves[path].shape) for path in paths}
-            whole = not place or len(shapes) > len(members)  # layers are independent, unless a part of the state has a shape of its own
-            found.append(Group(tuple(members), paths, pieces_of([leaves[path] for path in paths], whole=whole)))
+            pieces = pieces_of([leaves[path] for path in paths], whole=not place)  # the layers of a stack are independent
+            found.append(Group(tuple(members), paths, pieces))
         return found
 
 
@@ -121,7 +108,7 @@ class StreamedStep:
         flat, dtype = flat_params(params), self.config.precision.compute
         pieces = {name: group.pieces for group in self.groups for name in group.names}
         return nested(
-            {name: copy_to_device(leaf, dtype, pieces[name]) if self.offloading.is_matrix(name) else leaf for name, leaf in flat.items()}
+            {name: copy_to_device(leaf, dtype, pieces[name]) if self.offloading.is_copied(name) else leaf for name, leaf in flat.items()}
         )
 
     def readable(self, state: TrainState) -> TrainState:
@@ -161,80 +148,3 @@ class StreamedStep:
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
         return jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])
-
-
-class Scalars(NamedTuple):
-    """Inputs that all parameters share. `clip`: factor of the gradient, or None."""
-
-    good: Bool[Array, ""]
-    clip: Float[Array, ""] | None
-    step: Array
-    skipped: Array
-
-
-class GroupUpdate:
-    """The optimizer of some parameters: (their leaves, their gradients) -> their leaves updated, of a piece as of the whole."""
-
-    def __init__(self, config: Config, group: Group, leaves: Mapping[Name, Any], scalars: Scalars) -> None:
-        self._config, self._group, self._leaves, self._scalars = config, group, leaves, scalars
-        axes = flat_params(parameter_axes(config.model))
-        self._optimizer = build_optimizer(config, nested({name: axes[name] for name in group.names}))
-        self.shared: Leaves = {}  # new values of the leaves that belong to no parameter: counters, equal for all
-
-    def __call__(self, changed: Sequence[jax.Array], read: Sequence[jax.Array]) -> list[jax.Array]:
-        own, names = dict(zip(self._group.leaves, changed, strict=True)), self._group.names
-        params = nested({name: own["params", *name] for name in names})
-        grads = nested({name: self._clipped(gradient) for name, gradient in zip(names, read, strict=True)})
-        shape = jax.eval_shape(self._optimizer.init, params)
-        paths = [("opt_state", *_keys(path)) for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
-        old = {path: self._leaves[path] for path in paths if path not in own} | own
-        before = jax.tree.unflatten(jax.tree.structure(shape), [old[path] for path in paths])
-        updates, after = self._optimizer.update(grads, before, params)
-        new = dict(zip(paths, jax.tree.leaves(after), strict=True))
-        new |= {("params", *name): leaf for name, leaf in flat_params(optax.apply_updates(params, updates)).items()}
-        new |= self._averages(own, new)
-        chosen = {path: jnp.where(self._scalars.good, new[path], leaf) for path, leaf in old.items()}
-        self.shared = {path: leaf for path, leaf in chosen.items() if path not in own}
-        return [chosen[path] for path in self._group.leaves]
-
-    def _clipped(self, gradient: jax.Array) -> jax.Array:
-        gradient = gradient.astype(jnp.float32)
-        return gradient if self._scalars.clip is None else gradient * self._scalars.clip
-
-    def _averages(self, own: Leaves, new: Leaves) -> Leaves:
-        if self._config.ema is None:
-            return {}
-        kept, paths = (
-            kept_share(self._config.ema, self._scalars.step - self._scalars.skipped),
-            [path for path in own if path[0] == "updater"],
-        )
-        return {path: kept * own[path] + (1 - kept) * new["params", *path[2:]] for path in paths}
-
-
-def flat_params(tree: Parameters) -> Leaves:
-    """Name -> leaf of a tree of parameters; a tuple is a leaf."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
-    return {_keys(path): leaf for path, leaf in found}
-
-
-def flat_state(state: TrainState) -> Leaves:
-    """Path -> leaf."""
-    return {_keys(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-
-
-def _keys(path: tuple[Any, ...]) -> Name:
-    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)
-
-
-def nested(leaves: Leaves) -> Parameters:
-    """The inverse of `flat_params`."""
-    tree: Parameters = {}
-    for name, leaf in leaves.items():
-        reduce(lambda branch, part: branch.setdefault(part, {}), name[:-1], tree)[name[-1]] = leaf
-    return tree
-
-
-def _owner(path: Name, names: Mapping[Name, Any]) -> Name | None:
-    """The parameter that a leaf of the state belongs to: its name is a part of the path. None for counters."""
-    spans = ((start, end) for start in range(1, len(path)) for end in range(len(path), start, -1))
-    return next((path[start:end] for start, end in spans if path[start:end] in names), None)

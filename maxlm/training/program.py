@@ -29,12 +29,13 @@ from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.loss_scale import ScaledUpdates
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
-from maxlm.training.split_masters import SplitMasters, difference_dtype
+from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
 
@@ -76,13 +77,11 @@ class Program:
     @cached_property
     def updater(self) -> Updater:
         """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`);
-        watched, if `health` asks for it, and with master weights in two parts, if `optimizer.state` does.
+        watched, if `health` asks for it; of a scaled loss in float16; and with master weights in two parts, if `optimizer.state` asks.
         """
         config, health, gradients = self.config, self.config.health, self.gradients
         kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
         kind = GradientUpdates if config.memory.offload_state is not None else kind
-        if health is not None and health.layers is not None:
-            gradients = with_gradient_norms(config.model, gradients)
         compressed = None if config.compression is None else CompressedSums(config, self.mesh)
         watches = health is not None and (health.layers is not None or health.spike == "skip")
 
@@ -90,7 +89,15 @@ class Program:
             update = kind(config, self.objective, self.optimizer, gradients, compressed)
             return WatchedUpdates(update, health) if health is not None and watches else update
 
-        return build(gradients) if difference_dtype(config) is None else SplitMasters(config, build, gradients)
+        def watched(gradients: GradFn) -> GradFn:
+            layers = health is not None and health.layers is not None
+            return with_gradient_norms(config.model, gradients) if layers else gradients
+
+        if config.precision.scaling is not None:
+            return ScaledUpdates(config, config.precision.scaling, lambda unscaled: build(watched(unscaled)), gradients)
+        gradients = watched(gradients)
+        in_two = SplitMasters if config.memory.offload_state is None else HalvesOnly
+        return build(gradients) if difference_dtype(config) is None else in_two(config, build, gradients)
 
     @cached_property
     def state_shardings(self) -> TrainState:

@@ -123,7 +123,7 @@ class Replicas:
 
     def _on_every_host(self, array: jax.Array) -> Any:
         whole = jax.jit(lambda x: x, out_shardings=NamedSharding(self._mesh, P()))(array)
-        return np.asarray(whole.addressable_data(0))
+        return jax.device_get(whole.addressable_data(0))
 
 
 def replicated_axes(sharding: NamedSharding) -> tuple[str, ...]:

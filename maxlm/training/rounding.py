@@ -12,20 +12,24 @@ from jaxtyping import Array, BFloat16, Float, Int32, UInt32
 HALF = 1 << 16  # lowest bit of the bfloat16 half of a float32
 
 
-def random_bits(seed: int, name: str, update: Int32[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """32 random bits for every element of an array with this name, in update number `update`. Elements 2^32 apart get the same."""
+def random_bits(seed: int, name: str, update: Int32[Array, ""], shape: tuple[int, ...], first_row: Array | int = 0) -> UInt32[Array, "..."]:
+    """32 random bits for every element of an array with this name, in update number `update`. Elements 2^32 apart get the same.
+
+    `first_row`: of the rows of the first dim of a larger array, if `shape` is that of a piece of it.
+    """
     salt = hashlib.sha256(f"rounding {seed} {name}".encode()).digest()
     first, second = (_mixed(update.astype(jnp.uint32) ^ jnp.uint32(int.from_bytes(salt[i : i + 4], "little"))) for i in (0, 4))
-    return _mixed(_mixed(_index(shape) ^ first) + second)
+    return _mixed(_mixed(_index(shape, first_row) ^ first) + second)
 
 
-def _index(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+def _index(shape: tuple[int, ...], first_row: Array | int) -> UInt32[Array, "..."]:
     """Row-major index of every element in the whole array, modulo 2^32."""
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)
         stride *= shape[dim]
-    return index
+    row = stride // shape[0] if shape else 0
+    return index + jnp.asarray(first_row).astype(jnp.uint32) * jnp.uint32(row % 2**32)
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

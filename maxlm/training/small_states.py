@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int32
 from maxlm.config.axes import RULES
 from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
-from maxlm.models import abstract_parameters, parameter_axes
+from maxlm.models import abstract_parameters
+from maxlm.models.adapters import leaf as leaf_of
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED, Names
 from maxlm.training.dynamic_map import decode, encode, scales_of
@@ -59,20 +60,28 @@ class Storage:
         return encode(moment, scales, signed=self.signed, random=random)
 
 
-def in_small_state(config: Config, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` with its moments stored as `optimizer.state` says; itself if they are float32."""
+def in_small_state(
+    config: Config, inner: optax.GradientTransformation, axes: Parameters, first_row: Array | int = 0
+) -> optax.GradientTransformation:
+    """`inner` with its moments stored as `optimizer.state` says; itself if they are float32.
+
+    `axes`: of the parameters. `first_row`: of theirs, if they are pieces of stacked ones.
+    """
     settings = config.optimizer.state
     if settings is None or {settings.moments, settings.second} <= {FLOAT32, "factored"}:
         return inner
-    return _SmallMoments(config, settings, inner).transformation()
+    return _SmallMoments(config, settings, inner, axes, first_row).transformation()
 
 
 class _SmallMoments:
     """`inner` and the form of every leaf of its state, None for what stays as it is."""
 
-    def __init__(self, config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation) -> None:
-        self._inner, self._seed, self._by_chance = inner, config.train.seed, settings.rounding == "stochastic"
-        self._forms, self._tree = _forms(config, settings, inner)
+    def __init__(
+        self, config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation, axes: Parameters, first_row: Array | int
+    ) -> None:
+        self._inner, self._seed, self._first_row = inner, config.train.seed, first_row
+        self._by_chance = settings.rounding == "stochastic"
+        self._forms, self._tree = _forms(config, settings, inner, axes)
         self._scaled = any(form is not None and form.dim is not None for form in self._forms)
 
     def transformation(self) -> optax.GradientTransformation:
@@ -105,7 +114,8 @@ class _SmallMoments:
         def write(form: Storage | None, moment: Array, scale: Array | None) -> Array:
             if form is None:
                 return moment
-            return form.write(moment, scale, random_bits(self._seed, form.name, updates, moment.shape) if self._by_chance else None)
+            random = random_bits(self._seed, form.name, updates, moment.shape, self._first_row) if self._by_chance else None
+            return form.write(moment, scale, random)
 
         stored = [write(*leaf) for leaf in zip(self._forms, moments, scales, strict=True)]
         return SmallState(updates, self._tree.unflatten(stored), self._tree.unflatten(scales))
@@ -126,11 +136,15 @@ class _SmallMoments:
         return jax.tree.unflatten(tree, list(given.values())), *fenced
 
 
-def _forms(config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation) -> tuple[list[Storage | None], Any]:
-    """(form of every leaf of the state of `inner`, structure of that state)."""
-    named = jax.tree_util.tree_flatten_with_path(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
-    axes = {path_of(path): names for path, names in named}
-    leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, abstract_parameters(config.model)))
+def _forms(
+    config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation, given: Parameters
+) -> tuple[list[Storage | None], Any]:
+    """(form of every leaf of the state of `inner`, structure of that state), of parameters with the logical axes `given`."""
+    named: Any = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    axes = {path_of(path): names for path, names in named[0]}
+    shapes = abstract_parameters(config.model)
+    params = jax.tree.unflatten(named[1], [leaf_of(shapes, name) for name in axes])
+    leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, params))
     chosen = {FIRST: settings.moments, SECOND: settings.second}
 
     def form(path: Names, shape: tuple[int, ...]) -> Storage | None:

@@ -18,6 +18,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.models import parameter_axes
 from maxlm.models.adapters import leaf, put
 from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.stack import Names
 from maxlm.objectives import Sums
 from maxlm.training.rounding import random_bits
 from maxlm.training.small_states import path_of
@@ -53,6 +54,18 @@ def join(half: BFloat16[Array, "..."], difference: Array | None) -> Float[Array,
     return jax.lax.bitcast_convert_type(pattern << (16 - bits), jnp.float32)
 
 
+def stored(
+    config: Config, name: Names, master: Float[Array, "..."], step: Int32[Array, ""] | None, first_row: Array | int = 0
+) -> tuple[BFloat16[Array, "..."], Array]:
+    """The two parts of the masters of this name after update `step`, rounded by chance if the settings say so; before the first (None) to
+    the nearest. `first_row`: of a piece.
+    """
+    settings, bits = config.optimizer.state, 8 * difference_dtype(config).itemsize
+    by_chance = settings is not None and settings.rounding == "stochastic" and bits == 8 and step is not None
+    random = random_bits(config.train.seed, ".".join(name), step, master.shape, first_row) if by_chance and step is not None else None
+    return split(master, bits, random)
+
+
 class SplitMasters(Updater):
     """The update that `build` makes of a gradient, which sees float32 parameters. The gradient itself is computed with their halves."""
 
@@ -80,19 +93,22 @@ class SplitMasters(Updater):
 
     def _stored(self, state: TrainState, step: Int32[Array, ""] | None) -> TrainState:
         """The state with its float32 parameters in two parts, by chance from the first update on."""
-        settings, dtype = self.config.optimizer.state, difference_dtype(self.config)
-        by_chance = settings is not None and settings.rounding == "stochastic" and dtype.itemsize == 1
         paths: Any = jax.tree_util.tree_flatten_with_path(state.params)[0]
         tree: Any = jax.tree.structure(state.params)
         halves, differences = [], []
         for (path, master), matrix in zip(paths, jax.tree.leaves(matrices(self.config.model)), strict=True):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            random = None if step is None or not by_chance else random_bits(self.config.train.seed, name, step, master.shape)
-            half, difference = split(master, 8 * dtype.itemsize, random) if matrix else (master, None)
+            half, difference = stored(self.config, path_of(path), master, step) if matrix else (master, None)
             halves.append(half)
             differences.append(difference)
         updater = {**(state.updater or {}), RESIDUAL: jax.tree.unflatten(tree, differences)}
         return replace(state, params=jax.tree.unflatten(tree, halves), updater=updater)
+
+
+class HalvesOnly(SplitMasters):
+    """`SplitMasters` of a state that is updated elsewhere (offloaded.py): its gradients need the halves alone."""
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        return self._inner(state, batch)
 
 
 def matrices(model: ModelConfig) -> Parameters:

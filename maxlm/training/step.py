@@ -35,6 +35,7 @@ class TrainState:
     updater: Any = None  # state of the update itself: `diloco.WorkerState` with local updates, the average of `ema.EmaUpdates`
     guard: Any = None  # `spike_guard.Window`, where spikes are refused
     feedback: Any = None  # of `compression.CompressedSums`
+    scale: Any = None  # `loss_scale.LossScale`, with matmuls in float16
 
 
 class Metrics(NamedTuple):
@@ -135,11 +136,11 @@ def clip_scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
 
 def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
     """`proposed` if loss and gradient norm, which are the same on all devices, are finite, and it does not count itself as skipped; else
-    `state` with the batch counted as consumed and skipped.
+    `state` with the batch counted as consumed and skipped, and the scale of its loss adjusted.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (proposed.skipped == state.skipped)
     chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), proposed, state)
-    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(good, 0, 1))
+    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(good, 0, 1), scale=proposed.scale)
 
 
 def digest(batch: Any) -> UInt32[Array, ""]:

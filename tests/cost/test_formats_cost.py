@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.cost.compile_report import formats_line
-from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE
+from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE, SCALED_MATMUL_SHARES
 from maxlm.cost.pricing import format_of
 from maxlm.cost.quantized_matmuls import check
 from maxlm.cost.step_cost import estimate
@@ -61,6 +61,38 @@ def test_a_matmul_counts_as_what_its_dot_reads():
     assert rows["s8"].share_of_peak == pytest.approx(2 * N**3 / rows["s8"].seconds / 918e12)
     assert rows["bf16"].share_of_peak == pytest.approx(2 * N**3 / rows["bf16"].seconds / 459e12)
     assert re.search(r"bf16 \d+% \(at 96% of the bf16 peak\)", formats_line(cost))
+
+
+SCALED = f"""HloModule scaled, is_scheduled=true
+
+%scaled (x: s8[{N},{N}], w: s8[{N},{N}], s: f32[{N}]) -> bf16[{N},{N}] {{
+  %x = s8[{N},{N}]{{1,0}} parameter(0)
+  %w = s8[{N},{N}]{{1,0}} parameter(1)
+  %s = f32[{N}]{{0}} parameter(2)
+  %y = s32[{N},{N}]{{1,0}} convolution(%x, %w), {DOT}
+  %wide = f32[{N},{N}]{{1,0}} convert(%y)
+  %by = f32[{N},{N}]{{1,0}} broadcast(%s), dimensions={{1}}
+  %product = f32[{N},{N}]{{1,0}} multiply(%wide, %by)
+  ROOT %z = bf16[{N},{N}]{{1,0}} convert(%product)
+}}
+
+ENTRY %main () -> bf16[{N},{N}] {{
+  %a = s8[{N},{N}]{{1,0}} parameter(0)
+  %s.1 = f32[{N}]{{0}} parameter(1)
+  ROOT %y.1 = bf16[{N},{N}]{{1,0}} fusion(%a, %a, %s.1), kind=kOutput, calls=%scaled, backend_config={{"estimated_cycles":"300000"}}
+}}
+"""
+
+
+def test_a_scaled_matmul_is_charged_its_counted_time():
+    """On v6e XLA's estimate is far from its code. What does more than scale is charged the estimate."""
+    v6e, flops = chip_named("v6e"), 2 * N**3
+    counted = HBM_LATENCY_S + flops / (v6e.peak_bf16_flops * v6e.matmul_speed("int8") * SCALED_MATMUL_SHARES["v6e"]["int8"])
+    assert counted < 300000 / v6e.clock_hz
+    assert estimate(parser.read(SCALED), v6e, SIZES, {}).matmul_s == pytest.approx(counted)
+    assert estimate(parser.read(SCALED), V5P, SIZES, {}).matmul_s == pytest.approx(300000 / V5P.clock_hz)
+    for more in (SCALED.replace("multiply(%wide", "add(%wide"), SCALED.replace("%w = s8", "%w = bf16").replace("w: s8", "w: bf16")):
+        assert estimate(parser.read(more), v6e, SIZES, {}).matmul_s > 1.1 * counted
 
 
 def test_a_matmul_without_an_estimate_is_charged_its_work_and_its_bytes():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from data_cases import every_byte, prepare_config, some_texts
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig
 from maxlm.data import encoding, manifest, prepare as module
 from maxlm.data.prepare import prepare
@@ -116,7 +116,7 @@ def test_other_settings_are_refused_by_name_and_the_store_stays(source, tmp_path
         source.write_text(source.read_text().replace("alpha", "omega"))
     with pytest.raises(ConfigError) as caught:
         make(prepare_config(tmp_path / "store", source, **({} if change == "content" else change)))
-    assert says in str(caught.value) and str(tmp_path / "store") in str(caught.value) and "delete this one" in str(caught.value)
+    assert says in str(caught.value) and show(str(tmp_path / "store")) in str(caught.value) and "delete this one" in str(caught.value)
     assert every_byte(tmp_path / "store") == before
 
 

@@ -117,7 +117,7 @@ def test_the_log_says_which_implementation_of_an_operation_ran(straight):
     [
         pytest.param(("mesh.data=8", "mesh.fsdp=1"), id="8x1", marks=pytest.mark.soak),
         pytest.param(("mesh.data=4", "mesh.fsdp=2"), id="4x2", marks=pytest.mark.soak),
-        pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2"),
+        pytest.param(("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), id="2x2x2", marks=pytest.mark.soak),
     ],
 )
 def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh):

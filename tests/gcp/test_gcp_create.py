@@ -3,9 +3,11 @@
 import re
 import shlex
 import subprocess
+import tempfile
 
 import pytest
 
+SCRATCH = re.escape(tempfile.gettempdir())
 RUN = "runs/llama3-8b-v5p-128"
 NAME = "maxlm-llama3-8b-v5p-128"
 LABELS = "--labels=maxlm-run={name},maxlm-owner=ada"
@@ -16,7 +18,7 @@ GPU = ("--image-family=ubuntu-accelerator-2404-amd64-with-nvidia-580", "--image-
 
 def plain(words):
     """Words without the scratch folder's name."""
-    return [re.sub(r"/tmp/[^/]+/(?=startup|code|config|cluster-secret|outcome|jobset)", "SCRATCH/", word) for word in words]
+    return [re.sub(SCRATCH + r"/[^/]+/(?=startup|code|config|cluster-secret|outcome|jobset)", "SCRATCH/", word) for word in words]
 
 
 def created(cloud):

@@ -121,6 +121,7 @@ def test_copies_into_buffers_that_take_turns_are_told_apart():
     assert execute(read(ROTATED), [], bytes_a_cycle=16).waited == 32 * 32 / 16 - 2
 
 
+@pytest.mark.soak
 def test_the_grouped_matmul_reads_every_weight_once(tmp_path):
     """Rows and result too, where a tile holds all columns; its matrix unit multiplies no more than it must where groups fill tiles."""
     kernels = of_the_lab("qwen3-up", tmp_path, "grouped_matmul", "tpu", "v6e:1x1")
@@ -184,6 +185,7 @@ def test_unknown_names_are_refused(chips, operation, shapes, said):
         ("grouped_matmul", "mixtral-up", 0.95),
         ("grouped_matmul_int8", "mixtral-up", 0.55),
         ("matmul_int8", "llama-8b-out", 0.55),
+        ("quantize_gated", "llama-8b", 0.9),
     ],
 )
 def test_our_kernels_take_less_than_what_they_replace(operation, shape, most, capsys):

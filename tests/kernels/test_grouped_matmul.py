@@ -214,7 +214,7 @@ def lowered(chip, rows, experts, deep, wide, implementation="tpu"):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("deep", "wide"), [(1024, 768), (360, 256)])
+@pytest.mark.parametrize(("deep", "wide"), [pytest.param(1024, 768, marks=pytest.mark.soak), (360, 256)])
 def test_kernels_compile_for_every_chip(deep, wide, chip, monkeypatch):
     """At depths that are whole lanes and at some that are not; no weights and no gradients of theirs are moved on the way."""
     monkeypatch.undo()

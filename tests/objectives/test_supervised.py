@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, gradients_of, tiny_config, tiny_program
+from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, first_state, gradients_of, tiny_config, tiny_program
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import Config
@@ -90,7 +90,7 @@ LAYOUTS = {
 def test_every_layout_computes_the_same(gradients, layout):
     mesh, sections = LAYOUTS[layout]
     program = tiny_program(int(np.prod(list(mesh.values()))), **{**SFT, **sections}, mesh={"fsdp": 1, **mesh})
-    state = program.init()
+    state = first_state(program)
     with jax.set_mesh(program.mesh):
         placed = jax.device_put(batch(), program.batch_sharding)
         sums, grads = jax.device_get(jax.jit(gradients_of(program))(state.params, state.model_state, placed))

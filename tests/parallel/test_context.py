@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import gradients_of, run_steps, tiny_batch, tiny_program
+from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_program
 
 from maxlm.config import ConfigError
 from maxlm.config.schema import AXES
@@ -119,7 +119,7 @@ LAYOUTS = {
 
 
 def sums_and_gradients(program):
-    state = program.init()
+    state = first_state(program)
     with jax.set_mesh(program.mesh):
         gradients = jax.jit(gradients_of(program))
         return jax.device_get(gradients(state.params, state.model_state, jax.device_put(tiny_batch(), program.batch_sharding)))

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from tiny import gradients_of, tiny_batch, tiny_program
+from tiny import first_state, gradients_of, tiny_batch, tiny_program
 
 MODELS = {
     "latent": {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True},
@@ -27,7 +27,7 @@ CASES = [  # the suite has the first of each
 def loss_and_gradients(name, mesh):
     sizes = [size for axis, size in mesh.items() if axis != "context_attention"]
     program = tiny_program(math.prod(sizes), mesh={"fsdp": 1, **mesh}, model=MODELS[name], train={"microbatches": 2})
-    state = program.init()
+    state = first_state(program)
     with jax.set_mesh(program.mesh):
         run = jax.jit(gradients_of(program))
         return jax.device_get(run(state.params, state.model_state, jax.device_put(tiny_batch(), program.batch_sharding)))

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tiny import gradients_of, run_steps, tiny_batch, tiny_program
 
+from maxlm.training.program import Program
+
 LAYOUTS = {
     "data": {"data": 8, "fsdp": 1},
     "fsdp": {"fsdp": 8},
@@ -29,14 +31,14 @@ def program_on(layout):
 
 @pytest.fixture(scope="module")
 def reference():
-    state, metrics = run_steps(program_on(None), STEPS)
+    state, metrics = run_steps(program_on(None), STEPS, first=Program.init)
     return jax.device_get(state), metrics
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request):
     program = program_on(request.param)
-    return request.param, program, *run_steps(program, STEPS)
+    return request.param, program, *run_steps(program, STEPS, first=Program.init)
 
 
 def test_losses_norms_and_parameters_equal_one_device(layout, reference):

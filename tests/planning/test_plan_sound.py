@@ -63,6 +63,7 @@ def test_what_is_dropped_would_be_refused(few, tmp_path):
         assert not verify(one.apply(config), TOPOLOGY).fits, one
 
 
+@pytest.mark.soak
 @few_and_all
 def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     config = read(TINY, tmp_path)

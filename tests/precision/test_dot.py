@@ -103,6 +103,20 @@ def test_a_column_of_zeros_learns(outputs):
     assert errors([found[:, 3]], [exact[:, 3]])[0] < 0.05
 
 
+@pytest.mark.parametrize("outputs", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("case", ["int8", "fp8", "int8, one scale"])
+def test_zeros_cost_the_others_nothing(case, outputs):
+    """Tokens without input or without gradient, as the first one's query has none, and columns of weights. Their scale is folded into
+    numbers that share one with the others, and once made all of these vanish.
+    """
+    settings, bounds = BOUNDS[case]
+    x, w, g = operands(outputs)
+    x, w, g = x.at[:, 5].set(0.0), w.at[:, 3].set(0.0), g.at[:, 0].set(0.0)
+    scale = 1e-6  # of gradients in training: far from the scale of zeros
+    found = errors(products(QuantizedConfig(**settings), Parts(), x, w, scale * g), products(None, None, x, w, scale * g))
+    assert all(error < 1.1 * bound for error, bound in zip(found, bounds, strict=True)), found
+
+
 def test_rotation_spreads_outliers():
     """A channel of activations a hundred times larger than the others takes all of int8's values for itself, until it is spread."""
     x, w, g = operands(NARROW)

@@ -25,6 +25,7 @@ def rows(*arguments):
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
 
+@pytest.mark.soak
 def test_rings_and_the_library_give_the_same_and_are_timed():
     """What they compute is compared by the program itself, which ends with an error where it differs."""
     found = rows("--devices", "1", "--sizes", "64KB", "--rounds", "2")

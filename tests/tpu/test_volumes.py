@@ -160,7 +160,7 @@ def excess(case, config):
     }.get(case, {})
 
 
-# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last eight have no wider
+# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last nine have no wider
 # one here: the suite checks their collectives on virtual devices (tests/parallel), and their bytes once a week.
 NARROW = {
     "ddp",
@@ -171,6 +171,7 @@ NARROW = {
     "ring",
     "zero 3",
     "ddp accumulating",
+    "ring accumulating",
     "local updates",
     "gather",
     "ulysses",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
+from maxlm.training.program import Program
+
 WORKERS, EVERY, LR, MOMENTUM, STEPS = 2, 2, 0.7, 0.9, 6
 DILOCO = {"workers": WORKERS, "every": EVERY, "lr": LR, "momentum": MOMENTUM}
 
@@ -101,11 +103,11 @@ def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
 
 
 def test_a_worker_alone_that_meets_itself_trains_as_ever(monkeypatch):
-    """Compiled as the product's step is: Adam divides by the root of tiny second moments, which blows up another rounding."""
+    """Compiled and drawn as the product does it: Adam divides by the root of tiny second moments, which blows up another rounding."""
     monkeypatch.delenv("XLA_FLAGS")
-    plain, wanted = run_steps(tiny_program(1), 3)
+    plain, wanted = run_steps(tiny_program(1), 3, first=Program.init)
     alone = {"workers": 1, "every": 1, "lr": 1.0, "momentum": 0.0}
-    state, metrics = run_steps(tiny_program(1, diloco=alone), 3)
+    state, metrics = run_steps(tiny_program(1, diloco=alone), 3, first=Program.init)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in wanted], rtol=1e-5)
     for mine, theirs in zip(leaves(state.params), leaves(plain.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

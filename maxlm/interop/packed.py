@@ -1,0 +1,60 @@
+"""Weights of 4 or 8 bits in published files: `pack-quantized` of the compressed-tensors library (vllm-project/compressed-tensors).
+
+A matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32, whose words hold 32 / bits neighbouring inputs each, the
+first in the lowest bits, as value + 2^(bits - 1); `x.weight_scale` [outputs, 1], or a column for each group of inputs; and
+`x.weight_shape`, the two sizes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
+METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # after the name of the matrix
+
+
+def pack(values: np.ndarray, bits: int) -> np.ndarray:
+    """int32 words of a matrix of integers of so many bits, 4 or 8."""
+    unsigned = (values.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    unsigned = np.pad(unsigned, ((0, 0), (0, -unsigned.shape[1] % (32 // bits))))
+    in_bytes = unsigned if bits == 8 else unsigned[:, ::2] | unsigned[:, 1::2] << 4
+    return np.ascontiguousarray(in_bytes).view("<i4").astype(np.int32, copy=False)
+
+
+def unpack(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """The inverse of `pack`."""
+    unsigned = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 4:
+        unsigned = np.stack([unsigned & 15, unsigned >> 4], axis=-1).reshape(len(words), -1)
+    return (unsigned[:, :columns].astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+
+
+def bits_of(shape: tuple[int, ...], words: tuple[int, ...]) -> int | None:
+    """Bits of a value of a packed matrix; None where its sizes do not say, or fit neither 4 nor 8."""
+    fitting = [bits for bits in BITS.values() if len(shape) == 2 and words == (shape[0], -(-shape[1] * bits // 32))]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def dequantized(words: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The matrix in float32."""
+    bits = bits_of(shape, words.shape)
+    assert bits is not None, "checked when the file was opened"
+    return unpack(words, bits, shape[1]).astype(np.float32) * np.repeat(scale, shape[1] // scale.shape[1], axis=1)
+
+
+def problem(section: Mapping[str, Any]) -> str:
+    """Reason that a `quantization_config` with `quant_method: compressed-tensors` is not read, or ""."""
+    groups = section.get("config_groups")
+    if section.get("format") != FORMAT or not isinstance(groups, dict):
+        return f"is not supported: of {METHOD} only {FORMAT} is"
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or group.get("input_activations") is not None:
+            return "is not supported: only quantized weights are, without activations"
+        wanted = {"num_bits": tuple(BITS.values()), "type": ("int",), "symmetric": (True,), "strategy": ("channel", "group")}
+        for name, values in wanted.items():
+            if weights.get(name) not in values:
+                return f"is not supported: {name} = {weights.get(name)!r} of its weights is not {' or '.join(map(str, values))}"
+    return ""

@@ -1,0 +1,98 @@
+"""`maxlm export --quantize`: which matrices are packed, and their rounding, which is that of training (`maxlm.precision`)."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from maxlm.config import Config, UserError
+from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
+from maxlm.config.schema import ModelConfig
+from maxlm.interop.families import UNEMBEDDING
+from maxlm.interop.layouts import Linear, Reordered
+from maxlm.interop.packed import BITS, FORMAT, METHOD, PACKED, SCALE, SHAPE, pack
+from maxlm.interop.weights import Piece, Target
+from maxlm.models.stack import within_layer
+from maxlm.precision import quantized_weight
+
+MATRICES = set(get_args(QuantizedMatrix))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The matrices of an export that are packed, by the names of their tensors, and how they are rounded. `kept`: all other matrices."""
+
+    format: Literal["int8", "int4"]
+    names: frozenset[str]
+    kept: tuple[str, ...]
+    rounding: QuantizedConfig
+    dtype: str  # in which they are rounded: with quantization-aware training as the forward pass read them
+
+    def tensors(self, name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of a matrix [outputs, inputs] of float32."""
+        w_CO = jax.device_put(value, SingleDeviceSharding(jax.devices("cpu")[0])).astype(self.dtype).T
+        form = quantized_weight(self.rounding, w_CO, 0, 1).form
+        assert form is not None, "there is one scale for each output"
+        scale_O1 = np.ascontiguousarray(np.asarray(form.scale).T)
+        if not np.isfinite(scale_O1).all():
+            raise UserError(f"{name} holds numbers that are not finite: it cannot be rounded to {self.format}.")
+        packed = pack(np.asarray(form.values).T, BITS[self.format])
+        return {name + PACKED: packed, name + SCALE: scale_O1, name + SHAPE: np.array(value.shape, np.int64)}
+
+    def bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the tensors of a matrix."""
+        return 4 * shape[0] * (-(-shape[1] * BITS[self.format] // 32) + 1) + 16
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """`quantization_config` of config.json."""
+        scheme = {"num_bits": BITS[self.format], "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
+        ignore = [name.removesuffix(".weight") for name in self.kept]
+        named = {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed"}
+        return {**named, "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
+    """Packing of the matrices of an export: those of layers that `precision.matmul` may quantize; where the run was trained in the same
+    format, those that it did. Raises UserError for a format or a matrix that cannot be stored so.
+    """
+    if quantize not in BITS:
+        raise UserError(f"--quantize {quantize} is not one of {' and '.join(BITS)}.")
+    format: Literal["int8", "int4"] = "int8" if quantize == "int8" else "int4"
+    matmul = trained.precision.matmul
+    aware = matmul is not None and matmul.format == format
+    rounding = matmul if matmul is not None and aware else QuantizedConfig(format=format, weights_only=True)
+    for name, value in (("hadamard", rounding.hadamard), ("scaling", None if rounding.scaling == "channel" else rounding.scaling)):
+        if value is not None:
+            rule = f"the run was trained with precision.matmul.{name} = {value}, and {FORMAT} has one scale for each output"
+            raise UserError(f"--quantize {format}: {rule}{' of weights that are not rotated' if name == 'hadamard' else ''}: leave it out.")
+    names, kept = set[str](), [UNEMBEDDING]
+    for target in found:
+        matrix = target.name[-1].rpartition("_")[0]
+        if matrix in MATRICES and (not _is_linear(target) or target.rule.per_expert):
+            why = "it is one of experts" if target.rule.per_expert else "this family stores it inputs first"
+            raise UserError(f"--quantize {format}: {target.pieces[0].theirs} is not the weight of a Linear layer ({why}): leave it out.")
+        high = matrix not in MATRICES or matrix in rounding.skip
+        for piece in target.pieces if _is_linear(target) else ():
+            if high or _kept_high(trained.model, rounding, target, piece):
+                kept.append(piece.theirs)
+            else:
+                names.add(piece.theirs)
+    return Packing(format, frozenset(names), tuple(dict.fromkeys(kept)), rounding, trained.precision.compute if aware else "float32")
+
+
+def _is_linear(target: Target) -> bool:
+    layout = target.rule.layout
+    return target.rule.per_layer and isinstance(layout.layout if isinstance(layout, Reordered) else layout, Linear)
+
+
+def _kept_high(model: ModelConfig, rounding: QuantizedConfig, target: Target, piece: Piece) -> bool:
+    """True for a matrix of the first or last layers that are not quantized."""
+    within = within_layer(model, target.name)
+    assert within is not None, "it is of a layer"
+    depths = within[1]
+    depth = int(depths[piece.index[: depths.ndim]])
+    return not rounding.first_layers <= depth < model.n_layers - rounding.last_layers
