@@ -20,7 +20,7 @@ test: $(if $(ARGS),,lint) .venv/gpu-compiler
 	$(BIN)/python -m pytest -m "not soak" $(or $(ARGS),-n 3 --dist worksteal --durations=20)
 
 soak: .venv/gpu-compiler
-	$(BIN)/python $(if $(ARGS),-m pytest -m soak $(ARGS),tools/soaks.py)
+	$(BIN)/python $(if $(ARGS),-m pytest -m soak -o timeout=0 -o faulthandler_timeout=0 $(ARGS),tools/soaks.py)
 
 gpu-compiler: .venv/gpu-compiler
 

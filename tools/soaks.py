@@ -22,7 +22,7 @@ SECONDS = ROOT / "tests" / "soak_seconds.json"  # a test function -> seconds of 
 SEVENTHS = 7
 WORKERS = 2
 UNMEASURED_S = 120.0  # assumed for a test that the table does not have
-PYTEST = (sys.executable, "-m", "pytest", "-m", "soak")
+PYTEST = (sys.executable, "-m", "pytest", "-m", "soak", "-o", "timeout=0", "-o", "faulthandler_timeout=0")
 
 
 class OutOfTimeError(Exception):

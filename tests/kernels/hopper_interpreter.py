@@ -1,7 +1,6 @@
 """Pallas's interpreter for GPU kernels, on a CPU: shared memory, its barriers and the copy engine as they are, races noticed."""
 
 import contextlib
-import faulthandler
 import threading
 
 import jax
@@ -12,7 +11,6 @@ params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
 from jax._src.pallas.mosaic.interpret import thread_map  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: E402
 
-SECONDS = 300  # far more than any of these kernels takes
 _lock = threading.Lock()
 _compiled = {}
 
@@ -30,13 +28,9 @@ def _run_compiled_once(jaxpr, consts, *args):
 def interpreting(monkeypatch):
     """Kernels that are traced in this context are interpreted. Fails if two warpgroups used memory without waiting for each other.
 
-    Under jax 0.10 an error in one warpgroup leaves the others waiting for ever: the process then ends, and says where they stand.
+    Under jax 0.10 an error in one warpgroup leaves the others waiting for ever: pytest then ends this process (`faulthandler_timeout`).
     """
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
     monkeypatch.setattr(thread_map, "_run_jaxpr", _run_compiled_once)
-    try:
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
-            yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+        yield
     assert not gpu_callbacks.get_races().races_found
