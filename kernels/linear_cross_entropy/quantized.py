@@ -7,21 +7,21 @@ To integers the gradient of the logits is rounded stochastically. The target's i
 of a step: rounded to nearest they would all be 0, and unlikely words would never become less likely. Floating-point formats have the range.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.lax import slice_in_dim
 from jaxtyping import Array, Bool, Float
 
 from maxlm.kernels.platform import device
-from maxlm.kernels.quantize import Quantization
+from maxlm.kernels.quantize import MOST_SUMMED, Quantization, exact_sums
 from maxlm.kernels.quantize.reference import rounded, scale_of
 
 # B batch, s positions of a chunk, D model width, V vocabulary (one device's share where it is split)
-
-MOST_SUMMED = 2**17  # products of two int8 of which int32 holds any sum
 
 
 class LossFormats(NamedTuple):
@@ -45,7 +45,7 @@ class QuantizedTable:
 
     def logits(self, x_BsD: Float[Array, "B s D"]) -> Float[Array, "B s V"]:
         values_BsD, scale_Bs1 = _quantized(x_BsD, (2,), self.formats.forward)
-        return _sums(values_BsD, self.values_VD, ((2,), (1,))) * scale_Bs1 * self.scale_V
+        return _sums(values_BsD, self.values_VD, 2, 1) * scale_Bs1 * self.scale_V
 
     def gradients(
         self, x_BsD: Float[Array, "B s D"], dlogits_BsV: Float[Array, "B s V"], largest_Bs: Float[Array, "B s"]
@@ -56,14 +56,12 @@ class QuantizedTable:
         if jnp.issubdtype(self.formats.gradient.dtype, jnp.integer):
             scaled_BsV = jnp.floor(scaled_BsV + _noise(scaled_BsV))
         values_BsV = jax.lax.optimization_barrier(rounded(scaled_BsV, self.formats.gradient))  # both matmuls read it
-        parts = range(0, values_BsV.shape[2], MOST_SUMMED)
-        sums = (_sums(values_BsV[..., at : at + MOST_SUMMED], self.values_VD[at : at + MOST_SUMMED], ((2,), (0,))) for at in parts)
-        dx_BsD = (sum(sums, start=jnp.float32(0)) * of_rows_Bs1).astype(x_BsD.dtype)
+        dx_BsD = (_sums(values_BsV, self.values_VD, 2, 0) * of_rows_Bs1).astype(x_BsD.dtype)
         values_BsD, scale_Bs1 = _quantized(x_BsD, (2,), self.formats.forward)
         folded_BsD, of_columns_11D = _quantized(values_BsD.astype(jnp.float32) * (scale_Bs1 * of_rows_Bs1), (0, 1), self.formats.forward)
         tokens = folded_BsD.shape[0] * folded_BsD.shape[1]
         folded_DT = _row_major(jax.lax.optimization_barrier(folded_BsD).reshape(tokens, -1).T)
-        dw_DV = _sums(folded_DT, values_BsV.reshape(tokens, -1), ((1,), (0,))) * of_columns_11D[0, 0, :, None] / self.scale_V
+        dw_DV = _sums(folded_DT, values_BsV.reshape(tokens, -1), 1, 0) * of_columns_11D[0, 0, :, None] / self.scale_V
         return dx_BsD, dw_DV.T
 
 
@@ -111,10 +109,12 @@ def _noise(x_BsV: Float[Array, "B s V"]) -> Float[Array, "B s V"]:
     return ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _sums(a: Array, b: Array, summed: tuple[tuple[int, ...], tuple[int, ...]]) -> Float[Array, "..."]:
-    integers = jnp.issubdtype(a.dtype, jnp.integer)
-    wide = jnp.int32 if integers else jnp.float32
-    return jax.lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=wide).astype(jnp.float32)
+def _sums(a: Array, b: Array, dim: int, dim_b: int) -> Float[Array, "..."]:
+    """Sums of products over `dim` of a and `dim_b` of b, in parts of which each is exact."""
+    size = a.shape[dim]
+    cuts = [(at, min(at + MOST_SUMMED, size)) for at in range(0, size, MOST_SUMMED)]
+    parts = (exact_sums(slice_in_dim(a, *cut, axis=dim), slice_in_dim(b, *cut, axis=dim_b), ((dim,), (dim_b,))) for cut in cuts)
+    return functools.reduce(jnp.add, parts)
 
 
 def _row_major(x: Array) -> Array:

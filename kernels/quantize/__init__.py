@@ -8,8 +8,18 @@ from jaxtyping import Array, Float, Num
 from maxlm.kernels.platform import device, logged
 from maxlm.kernels.quantize import reference, tpu
 from maxlm.kernels.quantize.gated import GatedLayout, gated_gradient_rows, gated_rows
+from maxlm.kernels.quantize.reference import MOST_SUMMED, exact_sums
 
-__all__ = ["GatedLayout", "Quantization", "gated_gradient_rows", "gated_rows", "quantize_columns", "quantize_rows"]
+__all__ = [
+    "MOST_SUMMED",
+    "GatedLayout",
+    "Quantization",
+    "exact_sums",
+    "gated_gradient_rows",
+    "gated_rows",
+    "quantize_columns",
+    "quantize_rows",
+]
 
 # M rows, C columns, T tiles of rows
 

@@ -84,7 +84,7 @@ def _on_each_device(
 
     def run(*local: Array) -> tuple[Array, ...]:
         rows = [x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x[None] for x in local]
-        problem = gated_tpu.why_not(rows[0].shape, options, kind if platform == "tpu" else "")
+        problem = gated_tpu.why_not(rows[0], options, kind if platform == "tpu" else "")
         if implementation == "tpu" and problem:
             raise ValueError(f"quantize: tpu cannot run this: {problem}")
         if (implementation or _chosen(platform, problem)) == "tpu":

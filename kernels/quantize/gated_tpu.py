@@ -28,13 +28,12 @@ STEP = 32  # rows at a time: those of a register of 8 bits
 CHUNKS = (512, 256, LANES)  # columns at a time: all of it is straight code
 
 
-def why_not(shape: tuple[int, ...], options: dict[str, Any], kind: str) -> str:
+def why_not(x_MF: Array, options: dict[str, Any], kind: str) -> str:
     """Reason why the kernels cannot run this; empty when they can. `kind`: of a TPU, or "" where they are interpreted."""
-    rows, columns = shape
+    rows, columns = x_MF.shape
     if rows % ROWS or columns % LANES:
         return f"{rows} rows and {columns} columns are not multiples of {ROWS} and {LANES}"
-    itemsize = 2
-    blocks = 2 * ROWS * columns * (3 * itemsize + 3)
+    blocks = 2 * ROWS * columns * (3 * x_MF.dtype.itemsize + 3)
     if blocks + 3 * 4 * STEP * columns > vmem_bytes(kind):
         return f"rows of {columns} numbers do not fit into VMEM"
     forms = [form for name, form in options.items() if name.endswith("form")]
@@ -174,10 +173,10 @@ def _kernel(
 def _rounded(scaled: Float[Array, "M F"], form: "Quantization") -> Num[Array, "M F"]:
     """To nearest, ties to even; numbers divided by the scale of the largest do not exceed the largest of the format.
 
-    Added to 1.5 x 2^23, whose unit in the last place is 1, a number is rounded, and its integer is in the low bits of the sum.
+    Added to 1.5 x 2^23, whose unit in the last place is 1, a number is rounded; its bits are those of 1.5 x 2^23 and the integer.
     """
     if jnp.issubdtype(form.dtype, jnp.integer):
-        return jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32).astype(form.dtype)
+        return (jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32) - 0x4B400000).astype(form.dtype)
     return jnp.clip(scaled, -form.largest, form.largest).astype(form.dtype)
 
 

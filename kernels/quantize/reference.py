@@ -1,7 +1,10 @@
 """Definition of quantized rows and columns, in plain XLA operations."""
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
@@ -9,6 +12,9 @@ if TYPE_CHECKING:
     from maxlm.kernels.quantize import Quantization
 
 # M rows, C columns, T tiles of rows
+
+Dims = tuple[Sequence[int], Sequence[int]]  # of the first operand, and of the second
+MOST_SUMMED = 2**17  # products of two int8 of which int32 holds any sum
 
 
 def quantize_rows(x_MC: Float[Array, "M C"], form: "Quantization") -> tuple[Num[Array, "M C"], Float[Array, " M"]]:
@@ -40,3 +46,11 @@ def rounded(scaled: Float[Array, "..."], form: "Quantization") -> Num[Array, "..
     """To nearest, no larger than the format's largest number."""
     whole = jnp.round(scaled) if jnp.issubdtype(form.dtype, jnp.integer) else scaled
     return jnp.clip(whole, -form.largest, form.largest).astype(form.dtype)
+
+
+def exact_sums(a: Num[Array, "..."], b: Num[Array, "..."], summed: Dims, batch: Dims = ((), ())) -> Float[Array, "..."]:
+    """The matmul of quantized values: exact sums of integers, at most `MOST_SUMMED` of them, or sums in float32."""
+    integers = jnp.issubdtype(a.dtype, jnp.integer)
+    assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"
+    wide = jnp.int32 if integers else jnp.float32
+    return jax.lax.dot_general(a, b, (summed, batch), preferred_element_type=wide).astype(jnp.float32)

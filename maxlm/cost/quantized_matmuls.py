@@ -16,10 +16,10 @@ from maxlm.cost.pricing import format_of
 from maxlm.hardware.chips import MatmulFormat
 from maxlm.hlo.op_flops import Dot, dots, kernel_operands
 from maxlm.hlo.parser import Module
+from maxlm.kernels.quantize import MOST_SUMMED
 from maxlm.models import mfu_format
 from maxlm.models.quantized import is_quantized, kept_high
 from maxlm.models.saved_tensors import Matmul
-from maxlm.precision import MOST_SUMMED
 
 _MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
     "query_latent": "query_down",

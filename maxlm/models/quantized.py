@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
 from maxlm.kernels import GatedLayout, LossFormats
+from maxlm.kernels.quantize import MOST_SUMMED
 from maxlm.parallel import constrain, split_axes
 from maxlm.precision import (
-    MOST_SUMMED,
     ExpertWeight,
     GatedShape,
     Parts,

@@ -1,6 +1,6 @@
 """Number formats, scales and quantized matmuls. Knows no mesh and no model."""
 
-from maxlm.precision.dot import MOST_SUMMED, Parts, matmuls_saveable, quantized_dot
+from maxlm.precision.dot import Parts, matmuls_saveable, quantized_dot
 from maxlm.precision.emulated import emulated_dot, rotated
 from maxlm.precision.formats import FORMATS, Format, Quantized, dequantize, noise_of, quantization, quantize
 from maxlm.precision.gated import GatedShape, fuses, gated_dot
@@ -9,7 +9,6 @@ from maxlm.precision.weights import QuantizedWeight, quantized_weight
 
 __all__ = [
     "FORMATS",
-    "MOST_SUMMED",
     "ExpertWeight",
     "Format",
     "GatedShape",

@@ -23,14 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig
+from maxlm.kernels.quantize import exact_sums
 from maxlm.precision.formats import SMALLEST_SCALE, Quantized, dequantize, noise_of, quantize
 
 # B batch, S sequence, C what is summed forward, O one or two dims of outputs
 # Parts: n of the batch, m of the sequence, i of C, j of the first of O; in lower case the rest of a dim that is cut
 
-Dims = tuple[Sequence[int], Sequence[int]]  # of the first operand, and of the second
 RESULT = "quantized_matmul"  # its name for remat policies
-MOST_SUMMED = 2**17  # products of two int8 of which int32 holds any sum
 
 
 @dataclass(frozen=True)
@@ -175,15 +174,6 @@ def _tokens_together(parts: Parts, x_BS: Array) -> Array:
 def _rows(parts: Parts, x_BS: Array) -> Array:
     """[n, b, m, s, ...]."""
     return cut(cut(x_BS, 1, parts.seq), 0, parts.batch)
-
-
-def exact_sums(
-    a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]]
-) -> Float[Array, "..."]:
-    """The matmul: exact sums of integers, or sums in float32."""
-    integers = jnp.issubdtype(a.dtype, jnp.integer)
-    assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"
-    return jax.lax.dot_general(a, b, (summed, batch), preferred_element_type=jnp.int32 if integers else jnp.float32).astype(jnp.float32)
 
 
 def once(x: Quantized) -> Quantized:

@@ -84,9 +84,10 @@ class OwnTime:
         the last steps; negative if others are behind. A process that waits for another has sent its part, the one that is behind has not.
         0 if the difference is no larger than it is in steps, or if there were few.
         """
-        if len(self._balances) < BALANCES_NEEDED:
+        balances = tuple(self._balances)  # another thread adds to them
+        if len(balances) < BALANCES_NEEDED:
             return 0
-        low, usual, high = statistics.quantiles(self._balances, n=4)
+        low, usual, high = statistics.quantiles(balances, n=4)
         excess = round(self._balance() - usual)
         return excess if abs(excess) > DEVIATIONS * (high - low) else 0
 

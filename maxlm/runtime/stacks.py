@@ -67,7 +67,12 @@ def sending_threads() -> set[str]:
 def _sends() -> dict[str, str]:
     """Threads that are inside a system call that sends to a socket, and its arguments."""
     numbers, found = _SENDING.get(platform.machine(), ()), {}
-    for task in Path("/proc/self/task").iterdir() if numbers and sys.platform == "linux" else ():
+    if not numbers or sys.platform != "linux":
+        return {}
+    tasks: list[Path] = []
+    with contextlib.suppress(OSError):  # no file may be opened
+        tasks = list(Path("/proc/self/task").iterdir())
+    for task in tasks:
         with contextlib.suppress(OSError, ValueError):  # the thread has ended, or runs
             call = (task / "syscall").read_text()
             number, descriptor = call.split()[:2]

@@ -140,6 +140,5 @@ class Meter:
             reason = f"a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {int(metrics.skipped)} skipped so far"
             self._observers.on_event(Event("skip", step, data={"reason": reason, "cause": "spike"}))
         layers = figures_of(metrics.values, self._layers)
-        given: dict[str, Any] = {"refused": refused, "overflowed": bool(overflowed), "layers": layers}
-        for alarm in self.health.update(step, loss, grad_norm, router, **given):
+        for alarm in self.health.update(step, loss, grad_norm, router, refused=refused, overflowed=bool(overflowed), layers=layers):
             self._observers.on_event(alarm)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from maxlm.kernels import LossFormats, linear_cross_entropy, token_scores
+from maxlm.kernels.linear_cross_entropy import quantized
 from maxlm.kernels.linear_cross_entropy.quantized import largest
+from maxlm.kernels.quantize import reference
 from maxlm.precision import quantization
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 64, 128, 512
@@ -47,6 +49,16 @@ def test_errors_are_those_of_the_format(name, softcap):
     errors = [error(a, b) for a, b in zip(found, exact, strict=True)]
     assert all(bound / 20 < one < bound for one, bound in zip(errors, BOUNDS[name], strict=True)), errors
     assert not np.any(np.asarray(found[0])[1, :9]), "a token of weight 0 has no gradient"
+
+
+def test_long_sums_are_in_parts_of_which_each_is_exact(monkeypatch):
+    given = operands()
+    whole = gradients("int8", *given)[1]
+    monkeypatch.setattr(quantized, "MOST_SUMMED", 100)  # of 128 positions and 512 words
+    monkeypatch.setattr(reference, "MOST_SUMMED", 128)
+    in_parts = jax.jit(partial(gradients.__wrapped__, "int8"))(*given)[1]
+    for a, b in zip(whole, in_parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
 def test_unlikely_words_become_less_likely():

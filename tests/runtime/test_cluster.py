@@ -114,6 +114,15 @@ def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, re
     assert len(said) == warned and all("8.8.8.8:8477, a public address" in line for line in said)
 
 
+def test_a_port_that_stays_taken_is_named(monkeypatch):
+    monkeypatch.setattr(cluster, "PORT_SECONDS", 0)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("jax's service would end this process"))
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"cannot listen at port {port}, one above .*: Address already in use.*; end what uses it"):
+            cluster._initialize(ProcessSpec(2, 0, f"localhost:{port - 1}", "a test"), set(), print)
+
+
 COMPILES = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp

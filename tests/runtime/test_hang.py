@@ -227,14 +227,15 @@ def test_a_thread_that_sends_without_end_is_found():
     one, other = socket.socketpair()
     with one, other:
         assert not stacks.sending_threads()
-        thread = threading.Thread(target=one.sendall, args=(bytes(2**24),), daemon=True)
+        left = 2**24
+        thread = threading.Thread(target=one.sendall, args=(bytes(left),), daemon=True)
         thread.start()
         until = time.monotonic() + 20
         while not (found := stacks.sending_threads()) and time.monotonic() < until:
             pass
         assert found == {str(thread.native_id)}
-        while other.recv(2**20) and thread.is_alive():
-            pass
+        while left:
+            left -= len(other.recv(left))
         thread.join(10)
         assert not stacks.sending_threads()
 
