@@ -139,13 +139,14 @@ def plan_(
     chips_at_most: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips instead.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
+    any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
     from maxlm.planning import plan_command
     from maxlm.runtime import deadline
 
-    request = plan_command.Request(config, tuple(overrides or ()), topology, slices, tokens, out)
+    request = plan_command.Request(config, tuple(overrides or ()), topology, slices, tokens, out, any_format)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))

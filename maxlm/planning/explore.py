@@ -19,6 +19,7 @@ from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout
 from maxlm.planning.verify import Verdict
 
+STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES = 3, 10
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
@@ -116,7 +117,7 @@ def explore(
             layout = None
             _drop(search)
     except KeyboardInterrupt:
-        search.end = "stopped"
+        search.end = STOPPED
 
 
 def _end(search: Search, layout: Layout | None, most: int) -> str:

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxlm.compiler.aot import available_hbm, devices
 from maxlm.config.errors import ConfigError, UserError
@@ -64,6 +64,7 @@ class Plan:
     scale: Scale
     points: tuple[Point, ...]
     quantized: Mapping[str, float]  # formats that are faster on this chip: predicted seconds of a step in the chosen layout
+    formats: Mapping[str, float] = field(default_factory=dict)  # others that were searched: seconds of a step in their fastest layout
 
     @property
     def chosen(self) -> Trial | None:
@@ -71,14 +72,17 @@ class Plan:
         return self.search.best
 
 
-def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None) -> Plan:
-    """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's. Raises UserError if none can fit."""
+def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
+    """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's; `start`: compiled first, default the
+    config's own. Raises UserError if none can fit.
+    """
     config, started = loaded.config, time.monotonic()
     with progress() as show_progress, Compiler() as compiler:
         show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
         model = analytic_model(config, topology)
         own = _own_layout(config, topology)
-        candidates = itertools.chain([own] if own is not None else [], filter(model.fits_host, layouts(config, topology.devices)))
+        first = start or own
+        candidates = itertools.chain([first] if first is not None else [], filter(model.fits_host, layouts(config, topology.devices)))
         search = explore.begin(candidates, model, available_hbm(topology))
         if not search.open:
             raise UserError(_why_none(search, config, topology))
@@ -89,7 +93,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None) ->
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
-        explore.explore(search, config, own, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
+        explore.explore(search, config, first, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
         return Plan(loaded, topology, search, own, scale_of(config, topology, tokens), points(search), _quantized(config, topology, search))
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The command line: config, overrides, machine, tokens of the whole run, and the file to write the plan to."""
+    """The command line: config, overrides, machine, tokens of the whole run, the file to write the plan to, and whether it may have 8-bit
+    matmuls that the config has not.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -35,6 +37,7 @@ class Request:
     slices: int | None
     tokens: float | None
     out: Path | None
+    any_format: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
@@ -61,6 +64,8 @@ def run(request: Request, *, as_json: bool) -> int:
     from maxlm.planning.plan_output import show, to_json
 
     plan = make_plan(loaded, topology, request.tokens)
+    if request.any_format:
+        plan = _in_fastest_format(request, plan)
     written, error = _write(request, plan)
     if as_json:
         sys.stdout.write(json.dumps(to_json(plan, written)) + "\n")
@@ -71,8 +76,31 @@ def run(request: Request, *, as_json: bool) -> int:
     return 0 if plan.chosen else 2
 
 
+def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
+    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`."""
+    from maxlm.planning import explore
+    from maxlm.planning.plan import make_plan
+
+    if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
+        return plan
+    format = min(plan.quantized, key=lambda name: plan.quantized[name])
+    overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
+    loaded, topology = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
+    try:
+        other = make_plan(loaded, topology, request.tokens, start=plan.chosen.layout)
+    except UserError:  # nothing fits
+        return plan
+    if other.chosen is None:
+        return plan
+    if other.chosen.verdict.step_s < plan.chosen.verdict.step_s:
+        return replace(other, formats={"bf16": plan.chosen.verdict.step_s})
+    return replace(plan, formats={format: other.chosen.verdict.step_s})
+
+
 def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
+    if request.any_format:
+        raise UserError("--any-format goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]

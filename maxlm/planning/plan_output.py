@@ -40,10 +40,11 @@ def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     console.print(f"Chosen: {describe(chosen.layout)}", style="bold")
     mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
+    for format, compiled_s in plan.formats.items():
+        console.print(f"The fastest layout in {format}: {duration(compiled_s)}, compiled.")
     for format, predicted_s in plan.quantized.items():
-        console.print(
-            f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; plan with that setting to find its layout."
-        )
+        if format not in plan.formats:
+            console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
     if written is not None:
         config, chart = written
         console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
@@ -57,6 +58,8 @@ def _compare_to_own(plan: Plan) -> str:
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
+    if own is None and plan.formats:
+        return "your own settings were compiled in another format alone"
     if own is None or not own.verdict.fits:
         return "your own settings do not fit"
     return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
@@ -121,6 +124,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
         "own": as_json(own) if own is not None else None,
         "quantized": dict(plan.quantized),
+        "formats": dict(plan.formats),
         "frontier": [as_json(point) for point in points],
         "config": str(written[0]) if written else None,
         "chart": str(written[1]) if written else None,

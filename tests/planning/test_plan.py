@@ -148,16 +148,42 @@ def test_a_second_ctrl_c_loses_nothing():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_topologies_are_compared(capfd, monkeypatch):
-    answers = []
+@pytest.fixture
+def answers(monkeypatch):
+    """Names of the topologies for which a stand-in for the compiler was asked; it finds a fifth more than is predicted."""
+    asked = []
 
     def stand_in(self, config, topology):
         own = layout_of(config, topology.devices)
         said = analytic_model(config, topology).estimate(own)
-        answers.append(topology.name)
+        asked.append(topology.name)
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
 
     monkeypatch.setattr("maxlm.planning.verify.Compiler.__call__", stand_in)
+    return asked
+
+
+WIDE = ("tiny", "--topology", "v5p:2x2x1", "model.d_model=4096", "model.d_ff=14336", "model.n_heads=32", "data.seq_len=4096")
+
+
+def test_the_format_is_chosen_where_that_is_allowed(capfd, answers):
+    plain, free = (json.loads(run(capfd, *WIDE, *more, "--out", "out.yml", "--json")[1]) for more in ((), ("--any-format",)))
+    assert "matmul" not in str(plain["chosen"]["settings"]) and set(plain["quantized"]) == {"int8"}
+    assert load("out.yml").config.precision.matmul.format == "int8"
+    assert free["mfu_peak"] == "int8" and free["formats"] == {"bf16": plain["chosen"]["step_s"]}
+    assert free["chosen"]["step_s"] < plain["chosen"]["step_s"]
+    code, page, _ = run(capfd, *WIDE, "--any-format", "--out", "out.yml")
+    assert code == 0 and "The fastest layout in bf16: " in page and "MFU" in page
+    assert "--any-format" not in page
+
+
+def test_a_format_that_is_not_faster_is_not_chosen(capfd, answers):
+    code, page, _ = run(capfd, *WIDE, "precision.compute=float32", "--any-format", "--out", "plain.yml")
+    assert code == 0 and "int8" not in page
+    assert load("plain.yml").config.precision.matmul is None
+
+
+def test_topologies_are_compared(capfd, answers):
     arguments = ("tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=16", "--json")
     code, out, _ = run(capfd, *arguments, "--topology", "v5e:2x2")
     rows = json.loads(out)["machines"]
@@ -183,6 +209,7 @@ def test_topologies_are_compared(capfd, monkeypatch):
         (["--topology", "v5e:2x2", "train.global_batch=7.5"], ["train.global_batch = 7.5"]),
         (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),
         (["--topology", "v5p:4x4x4", "--chips-at-most", "2"], ["--chips-at-most 2", "at least 4"]),
+        (["--any-format", "--chips-at-most", "2"], ["--any-format goes with one topology"]),
         (["--topology", "v5e:2x2", "model.d_model=16384", "model.n_layers=64", "model.d_ff=65536"], ["No mesh fits", "GiB more than"]),
         (["--topology", "v5e:1x1", "model.d_model=2048", "model.n_layers=19", "model.d_ff=8192"], ["No layout fits", "data.seq_len"]),
     ],
