@@ -188,8 +188,11 @@ def _unraisable_unless_stopped(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception except `Stopped`, which C extensions such as numpy's print, and replace, while they are imported."""
-    if not isinstance(error, Stopped):
+    """Print an exception except `Stopped` and what Python made of it, which C extensions such as numpy's print while they are imported."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Stopped):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         sys.__excepthook__(kind, error, trace)
 
 

@@ -108,6 +108,8 @@ def test_before_the_first_step_there_is_nothing_to_save_and_nothing_to_wait_for(
 def test_two_interrupts_in_the_last_save_end_at_once(workspace):
     process = start(workspace, "save")
     wait_for_checkpoint(workspace, 5, process)
+    wait_for_step(workspace, 9, process)
+    time.sleep(2)  # until the save of step 10 hangs: saves before it end well
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
