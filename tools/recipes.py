@@ -15,9 +15,9 @@ from maxlm.compiler.aot import leave_chips_alone
 leave_chips_alone()
 
 from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
+from maxlm.cost.verify import verify  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
-from maxlm.planning.verify import verify  # noqa: E402
 from maxlm.telemetry.formatting import count, duration  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -1,17 +1,19 @@
 """Advice on a step: settings that make it fit, each checked by the compiler, and remarks on one that fits."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.compiler.aot import CompiledStep, compile_step
+from maxlm.compiler.aot import CompiledStep
 from maxlm.config import rules
 from maxlm.config.errors import ConfigError, show
 from maxlm.config.schema import Config
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic
+from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology
 
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
@@ -55,11 +57,11 @@ def changed(config: Config, settings: Settings) -> Config | None:
 def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], show_progress: Callable[[str], None]) -> list[Suggestion]:
     """Up to three settings that make the step fit, the least costly first. `show_progress` shows progress.
 
-    A program that only just fits may take the compiler minutes: Ctrl-C, or the time limit, keeps those found so far.
+    A program that only just fits may take the compiler minutes, in another process: Ctrl-C, or the time limit, keeps those found so far.
     """
     suggestions: list[Suggestion] = []
     tried, started = 0, time.monotonic()
-    try:
+    with contextlib.suppress(KeyboardInterrupt), Compiler() as compiler:
         for settings in _candidates(config, sizes):
             if len(suggestions) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
                 break
@@ -67,12 +69,10 @@ def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], sh
             if candidate is None or any(_is_more(settings, other.settings) for other in suggestions):
                 continue
             show_progress(f"trying {as_arguments(settings)} ({len(suggestions)} found so far; Ctrl-C keeps them)")
-            step = compile_step(candidate, topology)
+            verdict = compiler(candidate, topology)
             tried += 1
-            if step.fits:
-                suggestions.append(Suggestion(settings, step.needed, step.available))
-    except KeyboardInterrupt:
-        show_progress("stopped")
+            if verdict.fits:
+                suggestions.append(Suggestion(settings, verdict.needed, verdict.available))
     return suggestions
 
 
@@ -104,12 +104,13 @@ def _changes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any
     batch, microbatches = config.train.global_batch, config.train.microbatches
     full: dict[str, Any] = {"memory.remat": "full", "memory.offload": ()}
     offload = {"memory.remat": "full", "memory.offload": ("layer_input",)}
+    state = {"memory.offload_state": {"optimizer": "host", "master": "host"}}
     dots = [{"memory.remat": "dots", "memory.offload": ()}] if config.memory.remat == "none" else []
     parts = [{"train.microbatches": microbatches * factor} for factor in (2, 4, 8, 16)]
     fewer = [{"train.global_batch": batch // factor} for factor in (2, 4, 8) if batch % factor == 0]
     shard = _more_sharding(sizes)
-    yield from (*dots, full, *parts[:2], {"train.loss_chunks": config.train.loss_chunks * 4}, offload, *shard[:1], *fewer[:1])
-    for first, second in (([full], parts), ([offload], parts), (shard, [full]), ([full], fewer), (shard, parts)):
+    yield from (*dots, full, *parts[:2], {"train.loss_chunks": config.train.loss_chunks * 4}, offload, state, *shard[:1], *fewer[:1])
+    for first, second in (([full], parts), ([offload], [state]), ([offload], parts), (shard, [full]), ([full], fewer), (shard, parts)):
         yield from ({**one, **other} for one in first for other in second)
     yield from ({**one, **other, **offload} for one in shard for other in parts)
 

@@ -12,12 +12,12 @@ from typing import Any
 from maxlm.compiler.aot import available_hbm
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
+from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.planning.explore import Point, Search, begin, explore, points
 from maxlm.planning.layouts import Layout, layouts
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
-from maxlm.planning.verify import Compiler
 from maxlm.telemetry.formatting import count, duration, percent
 
 CHECKED = 4  # topologies: the fastest and the cheapest by prediction

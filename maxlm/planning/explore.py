@@ -15,9 +15,9 @@ from typing import get_args
 import numpy as np
 
 from maxlm.config.schema import Config, RematName
+from maxlm.cost.verify import Verdict
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout
-from maxlm.planning.verify import Verdict
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES = 3, 10

@@ -15,6 +15,7 @@ from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
+from maxlm.cost.verify import Compiler
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.topologies import Topology
 from maxlm.models import mfu_format, step_flops
@@ -23,7 +24,6 @@ from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
 from maxlm.planning.explore import Point, Search, Trial, points
 from maxlm.planning.layouts import Layout, layout_of, layouts
-from maxlm.planning.verify import Compiler
 from maxlm.telemetry.formatting import duration
 
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}

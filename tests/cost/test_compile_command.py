@@ -13,6 +13,7 @@ from maxlm.compiler import aot, program_cache
 from maxlm.config import UserError
 from maxlm.cost import advice, compile_command
 from maxlm.cost.compile_command import load_for_machine
+from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
@@ -127,12 +128,12 @@ def test_a_step_that_does_not_fit_is_told_what_would(capfd):
 def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
     """The real compiler refuses the step; what was tried then is left to a stand-in that takes four microbatches or more."""
 
-    def stand_in(config, topology):
-        fits = config.train.microbatches >= 4
-        needed = 64 * GIB // config.train.microbatches
-        return aot.CompiledStep("", aot.Memory(needed, 0, 0, 0, 0, 0, 0) if fits else None, needed, 16 * GIB, 1.0)
+    def stand_in(self, config, topology):
+        return Verdict(
+            64 * GIB // config.train.microbatches, 16 * GIB, (1.0,) if config.train.microbatches >= 4 else None, 1.0, cached=False
+        )
 
-    monkeypatch.setattr(advice, "compile_step", stand_in)
+    monkeypatch.setattr(advice.Compiler, "__call__", stand_in)
     code, out, _ = run(capfd, *HUGE, "--json")
     report = json.loads(out)
     hbm = report["hbm"]
@@ -148,14 +149,14 @@ def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
 def test_ctrl_c_keeps_what_was_found(monkeypatch):
     from tiny import tiny_config
 
-    answers = iter([aot.CompiledStep("", aot.Memory(1, 0, 0, 0, 0, 0, 0), 1, 2, 1.0)])
+    answers = iter([Verdict(1, 2, (1.0,), 1.0, cached=False)])
 
-    def stand_in(config, topology):
+    def stand_in(self, config, topology):
         for answer in answers:
             return answer
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(advice, "compile_step", stand_in)
+    monkeypatch.setattr(advice.Compiler, "__call__", stand_in)
     sizes = {"data": 1, "stage": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
     found = advice.ways_to_fit(tiny_config(memory={"remat": "none"}), parse("v5e:1x1"), sizes, lambda text: None)
     assert [way.settings for way in found] == [{"memory.remat": "dots"}]

@@ -14,12 +14,12 @@ import pytest
 from maxlm import cli
 from maxlm.compiler import aot
 from maxlm.config.loader import find, load
+from maxlm.cost.verify import Compiler, Verdict, verify
 from maxlm.hardware.topologies import parse
 from maxlm.planning import explore
 from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.plan import analytic_model
 from maxlm.planning.plan_command import as_yaml
-from maxlm.planning.verify import Compiler, Verdict, verify
 
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
@@ -159,7 +159,7 @@ def answers(monkeypatch):
         asked.append(topology.name)
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
 
-    monkeypatch.setattr("maxlm.planning.verify.Compiler.__call__", stand_in)
+    monkeypatch.setattr("maxlm.cost.verify.Compiler.__call__", stand_in)
     return asked
 
 

@@ -7,9 +7,9 @@ import pytest
 from test_plan_model import LARGE, analytic
 
 from maxlm.config.loader import load
+from maxlm.cost.verify import Verdict
 from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, Trial, begin, explore, points, predict, rows
 from maxlm.planning.layouts import layout_of, layouts
-from maxlm.planning.verify import Verdict
 
 GIB = 2**30
 AVAILABLE = 95 * GIB

@@ -12,11 +12,11 @@ import pytest
 from maxlm.compiler.aot import available_hbm
 from maxlm.config.loader import load
 from maxlm.config.schema import Config
+from maxlm.cost.verify import verify
 from maxlm.hardware.topologies import parse
 from maxlm.planning.explore import MOST_COMPILES, begin, explore
 from maxlm.planning.layouts import Layout, layouts
 from maxlm.planning.plan import analytic_model
-from maxlm.planning.verify import verify
 
 NOISE = 0.005
 TINY = """
