@@ -294,7 +294,7 @@ def explain(key: str, said: Any, values: Mapping[str, Any], on_command_line: boo
         return ""
     if isinstance(said, int) and not isinstance(said, bool) and isinstance(meant, float) and float(said) == meant:
         return "a whole number is a number"
-    if on_command_line and holds_text(key) and isinstance(meant, str) and not isinstance(said, str | list | dict):
+    if on_command_line and holds_text(key, Config) and isinstance(meant, str) and not isinstance(said, str | list | dict):
         return "a number typed where text is wanted"
     homes = [said] if isinstance(said, str) else said if isinstance(said, list) else []
     if any(str(one).startswith("~") for one in homes) and str(Path.home()) in str(meant):

@@ -56,17 +56,19 @@ class Place(NamedTuple):
     field: str
 
 
-def first_problem(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> UserError:
+def first_problem(
+    error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str], schema: type[BaseModel] = Config
+) -> UserError:
     """The most telling problem of `error`: a misspelt key first, since it often causes the others."""
     details = error.errors(include_url=False)
-    unknown = [_locate(detail, values) for detail in details if detail["type"] == "extra_forbidden"]
+    unknown = [_locate(detail, values, schema) for detail in details if detail["type"] == "extra_forbidden"]
     moved = [place for place in unknown if place.key in MOVED]
     if moved:
         return _moved(moved, sources)
     if unknown:
         return _unknown_key(unknown[0], _source(unknown[0].key, sources))
     first = details[0]
-    same = [(_locate(d, values), d) for d in details if d["loc"][:2] == first["loc"][:2]]
+    same = [(_locate(d, values, schema), d) for d in details if d["loc"][:2] == first["loc"][:2]]
     place, detail = max(same, key=lambda pair: pair[0].key.count("."))  # the branch of a union that got furthest
     if detail["type"] == "missing":
         return _missing(place, str(detail["loc"][-1]))
@@ -83,11 +85,11 @@ def _source(key: str, sources: Mapping[str, str]) -> str:
     return next((s for k, s in sources.items() if k.startswith(f"{key}.")), None) or _source(key.rpartition(".")[0], sources)
 
 
-def _locate(detail: ErrorDetails, values: Mapping[str, Any]) -> Place:
+def _locate(detail: ErrorDetails, values: Mapping[str, Any], schema: type[BaseModel]) -> Place:
     """The place of a problem: its `loc` without the names that pydantic gives to the branches of a union."""
     path: list[str] = []
     here: Any = values
-    owner: type[BaseModel] = Config
+    owner = schema
     field = ""
     for part in detail["loc"]:
         if isinstance(here, Mapping) and part in here:
@@ -190,9 +192,9 @@ def _choices_of(detail: ErrorDetails) -> list[str]:
     return re.findall(r"'([^']*)'", expected) or re.findall(r"-?\d+", expected)
 
 
-def holds_text(key: str) -> bool:
+def holds_text(key: str, schema: type[BaseModel]) -> bool:
     """True if the setting of this dotted key is text, and not a choice of words, a number, a list or a section."""
-    owner: type[BaseModel] | None = Config
+    owner: type[BaseModel] | None = schema
     *path, name = key.split(".")
     for part in path:
         owner = section_of(owner.model_fields.get(part), {}) if owner is not None else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -24,6 +24,7 @@ COMMAND_LINE = "command line"
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
+Schema = TypeVar("Schema", bound=BaseModel)
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -49,8 +50,7 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     files = _Files()
     merged, sources = files.resolve(path)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    for override in overrides:
-        _merge(merged, _parse_override(override, files), lambda _: COMMAND_LINE, sources)
+    _override(merged, sources, overrides, files, Config)
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
@@ -61,12 +61,29 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     return LoadedConfig(config, sources)
 
 
+def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:
+    """A file of settings other than a run's, read by the same rules and checked against `schema`. Raises UserError on any bad input."""
+    files = _Files()
+    values, sources = files.resolve(find(name))
+    _override(values, sources, overrides, files, schema)
+    return _validate(schema, values, sources)
+
+
+def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequence[str], files: "_Files", schema: type[BaseModel]) -> None:
+    for override in overrides:
+        _merge(values, _parse_override(override, files, schema), lambda _: COMMAND_LINE, sources)
+
+
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
     """`values` as a Config; the first thing wrong with their names, types or ranges as a ConfigError."""
+    return _validate(Config, values, sources)
+
+
+def _validate(schema: type[Schema], values: Mapping[str, Any], sources: Mapping[str, str]) -> Schema:
     try:
-        return Config.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        raise explain.first_problem(error, values, sources) from None
+        raise explain.first_problem(error, values, sources, schema) from None
 
 
 def dump(config: Config) -> str:
@@ -243,7 +260,7 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _parse_override(text: str, files: _Files) -> dict[str, Any]:
+def _parse_override(text: str, files: _Files, schema: type[BaseModel]) -> dict[str, Any]:
     """`a.b=1` as {a: {b: 1}}. Where the setting is text, a number is text, too: a shell has taken the quotes."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
@@ -256,7 +273,7 @@ def _parse_override(text: str, files: _Files) -> dict[str, Any]:
     if not _is_unicode(key):
         raise UserError(f"{show(key)} holds half a character (a lone surrogate): take it out.")
     nested: Any = files.parse(value, f"{COMMAND_LINE}, {shorten(key)}") if value.strip() else None
-    if not isinstance(nested, str | list | dict | None) and explain.holds_text(key.strip()):
+    if not isinstance(nested, str | list | dict | None) and explain.holds_text(key.strip(), schema):
         nested = value.strip()
     for part in reversed(parts):
         nested = {part: nested}
