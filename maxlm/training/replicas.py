@@ -72,7 +72,8 @@ class Replicas:
         """The compiled comparison: these leaves -> (differs, sums)."""
 
         def on_device(*leaves: jax.Array) -> tuple[jax.Array, jax.Array]:
-            sums = jnp.stack([jnp.stack(leaf_sums(leaf)) for leaf in leaves])
+            each = [jnp.stack(leaf_sums(leaf)) for leaf in leaves]
+            sums = jnp.stack(each) if each else jnp.zeros((0, 2), jnp.uint32)  # one device has no copies
             differs = jnp.zeros(len(leaves), jnp.int32)
             for axes in dict.fromkeys(self._axes.values()):
                 own = np.array([i for i, name in enumerate(self.names) if self._axes[name] == axes])

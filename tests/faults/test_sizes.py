@@ -164,6 +164,7 @@ def test_harmless_sizes_train(workspace):
         "diloco={workers: 1, every: 2}",
         "evaluation={tasks: [prose]}",
         "integrity={}",
+        "run.alerts.command=['true']",
         "model.layer_pattern=[local]",
         "run.name=harmless",
         "data.store=other",

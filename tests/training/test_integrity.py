@@ -362,6 +362,14 @@ LAYOUTS = {
 }
 
 
+def test_one_device_has_no_copies_to_compare():
+    mesh = jax.make_mesh((1,), ("fsdp",))
+    leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    replicas = Replicas(mesh, {"w": leaf})
+    compared = replicas.compare({"w": jnp.ones(4)})
+    assert replicas.names == () and compared.differs.shape == (0,) and replicas.gather(compared).shape == (1, 0, 2)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_raises_a_false_alarm(layout):

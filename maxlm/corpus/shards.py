@@ -1,0 +1,71 @@
+"""Shards: files of JSON lines that are there whole or not at all, and the mark of a finished task, written last."""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from maxlm.corpus.document import Document, Removed
+from maxlm.telemetry.atomic import replacing, write_text
+
+LEVEL = 3  # of zstd: one thread, so that the bytes depend on nothing else
+ENDING = ".jsonl.zst"
+
+
+class ShardWriter:
+    """Writes records as JSON lines to an open stream. `records`: how many."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
+
+    def write(self, record: Document | Removed) -> None:
+        line = json.dumps(asdict(record), ensure_ascii=False, sort_keys=True).encode() + b"\n"
+        self._digest.update(line)
+        self._stream.write(line)
+        self.records += 1
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the lines written so far, in hex."""
+        return self._digest.hexdigest()
+
+
+@contextlib.contextmanager
+def shard(path: Path) -> Iterator[ShardWriter]:
+    """A shard that replaces `path` when the block ends without an error. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file, zstandard.ZstdCompressor(LEVEL).stream_writer(file, closefd=False) as stream:
+        yield ShardWriter(stream)
+
+
+def read_shard(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a shard, in order."""
+    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+        for line in io.BufferedReader(stream, 1 << 20):
+            yield json.loads(line)
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Documents of a shard, in order."""
+    return (Document(**record) for record in read_shard(path))
+
+
+def finish(path: Path, mark: Mapping[str, Any]) -> None:
+    """Mark a task as done, after all of its shards. `mark`: what it counted, with `fingerprint`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(mark, sort_keys=True, ensure_ascii=False))
+
+
+def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The mark at `path`, None if there is none or it is of other settings or inputs."""
+    try:
+        mark = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return mark if isinstance(mark, dict) and mark.get("fingerprint") == fingerprint else None
