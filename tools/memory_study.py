@@ -101,7 +101,7 @@ def largest(way: Way, devices: int) -> tuple[int, CompiledStep]:
         failing = min((n for n in compiled if not compiled[n].fits), default=MOST)
         if failing - fitting <= max(1, EXACT * fitting):
             return fitting, compiled[fitting]
-        layers = min(max(_guess(compiled), fitting + 1), failing - 1)
+        layers = min(max(_guess(compiled), fitting + 1), failing - max(1, int(EXACT / 2 * failing)))  # memory is not quite linear
 
 
 def _guess(compiled: Mapping[int, CompiledStep]) -> int:
