@@ -49,7 +49,9 @@ def read_parquet(path: str, raw: BinaryIO, size: int, settings: ReadSettings) ->
             if not _is_text(kind):
                 yield removed(path, "not_text", str(kind), field=settings.text_field, rows=rows)
                 return
-            columns = [name for name, found in zip(schema.names, schema.types, strict=True) if _is_scalar(found) or name == settings.text_field]
+            columns = [
+                name for name, found in zip(schema.names, schema.types, strict=True) if _is_scalar(found) or name == settings.text_field
+            ]
             yield from _rows(path, table, columns, size, settings)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also text that is not UTF-8 in the footer
         raise DamagedError("damaged", error) from error
@@ -110,7 +112,11 @@ def _as_fields(batch: Any, text_field: str) -> list[dict[str, Any]]:
         columns = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-            columns[name] = [_decoded(value) if name != text_field else value for value in column.cast(pyarrow.large_binary()).to_pylist()] if text else column.to_pylist()
+            columns[name] = (
+                [_decoded(value) if name != text_field else value for value in column.cast(pyarrow.large_binary()).to_pylist()]
+                if text
+                else column.to_pylist()
+            )
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -122,7 +128,9 @@ def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)) or str(kind) in (
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)) or str(
+        kind
+    ) in (
         "string_view",
         "binary_view",
         "null",

@@ -111,7 +111,9 @@ def normalise(text: str) -> str:
 def control_share(text: str) -> float:
     """Share of characters that are controls which no text file has: all of C0 but white space, escape and backspace."""
     data = text.encode("utf-8", "replace")
-    controls = len(data) - len(data.translate(None, b"\0\1\2\3\4\5\6\7\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1c\x1d\x1e\x1f\x7f"))
+    controls = len(data) - len(
+        data.translate(None, b"\0\1\2\3\4\5\6\7\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1c\x1d\x1e\x1f\x7f")
+    )
     return controls / max(1, len(text))
 
 
