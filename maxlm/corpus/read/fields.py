@@ -28,9 +28,8 @@ def of_bytes(id: str, data: bytes, metadata: dict[str, Value], declared: str | N
 def of_text(id: str, text: str, metadata: dict[str, Value]) -> Document | Removed:
     """The document of `text`, normalised; Removed if it is empty or is no text. Adds to `metadata` what was wrong and is mended."""
     clean = normalise(text)
-    if clean is not text:  # normalise returns the very object where nothing is wrong
-        if control_share(text) > BINARY_SHARE:
-            return removed(id, "binary", text[:EXAMPLE])
+    if clean is not text and control_share(text) > BINARY_SHARE:  # normalise returns the very object where nothing is wrong
+        return removed(id, "binary", text[:EXAMPLE])
     if not clean or clean.isspace():
         return removed(id, "empty")
     if not clean.isascii() and (wrong := clean.count("\ufffd")):

@@ -40,13 +40,13 @@ def of_html(id: str, data: bytes, metadata: dict[str, Value], declared: str | No
         metadata.setdefault("language", language[1].lower())
     if title := _TITLE.search(page[: 16 * PRESCAN]):
         metadata["title"] = normalise(" ".join(_unescaped(title[1]).split()))[:TITLE]
-    return of_text(id, _extracted(page), metadata)
-
-
-def _extracted(page: str) -> str:
     from resiliparse.extract.html2text import extract_plain_text
 
-    return str(extract_plain_text(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False))
+    try:
+        text = extract_plain_text(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False)
+    except Exception as error:  # whatever the parser stumbles over costs one page
+        return removed(id, "malformed", page[:EXAMPLE], error=str(error)[:EXAMPLE])
+    return of_text(id, str(text), metadata)
 
 
 def _unescaped(text: str) -> str:
@@ -56,7 +56,7 @@ def _unescaped(text: str) -> str:
 
 
 def _depth(page: str) -> int:
-    """Number of elements open at once. An upper bound by the number of tags in each piece where that is low enough, as it nearly always is."""
+    """Most elements open at once; an upper bound of them, by the number of tags in each piece of the page, where that is low enough."""
     opened = bound = 0
     for start in range(0, len(page), PRESCAN):
         tags, closing = page.count("<", start, start + PRESCAN), page.count("</", start, start + PRESCAN)

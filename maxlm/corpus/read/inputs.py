@@ -59,9 +59,8 @@ def _local(source: str) -> list[Input]:
     elif os.path.lexists(path):
         names = iter([path])
     elif glob.has_magic(path):
-        names = (
-            name for match in glob.iglob(path, recursive=True) for name in (_below(match, source) if Path(match).is_dir() else [match])
-        )  # noqa: PTH207
+        matches = sorted(glob.iglob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        names = (name for match in matches for name in (_below(match, source) if Path(match).is_dir() else [match]))
     else:
         raise UserError(f"{source} does not exist; give a file, a folder, a glob or a URL.")
     return [Input(name, _size(name), source) for name in names]

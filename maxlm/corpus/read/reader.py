@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import UnavailableError, UserError
-from maxlm.config.transient import first_line
+from maxlm.config.transient import first_line, is_transient
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.read.fields import of_bytes
 from maxlm.corpus.read.html import is_html, of_html
@@ -39,6 +39,7 @@ FOREIGN = {
     b"ORC": "orc",
     b"Obj\x01": "avro",
 }
+PASSING = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ETIMEDOUT)  # faults of this machine
 Found = Iterator[Document | Removed]
 
 
@@ -54,7 +55,8 @@ def read(path: str, settings: ReadSettings = DEFAULTS) -> Found:
     count = 0
     try:
         with contextlib.closing(open_input(path)) as raw:
-            for count, found in enumerate(_documents(path, raw, settings), start=1):
+            for found in _documents(path, raw, settings):
+                count += 1
                 yield found
     except FileNotFoundError as error:
         if count == 0 and "://" not in path and not Path(path).is_symlink():
@@ -62,20 +64,22 @@ def read(path: str, settings: ReadSettings = DEFAULTS) -> Found:
         yield removed(path, "vanished", first_line(error))
     except DamagedError as error:
         yield removed(path, error.reason, error.cause, records=count)
-    except OSError as error:
+    except UserError:
+        raise
+    except Exception as error:  # of a server's own library, too
+        if not isinstance(error, OSError) and "://" not in path:
+            raise
         yield _refused(path, error, count)
 
 
-def _refused(path: str, error: OSError, count: int) -> Removed:
+def _refused(path: str, error: Exception, count: int) -> Removed:
     """What the system or a server refused. Raises UnavailableError if that may pass."""
     if isinstance(error, IsADirectoryError):
         return removed(path, "not_a_file")
-    if error.errno in (errno.ESTALE, errno.ENODEV):
-        return removed(path, "vanished", first_line(error), records=count)
-    passing = "://" in path and not isinstance(error, PermissionError) and error.errno not in (errno.EINVAL, errno.ENAMETOOLONG)
-    if passing or error.errno in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ETIMEDOUT):
+    code = error.errno if isinstance(error, OSError) else None
+    if is_transient(error) if "://" in path else code in PASSING:
         raise UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
-    return removed(path, "unreadable", first_line(error), records=count)
+    return removed(path, "vanished" if code in (errno.ESTALE, errno.ENODEV) else "unreadable", first_line(error), records=count)
 
 
 def _documents(path: str, raw: BinaryIO, settings: ReadSettings) -> Found:

@@ -53,7 +53,7 @@ def read_parquet(path: str, raw: BinaryIO, size: int, settings: ReadSettings) ->
                 name for name, found in zip(schema.names, schema.types, strict=True) if _is_scalar(found) or name == settings.text_field
             ]
             yield from _rows(path, table, columns, size, settings)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also text that is not UTF-8 in the footer
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also names that are not UTF-8
         raise DamagedError("damaged", error) from error
     except OSError as error:
         if error.errno is not None:
@@ -111,12 +111,11 @@ def _as_fields(batch: Any, text_field: str) -> list[dict[str, Any]]:
     except UnicodeDecodeError:
         columns = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-            columns[name] = (
-                [_decoded(value) if name != text_field else value for value in column.cast(pyarrow.large_binary()).to_pylist()]
-                if text
-                else column.to_pylist()
-            )
+            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+                data = column.cast(pyarrow.large_binary()).to_pylist()
+                columns[name] = data if name == text_field else [_decoded(value) for value in data]
+            else:
+                columns[name] = column.to_pylist()
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -128,13 +127,8 @@ def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)) or str(
-        kind
-    ) in (
-        "string_view",
-        "binary_view",
-        "null",
-    )
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_null)
+    return any(test(kind) for test in tests)
 
 
 def _is_scalar(kind: Any) -> bool:

@@ -13,6 +13,7 @@ _HIGH = bytes(range(128, 256))
 _REPLACEMENT = "\ufffd"
 _NO_CHARSETS = ("utf-7", "idna", "punycode", "raw-unicode-escape", "unicode-escape", "undefined")
 _CONTROL_BYTES = bytes(set(range(32)) - {9, 10}) + b"\x7f"
+_FOREIGN = bytes(set(_CONTROL_BYTES) - set(b"\b\v\f\r\x1b"))
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"))
 _BOMS_16 = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
@@ -20,7 +21,7 @@ _BOMS_16 = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 # annotations (both sets as in ftfy's remove_control_chars) and surrogates.
 _RARE = re.compile("[\x80-\x9f\u2028\u2029\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _DELETED = dict.fromkeys([*(set(range(32)) - {9, 10}), 0x7F, *range(0x80, 0xA0), *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
-# A C1 control is a byte of Windows-1252 taken for Latin-1 (WHATWG Encoding, "windows-1252"); NEL is a line break only in EBCDIC's tradition.
+# A C1 control is a byte of Windows-1252 taken for Latin-1 (WHATWG Encoding, "windows-1252"), NEL among them.
 _C1 = {code: bytes([code]).decode("cp1252") for code in range(0x80, 0xA0) if code not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
@@ -30,7 +31,7 @@ _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 # holds such a pair by chance only: the pairs decide which lines ftfy sees, which takes 50 to 500 times as long as these expressions.
 _LATIN_TAIL = "\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ"
 _CYRILLIC_TAIL = "".join(sorted({bytes([code]).decode("cp1251", "ignore") for code in range(0x80, 0xC0)}))
-_MOJIBAKE = re.compile(f"[\u00c2-\u00f4][{_LATIN_TAIL}]|[РС][{re.escape(_CYRILLIC_TAIL)}][РС]|√[©®†°§¶ß®™´¨≠ÆØ]|‚Ä|[ГД][{_LATIN_TAIL}]")  # noqa: RUF001
+_MOJIBAKE = re.compile(f"[\u00c2-\u00f4][{_LATIN_TAIL}]|[РС][{re.escape(_CYRILLIC_TAIL)}][РС]|√[©†°§¶ß®™´¨≠ÆØ]|‚Ä")
 
 
 class Decoded(NamedTuple):

@@ -168,7 +168,8 @@ def _decoded_content(body: bytes, answer: Headers, limit: int) -> bytes | str:
 
 def _joined(body: bytes) -> bytes:
     """The content of chunks (RFC 9112, 7.1); `body` itself if it holds none."""
-    pieces, at = [], 0
+    pieces: list[bytes] = []
+    at = 0
     while (end := body.find(b"\r\n", at, at + 64)) >= 0:
         try:
             size = int(body[at:end].split(b";")[0].strip(), 16)

@@ -31,7 +31,7 @@ _TEXT_TEMPLATES = (
     (re.compile(r"\{\{\s*lang-[a-z-]{2,12}\s*\|([^{}|]*)(?:\|[^{}]*)?\}\}", re.IGNORECASE), r"\1"),
     (re.compile(r"\{\{\s*(?:convert|cvt)\s*\|([^{}|]*)\|([^{}|]*)(?:\|[^{}]*)?\}\}", re.IGNORECASE), r"\1 \2"),
     (re.compile(r"\{\{\s*(?:nowrap|nobold|small|abbr|em|strong)\s*\|([^{}|]*)(?:\|[^{}]*)?\}\}", re.IGNORECASE), r"\1"),
-    (re.compile(r"\{\{\s*(?:snd|spnd|spaced ndash|ndash|dash)\s*\}\}", re.IGNORECASE), " – "),  # noqa: RUF001
+    (re.compile(r"\{\{\s*(?:snd|spnd|spaced ndash|ndash|dash)\s*\}\}", re.IGNORECASE), " – "),
     (re.compile(r"\{\{\s*(?:nbsp|spaces)\s*\}\}", re.IGNORECASE), " "),
     (re.compile(r"\{\{\s*!\s*\}\}"), "|"),
 )
@@ -45,7 +45,7 @@ _QUOTES = re.compile(r"'{2,}")
 _HEADING = re.compile(r"^(={1,6})[ \t]*([^\n]*?)[ \t]*\1[ \t]*$", re.MULTILINE)
 _LIST = re.compile(r"^[*#:;]+[ \t]*", re.MULTILINE)
 _MAGIC = re.compile(r"__[A-Z]{3,20}__")
-_HOLLOW = re.compile(r"[ \t]*\([\s,;:–-]{0,20}\)")  # noqa: RUF001 - parentheses that held a template
+_HOLLOW = re.compile(r"[ \t]*\([\s,;:–-]{0,20}\)")  # parentheses that held a template
 _SPACES = re.compile(r"[ \t]+$", re.MULTILINE)
 _GAP = re.compile(r"\n{3,}")
 _MARK = "\x02"  # before a heading, until it is known whether its section has text
@@ -102,11 +102,11 @@ def _without_blocks(text: str) -> str:
     for match in _BLOCKS.finditer(text):
         kept.append(text[at : match.start()])
         at = match.end()
-        token = match[0].strip(" \t:")
-        if token in ("{{", "{|"):
-            opened.append((len(kept), "}}" if token == "{{" else "|}"))
+        mark = match[0].strip(" \t:")
+        if mark in ("{{", "{|"):
+            opened.append((len(kept), "}}" if mark == "{{" else "|}"))
         else:
-            depth = next((i for i in range(len(opened) - 1, max(-1, len(opened) - 40), -1) if opened[i][1] == token), None)
+            depth = next((i for i in range(len(opened) - 1, max(-1, len(opened) - 40), -1) if opened[i][1] == mark), None)
             if depth is not None:
                 del kept[opened[depth][0] :]
                 del opened[depth:]
