@@ -32,7 +32,7 @@ def test_compression_by_content(tmp_path, pack, name):
 def test_block_borders_change_nothing(tmp_path, monkeypatch):
     """A file read in blocks of any size gives the same documents."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(60, "ü{} " * 40).replace(b"\n", b"\r\n") + b"\n\n" + b'{"text": "no line feed"}')
+    path.write_bytes(lines(60, "ü{} " + "ß " * 40).replace(b"\n", b"\r\n") + b"\n\n" + b'{"text": "no line feed"}')
     whole = found(path)
     assert len(whole[0]) == 61
     for block in (1, 7, 1000):
@@ -79,7 +79,9 @@ def test_warc_pages_and_texts(tmp_path):
 
 
 def test_wikipedia_dump(tmp_path):
-    text = "'''Gras''' [[lien|texte]] {{boîte|a={{b}}}} [[Fichier:x.jpg|thumb|une [[image]]]]&lt;ref&gt;source&lt;/ref&gt;.\n[[Catégorie:Y]]"
+    text = (
+        "'''Gras''' [[lien|texte]] {{boîte|a={{b}}}} [[Fichier:x.jpg|thumb|une [[image]]]]&lt;ref&gt;source&lt;/ref&gt;.\n[[Catégorie:Y]]"
+    )
     path = tmp_path / "a"
     path.write_bytes(dump(page("Un &amp; deux", text), page("R", "#R", redirect="Un"), page("Aide:X", "y", ns=12), page("Vide", "{{x}}")))
     documents, removed = found(path)
@@ -99,9 +101,9 @@ def test_wikipedia_dump(tmp_path):
     ("wikitext", "text"),
     [
         ("== A ==\ntext\n== B ==\n=== C ===\n{{x}}\n== D ==\nmore", "A\n\ntext\n\nD\n\nmore"),
-        ("a {{x|{{y}}|[[z]]}} b", "a  b"),
+        ("a {{x|{{y}}|[[z]]}} b", "a b"),
         ("a {{unclosed b", "a unclosed b"),
-        ("a }} b ]] c", "a  b  c"),
+        ("a }} b ]] c", "a b c"),
         ("{| class=x\n! h\n|-\n| {{t|}} || 2\n|}\nafter", "after"),
         ("[http://x the label] and [http://y]", "the label and"),
         ("[[fr:Autre]] [[:Category:Z]] [[a|b]]s", "Category:Z bs"),
@@ -115,7 +117,9 @@ def test_wikitext(wikitext, text):
     assert plain_text(wikitext) == text
 
 
-@pytest.mark.parametrize("piece", ["{{", "[[", "<ref>", "<!--", "{|\n", "}}", "]]", "'''", "<ref name=", "(", "[http://", "==\n", "{{lang|", "&#"])
+@pytest.mark.parametrize(
+    "piece", ["{{", "[[", "<ref>", "<!--", "{|\n", "}}", "]]", "'''", "<ref name=", "(", "[http://", "==\n", "{{lang|", "&#"]
+)
 def test_wikitext_takes_linear_time(piece):
     """200,000 characters of one unclosed mark: quadratic time would take minutes."""
     plain_text("x " + piece * (200_000 // len(piece)))
@@ -176,7 +180,7 @@ def test_find_gives_each_file_once_and_sorted(tmp_path, monkeypatch):
     assert [file.size for file in find(["c.txt"])] == [5]
     everything = [file.path for file in find([str(tmp_path)])]
     assert everything == sorted(set(everything)) and len(everything) == 5  # the link to the folder above brings nothing twice
-    assert [file.path for file in find(["**/1.txt"])] == ["b/1.txt"] or len(find(["**/1.txt"])) > 0
+    assert [file.path for file in find(["b/**/1.txt"])] == ["b/1.txt"]
 
 
 def test_urls(tmp_path):

@@ -8,7 +8,9 @@ import pytest
 from maxlm.corpus.read import normalise
 from maxlm.corpus.read.text import decode, wide_encoding
 
-ALPHABET = "aZ \n\t\r\0\b\x0b\x0c\x1b[31m\x7f\x80\x85\x93\xa0Ãâ€™Â©éàe\u0301\u212b\ufeff\u2028\ud83d\ude00\ud800ß漢字РС°ё√‚Ä\ufffd\ufffa😀가"
+ALPHABET = (
+    "aZ \n\t\r\0\b\x0b\x0c\x1b[31m\x7f\x80\x85\x93\xa0Ãâ€™Â©éàe\u0301\u212b\ufeff\u2028\ud83d\ude00\ud800ß漢字РС°ё√‚Ä\ufffd\ufffa😀가"
+)
 SENTENCES = {
     "cp1251": "Съешь ещё этих мягких французских булок, да выпей чаю. Москва — столица России.",
     "koi8-r": "Съешь ещё этих мягких французских булок, да выпей чаю. Москва столица России.",
@@ -33,7 +35,9 @@ def test_normal_form_is_normal_and_a_fixed_point():
         text.encode()
 
 
-@pytest.mark.parametrize("text", ["plain ASCII\n\twith tabs", "L’été, « déjà » vu… c’est ça", "ﬁ “quotes” ｆｕｌｌ １２", "漢字かな", "a  b \n\n\n", "&lt;p&gt;"])
+@pytest.mark.parametrize(
+    "text", ["plain ASCII\n\twith tabs", "L’été, « déjà » vu… c’est ça", "ﬁ “quotes” ｆｕｌｌ １２", "漢字かな", "a  b \n\n\n", "&lt;p&gt;"]
+)
 def test_clean_text_stays_the_same_object(text):
     assert normalise(text) is text
 

@@ -69,9 +69,11 @@ def _lines(stream: ByteStream, limit: int) -> Iterator[list[bytes | None]]:
     for block in stream.rest():
         lines: list[bytes | None] = [*block.split(b"\n")]
         last = lines.pop() or b""
+        if len(block) > limit:
+            lines = [line if line is None or len(line) <= limit else None for line in lines]
         if lines:
-            head = lines[0] or b""
-            lines[0] = None if size + len(head) > limit else b"".join([*pieces, head])
+            head = lines[0]
+            lines[0] = None if head is None or size + len(head) > limit else b"".join([*pieces, head])
             pieces, size = [], 0
             yield lines
         size += len(last)

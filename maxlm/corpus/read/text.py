@@ -25,6 +25,14 @@ _DELETED = dict.fromkeys([*(set(range(32)) - {9, 10}), 0x7F, *range(0x80, 0xA0),
 _C1 = {code: bytes([code]).decode("cp1252") for code in range(0x80, 0xA0) if code not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
+# Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
+# then encodings of one byte a letter for other scripts are out, and the rarest ones for Latin.
+_HIGH_RUN = re.compile(rb"[\x80-\xff]+")
+_LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
+_OTHER_SCRIPTS = {
+    *("cp874", "cp1251", "cp1253", "cp1255", "cp1256", "koi8-r", "koi8-u", "tis-620"),
+    *(f"iso8859-{part}" for part in (3, 4, 5, 6, 7, 8, 10, 11, 14, 16)),
+}
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
 # UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text
@@ -67,7 +75,7 @@ def decode(data: bytes, declared: str | None = None) -> Decoded | None:
     """Decode `data` of any encoding; None if none fits.
 
     In order: byte order mark; UTF-8; UTF-16 and UTF-32 by their NUL bytes; UTF-8 with a few wrong bytes; `declared` (of an HTTP header or a
-    <meta> tag); chardet, which named 19 of 19 legacy encodings in a comparison where charset-normalizer named 15.
+    <meta> tag); chardet, which named 19 of 19 samples of legacy encodings where charset-normalizer named 15.
     """
     marked = bom_encoding(data)
     if marked is not None:
@@ -168,7 +176,15 @@ def _detected(data: bytes) -> str | None:
         size += len(lines[-1])
         if size >= SAMPLE:
             break
-    return _codec(chardet.detect(b"".join(lines) or data[:SAMPLE])["encoding"])
+    sample = b"".join(lines) or data[:SAMPLE]
+    ranked = chardet.detect_all(sample, encoding_era=chardet.EncodingEra.MODERN_WEB | chardet.EncodingEra.LEGACY_ISO, ignore_threshold=True)
+    found = [(codec, one["confidence"]) for one in ranked if (codec := _codec(one["encoding"])) is not None]
+    if 2 * len(_LATIN_WORD.findall(sample)) >= len(_HIGH_RUN.findall(sample)):
+        found = [(codec, share) for codec, share in found if codec not in _OTHER_SCRIPTS]
+    if not found:
+        return None
+    western = next((share for codec, share in found if codec == "cp1252"), 0.0)
+    return "cp1252" if western and western >= 0.97 * found[0][1] else found[0][0]
 
 
 def _codec(name: str | None) -> str | None:

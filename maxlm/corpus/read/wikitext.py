@@ -46,7 +46,7 @@ _HEADING = re.compile(r"^(={1,6})[ \t]*([^\n]*?)[ \t]*\1[ \t]*$", re.MULTILINE)
 _LIST = re.compile(r"^[*#:;]+[ \t]*", re.MULTILINE)
 _MAGIC = re.compile(r"__[A-Z]{3,20}__")
 _HOLLOW = re.compile(r"[ \t]*\([\s,;:–-]{0,20}\)")  # parentheses that held a template
-_SPACES = re.compile(r"[ \t]+$", re.MULTILINE)
+_SPACES = re.compile(r"[ \t]+$|(?<=[^ \t\n]) +(?= )", re.MULTILINE)
 _GAP = re.compile(r"\n{3,}")
 _MARK = "\x02"  # before a heading, until it is known whether its section has text
 
