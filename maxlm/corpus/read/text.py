@@ -1,0 +1,201 @@
+"""Text of bytes in any encoding, and its normal form."""
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+UTF8_SHARE = 4  # valid characters per wrong byte from which damaged UTF-8 is likelier than another encoding
+SAMPLE = 65536  # bytes that an encoding is detected from
+BINARY_SHARE = 0.02  # of characters that are controls, above which a record is no text
+REPLACED_SHARE = 0.05  # of characters that are U+FFFD, above which a record is unreadable
+
+_HIGH = bytes(range(128, 256))
+_REPLACEMENT = "\ufffd"
+_NO_CHARSETS = ("utf-7", "idna", "punycode", "raw-unicode-escape", "unicode-escape", "undefined")
+_CONTROL_BYTES = bytes(set(range(32)) - {9, 10}) + b"\x7f"
+_FOREIGN = bytes(set(_CONTROL_BYTES) - set(b"\b\v\f\r\x1b"))
+_BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"))
+_BOMS_16 = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+
+# C1 controls, line and paragraph separators, the deprecated format characters U+206A to U+206F, the byte order mark, interlinear
+# annotations (both sets as in ftfy's remove_control_chars) and surrogates.
+_RARE = re.compile("[\x80-\x9f\u2028\u2029\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
+_DELETED = dict.fromkeys([*(set(range(32)) - {9, 10}), 0x7F, *range(0x80, 0xA0), *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
+# A C1 control is a byte of Windows-1252 taken for Latin-1 (WHATWG Encoding, "windows-1252"), NEL among them.
+_C1 = {code: bytes([code]).decode("cp1252") for code in range(0x80, 0xA0) if code not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
+_TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
+_OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
+# Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
+# then encodings of one byte a letter for other scripts are out, and the rarest ones for Latin.
+_HIGH_RUN = re.compile(rb"[\x80-\xff]+")
+_LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
+_OTHER_SCRIPTS = {
+    *("cp874", "cp1251", "cp1253", "cp1255", "cp1256", "koi8-r", "koi8-u", "tis-620"),
+    *(f"iso8859-{part}" for part in (3, 4, 5, 6, 7, 8, 10, 11, 14, 16)),
+}
+_BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
+
+# UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text
+# holds such a pair by chance only: the pairs decide which lines ftfy sees, which takes 50 to 500 times as long as these expressions.
+_LATIN_TAIL = "\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ"
+_CYRILLIC_TAIL = "".join(sorted({bytes([code]).decode("cp1251", "ignore") for code in range(0x80, 0xC0)}))
+_MOJIBAKE = re.compile(f"[\u00c2-\u00f4][{_LATIN_TAIL}]|[РС][{re.escape(_CYRILLIC_TAIL)}][РС]|√[©†°§¶ß®™´¨≠ÆØ]|‚Ä")
+
+
+class Decoded(NamedTuple):
+    """Text of bytes. `encoding`: a Python codec; `replaced`: bytes sequences that it could not decode, each now U+FFFD."""
+
+    text: str
+    encoding: str
+    replaced: int
+
+
+def bom_encoding(head: bytes) -> tuple[str, int] | None:
+    """Encoding that a byte order mark states, and the mark's length in bytes."""
+    return next(((encoding, len(mark)) for mark, encoding in (*_BOMS, *_BOMS_16) if head.startswith(mark)), None)
+
+
+def wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 by where the NUL bytes of `head` are: most characters of most texts are ASCII or share their upper byte."""
+    head = head[: len(head) // 4 * 4]
+    if len(head) < 8 or b"\0" not in head:
+        return None
+    shares = [head[start::4].count(0) * 4 / len(head) for start in range(4)]
+    zeros = [share > 0.7 for share in shares]
+    if sum(zeros) == 3 and (not zeros[0] or not zeros[3]):
+        return "utf-32-le" if not zeros[0] else "utf-32-be"
+    if max(shares[0], shares[2]) < 0.05 and min(shares[1], shares[3]) > 0.3:
+        return "utf-16-le"
+    if max(shares[1], shares[3]) < 0.05 and min(shares[0], shares[2]) > 0.3:
+        return "utf-16-be"
+    return None
+
+
+def decode(data: bytes, declared: str | None = None) -> Decoded | None:
+    """Decode `data` of any encoding; None if none fits.
+
+    In order: byte order mark; UTF-8; UTF-16 and UTF-32 by their NUL bytes; UTF-8 with a few wrong bytes; `declared` (of an HTTP header or a
+    <meta> tag); chardet, which named 19 of 19 samples of legacy encodings where charset-normalizer named 15.
+    """
+    marked = bom_encoding(data)
+    if marked is not None:
+        data = data[marked[1] :]
+        if marked[0] != "utf-8":
+            return _lossy(data, marked[0])
+    try:
+        return Decoded(data.decode(), "utf-8", 0)
+    except UnicodeDecodeError:
+        pass
+    wide = wide_encoding(data[:4096])
+    if wide is not None:
+        return _lossy(data, wide)
+    lenient = _lossy(data, "utf-8")
+    ascii_bytes = len(data.translate(None, _HIGH))
+    if len(lenient.text) - ascii_bytes - lenient.replaced >= UTF8_SHARE * lenient.replaced:
+        return lenient
+    for encoding in (_codec(declared), _detected(data)):
+        if encoding is not None:
+            found = _lossy(data, encoding)
+            if found.replaced <= REPLACED_SHARE * len(found.text):
+                return found
+    return lenient if lenient.replaced <= REPLACED_SHARE * len(lenient.text) else None
+
+
+def normalise(text: str) -> str:
+    """Normal form of a text: NFC, line breaks as \\n, no control characters but \\t and \\n, no lone surrogates, mojibake undone (ftfy).
+
+    Terminal escapes and overstruck characters lose their control sequences, form feeds become line breaks, lone surrogates U+FFFD. Quotes,
+    ligatures, full-width forms, HTML entities and spaces stay as they are. Idempotent.
+    """
+    ascii_only = text.isascii()
+    if ascii_only and len((data := text.encode()).translate(None, _CONTROL_BYTES)) == len(data):
+        return text
+    for _ in range(8):  # what one pass uncovers (mojibake of mojibake) is for the next one; texts settle in two
+        before, text = text, _pass(text)
+        if text == before:
+            break
+    return text
+
+
+def control_share(text: str) -> float:
+    """Share of characters that are controls which no text file has: all of C0 but white space, escape and backspace."""
+    data = text.encode("utf-8", "replace")
+    controls = len(data) - len(
+        data.translate(None, b"\0\1\2\3\4\5\6\7\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1c\x1d\x1e\x1f\x7f")
+    )
+    return controls / max(1, len(text))
+
+
+def _pass(text: str) -> str:
+    rare = _RARE.search(text) is not None
+    if rare:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins pairs of surrogates
+    if "\r" in text or "\x0b" in text or "\x0c" in text or rare:
+        text = _BREAKS.sub("\n", text)
+    if "\x1b" in text:
+        text = _TERMINAL.sub("", text)
+    while "\b" in text and (struck := _OVERSTRIKE.sub("", text)) != text:
+        text = struck
+    if not text.isascii() and _MOJIBAKE.search(text):
+        text = "\n".join(_repaired(line) if _MOJIBAKE.search(line) else line for line in text.split("\n"))
+        rare = True
+    if rare:
+        text = text.translate(_C1)
+    if rare or not text.isprintable():
+        text = _without_controls(text)
+    return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
+
+
+def _without_controls(text: str) -> str:
+    data = text.encode("utf-8")
+    stripped = data.translate(None, _CONTROL_BYTES)
+    text = text if len(stripped) == len(data) else stripped.decode()
+    return text.translate(_DELETED) if _RARE.search(text) else text
+
+
+def _repaired(line: str) -> str:
+    from ftfy import fix_encoding
+
+    fixed = fix_encoding(line)
+    return _BREAKS.sub("\n", fixed)
+
+
+def _lossy(data: bytes, encoding: str) -> Decoded:
+    text = data.decode(encoding, "replace")
+    there_before = data.count(b"\xef\xbf\xbd") if encoding == "utf-8" else 0
+    return Decoded(text, encoding, text.count(_REPLACEMENT) - there_before)
+
+
+def _detected(data: bytes) -> str | None:
+    """Encoding by chardet, from the lines that are not ASCII."""
+    import chardet
+
+    lines, size = [], 0
+    for line in re.findall(rb"[^\n]*[\x80-\xff][^\n]*\n?", data[: 64 * SAMPLE]):
+        lines.append(line[:SAMPLE])
+        size += len(lines[-1])
+        if size >= SAMPLE:
+            break
+    sample = b"".join(lines) or data[:SAMPLE]
+    ranked = chardet.detect_all(sample, encoding_era=chardet.EncodingEra.MODERN_WEB | chardet.EncodingEra.LEGACY_ISO, ignore_threshold=True)
+    found = [(codec, one["confidence"]) for one in ranked if (codec := _codec(one["encoding"])) is not None]
+    if 2 * len(_LATIN_WORD.findall(sample)) >= len(_HIGH_RUN.findall(sample)):
+        found = [(codec, share) for codec, share in found if codec not in _OTHER_SCRIPTS]
+    if not found:
+        return None
+    western = next((share for codec, share in found if codec == "cp1252"), 0.0)
+    return "cp1252" if western and western >= 0.97 * found[0][1] else found[0][0]
+
+
+def _codec(name: str | None) -> str | None:
+    """The Python codec of `name` that decodes text; Windows-1252 for Latin-1 and ASCII, as WHATWG's Encoding standard has it."""
+    import codecs
+
+    try:
+        found = codecs.lookup(name or "").name
+        "".encode(found)
+    except (LookupError, ValueError):  # ValueError: a NUL in the name
+        return None
+    if found in _NO_CHARSETS:
+        return None
+    return "cp1252" if found in ("iso8859-1", "ascii") else found

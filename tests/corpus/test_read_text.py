@@ -1,0 +1,98 @@
+"""Decoding and the normal form of text."""
+
+import random
+import unicodedata
+
+import pytest
+
+from maxlm.corpus.read import normalise
+from maxlm.corpus.read.text import decode, wide_encoding
+
+ALPHABET = (
+    "aZ \n\t\r\0\b\x0b\x0c\x1b[31m\x7f\x80\x85\x93\xa0Ãâ€™Â©éàe\u0301\u212b\ufeff\u2028\ud83d\ude00\ud800ß漢字РС°ё√‚Ä\ufffd\ufffa😀가"
+)
+SENTENCES = {
+    "cp1251": "Съешь ещё этих мягких французских булок, да выпей чаю. Москва — столица России.",
+    "koi8-r": "Съешь ещё этих мягких французских булок, да выпей чаю. Москва столица России.",
+    "cp1252": "L'été dernier, à la fenêtre, nous étions très heureux ; ça a été une journée formidable où l'âme s'élève.",
+    "shift_jis": "これは日本語の文章です。東京は日本の首都であり、世界最大級の都市のひとつである。",
+    "gb18030": "北京是中华人民共和国的首都,是中国的政治、文化和国际交往中心。这里有许多历史遗迹。",
+    "big5": "臺北市是中華民國的首都,位於臺灣北部,是政治、經濟與文化的中心。",
+    "euc_kr": "서울특별시는 대한민국의 수도이자 최대 도시이다. 한강을 끼고 있으며 많은 사람이 살고 있다.",
+    "iso8859-7": "Η Αθήνα είναι η πρωτεύουσα της Ελλάδας και η μεγαλύτερη πόλη της χώρας.",
+    "cp1250": "Příliš žluťoučký kůň úpěl ďábelské ódy a šel domů přes řeku.",
+}
+
+
+def test_normal_form_is_normal_and_a_fixed_point():
+    """For any text: NFC, no control characters, UTF-8 can encode it, and normalising again changes nothing."""
+    chance = random.Random(7)
+    for _ in range(1500):
+        text = normalise("".join(chance.choices(ALPHABET, k=chance.randrange(40))))
+        assert normalise(text) == text
+        assert unicodedata.is_normalized("NFC", text)
+        assert not [char for char in text if unicodedata.category(char) == "Cc" and char not in "\t\n"]
+        text.encode()
+
+
+@pytest.mark.parametrize(
+    "text", ["plain ASCII\n\twith tabs", "L’été, « déjà » vu… c’est ça", "ﬁ “quotes” ｆｕｌｌ １２", "漢字かな", "a  b \n\n\n", "&lt;p&gt;"]
+)
+def test_clean_text_stays_the_same_object(text):
+    assert normalise(text) is text
+
+
+@pytest.mark.parametrize("text", [*SENTENCES.values(), "naïve café – ‘quoted’ “text”…", "Größe: 5 €"])
+def test_mojibake_is_undone(text):
+    """UTF-8 that was read as Windows-1252 comes back, wherever that leaves every byte a character."""
+    broken = "".join(bytes([byte]).decode("cp1252", "ignore") or chr(byte) for byte in text.encode())
+    assert normalise(f"First line.\n{broken}") == f"First line.\n{unicodedata.normalize('NFC', text)}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a\r\nb\rc\x0cd\u2028e", "a\nb\nc\nd\ne"),
+        ("\x1b[1mbold\x1b[0m", "bold"),
+        ("N\bNA\bAM\bME\bE _\bu_\bn", "NAME un"),
+        ("\ud83d\ude00 \ud800", "😀 \ufffd"),
+        ("nul\0 bel\a bom\ufeff", "nul bel bom"),
+        ("e\u0301", "é"),
+        ("\x93so\x94 \x85", "“so” …"),
+    ],
+)
+def test_what_is_mended(before, after):
+    assert normalise(before) == after
+
+
+@pytest.mark.parametrize("encoding", SENTENCES)
+def test_legacy_encodings_are_detected(encoding):
+    text = SENTENCES[encoding]
+    decoded = decode(text.encode(encoding))
+    assert decoded is not None and decoded.text == text and decoded.replaced == 0
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_unicode_encodings(encoding):
+    text = "A text with an é and a € in it, long enough."
+    decoded = decode(text.encode(encoding))
+    assert decoded is not None and decoded.text == text
+
+
+def test_some_wrong_bytes_leave_utf8_what_it_is():
+    decoded = decode("Съешь ещё этих булок".encode() + b" \xff " + "да выпей чаю".encode())
+    assert decoded == ("Съешь ещё этих булок \ufffd да выпей чаю", "utf-8", 1)
+
+
+def test_noise_is_no_text():
+    """Random bytes are decoded as nothing, or hold control characters that tell."""
+    data = random.Random(3).randbytes(5000)
+    decoded = decode(data)
+    assert decoded is None or sum(unicodedata.category(char) == "Cc" for char in decoded.text) > 200
+    assert wide_encoding(b"plain text, and no more than that") is None
+
+
+@pytest.mark.parametrize("declared", ["utf-7", "base64", "no-such", "\0", "rot13", "idna"])
+def test_a_declared_encoding_that_is_none_does_no_harm(declared):
+    decoded = decode(b"caf\xe9 au lait, tr\xe8s bon \xe0 boire", declared)
+    assert decoded is not None and decoded.text == "café au lait, très bon à boire"
