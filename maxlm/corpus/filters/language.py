@@ -48,7 +48,7 @@ def sample_text(text: str, characters: int) -> str:
     if len(text) > characters:
         part, middle = characters // 3, len(text) // 2
         text = "\n".join((text[:part], text[middle - part // 2 : middle - part // 2 + part], text[-part:]))
-    return " ".join(text.split())
+    return " ".join(text.encode("utf-8", "replace").decode().split())  # the libraries refuse lone surrogates
 
 
 def _fasttext(path: str) -> Identify:

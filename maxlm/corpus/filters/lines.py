@@ -26,17 +26,16 @@ class C4Filter:
 
     def __init__(self, settings: C4Settings) -> None:
         self.settings = settings
-        self.line_phrases = tuple(phrase.lower() for phrase in settings.line_phrases)
-        self.page_phrases = tuple(phrase.lower() for phrase in settings.page_phrases)
+        self.line_phrases = [phrase.encode().lower() for phrase in settings.line_phrases]
+        self.page_phrases = [(phrase.encode().lower(), _page_reason(phrase)) for phrase in settings.page_phrases]
 
     def __call__(self, document: Document) -> Document | Removed:
         settings, statistics = self.settings, statistics_of(document.text)
-        for phrase in self.page_phrases:
-            if phrase in statistics.lower:
-                return removed(
-                    document, self.name, f"c4_{phrase.replace(' ', '_')}" if phrase in thresholds.C4_PAGE_PHRASES else "c4_page_phrase"
-                )
-        if settings.curly_bracket and any(char in document.text for char in thresholds.C4_PAGE_CHARACTERS):
+        lower = statistics.lower_bytes
+        for phrase, reason in self.page_phrases:
+            if phrase in lower:
+                return removed(document, self.name, reason)
+        if settings.curly_bracket and thresholds.C4_CURLY_BRACKET in document.text:
             return removed(document, self.name, "c4_curly_bracket")
         kept_L = self._kept(statistics)
         sentences = int(statistics.lines[kept_L, scan.SENTENCES].sum())
@@ -56,11 +55,16 @@ class C4Filter:
         kept_L = (lines[:, scan.WORDS] >= settings.min_words_in_line) & (lines[:, scan.LONGEST] <= settings.max_word_length)
         if settings.terminal_punctuation:
             kept_L &= lines[:, scan.FLAGS] & (scan.ENDS_WITH_MARK | scan.ENDS_WITH_ELLIPSIS) == scan.ENDS_WITH_MARK
-        if any(phrase in statistics.lower for phrase in self.line_phrases):
-            for number, line in enumerate(statistics.lower.split("\n")):
+        lower = statistics.lower_bytes
+        if any(phrase in lower for phrase in self.line_phrases):
+            for number, line in enumerate(lower.split(b"\n")):
                 kept_L[number] &= not any(phrase in line for phrase in self.line_phrases)
         kept_L |= lines[:, scan.END] == 0
         return kept_L
+
+
+def _page_reason(phrase: str) -> str:
+    return f"c4_{phrase.replace(' ', '_')}" if phrase in thresholds.C4_PAGE_PHRASES else "c4_page_phrase"
 
 
 class BoilerplateFilter:
@@ -118,7 +122,9 @@ def is_pattern(line: str) -> bool:
 def keep_lines(statistics: TextStatistics, kept_L: np.ndarray) -> str:
     """The lines that stay, without more than one empty line between two and without any at the ends."""
     text = "\n".join(line for line, keep in zip(statistics.line_texts(), kept_L.tolist(), strict=True) if keep)
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+    if "\n\n\n" in text:
+        text = re.sub(r"\n{3,}", "\n\n", text)
+    return text.strip("\n")
 
 
 def _columns(lines: np.ndarray, chosen_L: np.ndarray) -> tuple[list[int], list[int], list[int]]:

@@ -28,7 +28,8 @@ def read_entries(path: str) -> list[str]:
 
 
 class BadWordsFilter:
-    """Documents with more listed words or phrases than allowed. Compared token by token, without case: "ass" is not found in "class"."""
+    """Documents with more listed words or phrases than allowed. Compared token by token, without case: "ass" is not found in "class".
+    Between the tokens of a phrase may stand anything that is no letter or digit."""
 
     name = "bad_words"
 

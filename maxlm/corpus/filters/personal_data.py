@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable
 
 from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import replace_text
 from maxlm.corpus.filters.settings import PersonalDataSettings
+from maxlm.corpus.filters.statistics import statistics_of
 
 EMAIL, IP_ADDRESS, PHONE, KEY = "<EMAIL>", "<IP_ADDRESS>", "<PHONE>", "<KEY>"
 LONGEST_LOCAL_PART = 64  # characters before the @ (RFC 5321, 4.5.3.1.1)
@@ -18,7 +20,7 @@ LOCAL_PART_CHARACTERS = frozenset("._%+-'&")
 AT = re.compile(r"@(?<=[\w%+'&-]@)(?:[^\W_](?:[\w-]{0,62})\.){1,8}[^\W\d_][\w-]{1,62}")
 IPV4 = re.compile(r"(?<![\w.-])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w-]|\.\w)")
 IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])")  # 2000::/3, global unicast (RFC 4291, 2.4)
-_DIGITS = r"(?:[ .\-/\u00a0]{0,2}\(?\d{1,9}\)?)"
+_DIGITS = r"(?:[ .\-/\u00a0]{0,3}\(?\d{1,9}\)?)"
 PHONES = (
     re.compile(rf"\+(?<!\w\+)\d{{1,4}}{_DIGITS}{{1,7}}(?!\w)"),
     re.compile(r"(?<![\w.+-])(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[ .-]\d{4}(?![\w-]|\.\d)"),  # North American plan
@@ -28,12 +30,11 @@ LABELLED_PHONE = re.compile(
     rf"(\+?\(?\d{{1,9}}\)?{_DIGITS}{{0,7}})(?!\w)",
     re.IGNORECASE,
 )
+KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+KEY_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+LONGEST_KEY = 20_000  # characters
 # Forms of tokens: the issuers' documentation, as collected in gitleaks' rules. The literal that each begins with is looked for first.
 KEYS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    (
-        "-----BEGIN",
-        re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,20000}?-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"),
-    ),
     ("AKIA", re.compile(r"AKIA(?<!\wAKIA)[0-9A-Z]{16}(?!\w)")),
     ("ASIA", re.compile(r"ASIA(?<!\wASIA)[0-9A-Z]{16}(?!\w)")),
     ("AIza", re.compile(r"AIza(?<!\wAIza)[\w-]{35}(?![\w-])")),
@@ -42,7 +43,7 @@ KEYS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("ghs_", re.compile(r"ghs_(?<!\wghs_)[A-Za-z0-9]{36}(?!\w)")),
     ("github_pat_", re.compile(r"github_pat_(?<!\wgithub_pat_)\w{22,100}(?!\w)")),
     ("glpat-", re.compile(r"glpat-(?<!\wglpat-)[\w-]{20,100}(?![\w-])")),
-    ("xox", re.compile(r"xox(?<!\wxox)[abeoprs]-[\w-]{10,200}(?![\w-])")),
+    ("xox", re.compile(r"xox(?<!\wxox)[abeoprs]-(?=[\w-]{0,60}\d)[\w-]{10,200}(?![\w-])")),
     ("sk-", re.compile(r"sk-(?<![\w-]sk-)(?=[\w-]{0,60}\d)[\w-]{32,200}(?![\w-])")),
     ("sk_live_", re.compile(r"sk_live_(?<!\wsk_live_)\w{16,100}(?!\w)")),
     ("npm_", re.compile(r"npm_(?<!\wnpm_)[A-Za-z0-9]{36}(?!\w)")),
@@ -55,7 +56,8 @@ ASSIGNED = re.compile(
     r"[\"']?[ \t]{0,2}[:=][ \t]{0,2}[\"']?)(?=[\w/+=-]{0,40}\d)[\w/+=-]{12,200}",
     re.IGNORECASE,
 )
-ASSIGNED_HINTS = ("key", "secret", "token", "passw")
+ASSIGNED_WORDS = ("key", "secret", "token", "passw")
+KEYS_WITHOUT_HINT = tuple((literal, pattern) for literal, pattern in KEYS if literal == "eyJ")
 
 
 class PersonalDataFilter:
@@ -64,7 +66,7 @@ class PersonalDataFilter:
     name = "personal_data"
 
     def __init__(self, settings: PersonalDataSettings) -> None:
-        kinds: tuple[tuple[bool, str, Callable[[str], tuple[str, int]]], ...] = (
+        kinds: tuple[tuple[bool, str, Callable[[str, int], tuple[str, int]]], ...] = (
             (settings.key, "masked_key", mask_keys),
             (settings.email, "masked_email", mask_emails),
             (settings.ip, "masked_ip", mask_ip_addresses),
@@ -73,18 +75,19 @@ class PersonalDataFilter:
         self.masks = [(name, mask) for wanted, name, mask in kinds if wanted]
 
     def __call__(self, document: Document) -> Document | Removed:
-        text, counts = document.text, dict[str, int]()
+        text, counts, hints = document.text, dict[str, int](), statistics_of(document.text).hints
         changed = True
-        while changed:  # until nothing is found: a placeholder can part two things that masked each other
+        while changed:  # until nothing is found: what stood beside something masked may be judged in another way
             changed = False
             for name, mask in self.masks:
-                text, n = mask(text)
+                text, n = mask(text, hints)
                 if n:
                     counts[name], changed = counts.get(name, 0) + n, True
+            hints = scan.ALL_HINTS
         return replace_text(document, text, **counts) if counts else document
 
 
-def mask_emails(text: str) -> tuple[str, int]:
+def mask_emails(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
     """The text with e-mail addresses replaced, and their number. A name without a domain (user@localhost) stays."""
     if "@" not in text:
         return text, 0
@@ -100,29 +103,55 @@ def mask_emails(text: str) -> tuple[str, int]:
     return ("".join([*pieces, text[done:]]), len(pieces) // 2) if pieces else (text, 0)
 
 
-def mask_ip_addresses(text: str) -> tuple[str, int]:
+def mask_ip_addresses(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
     """The text with public IPv4 and IPv6 addresses replaced, and their number."""
-    return _substitute(IPV6, _mask_ip, *_substitute(IPV4, _mask_ip, text, 0))
-
-
-def mask_phones(text: str) -> tuple[str, int]:
-    """The text with telephone numbers replaced, and their number: 7 to 15 digits (ITU-T E.164)."""
     n = 0
-    for pattern in PHONES:
-        text, n = _substitute(pattern, _mask_phone, text, n)
-    return _substitute(LABELLED_PHONE, _mask_labelled, text, n)
-
-
-def mask_keys(text: str) -> tuple[str, int]:
-    """The text with keys, tokens and assigned passwords replaced, and their number."""
-    n = 0
-    for literal, pattern in KEYS:
-        if literal in text:
-            text, n = _substitute(pattern, lambda match: KEY, text, n)
-    lower = text.lower()
-    if any(hint in lower for hint in ASSIGNED_HINTS):
-        text, n = _substitute(ASSIGNED, lambda match: match[1] + KEY, text, n)
+    for hint, pattern in ((scan.HINT_IPV4, IPV4), (scan.HINT_IPV6, IPV6)):
+        if hints & hint:
+            text, n = _substitute(pattern, _mask_ip, text, n)
     return text, n
+
+
+def mask_phones(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
+    """The text with telephone numbers replaced, and their number: 7 to 15 digits (ITU-T E.164), 6 where labelled."""
+    n = 0
+    if hints & scan.HINT_PHONE:
+        for pattern in PHONES:
+            text, n = _substitute(pattern, _mask_phone, text, n)
+    if hints & scan.HINT_LABELLED_PHONE:
+        text, n = _substitute(LABELLED_PHONE, _mask_labelled, text, n)
+    return text, n
+
+
+def mask_keys(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
+    """The text with keys, tokens and assigned passwords replaced, and their number."""
+    text, n = _mask_private_keys(text)
+    for literal, pattern in KEYS if hints & scan.HINT_TOKEN else KEYS_WITHOUT_HINT:
+        if literal in text:
+            text, n = _substitute(pattern, _mask_key, text, n)
+    if hints & scan.HINT_TOKEN:
+        lower = text.lower()
+        if any(word in lower for word in ASSIGNED_WORDS):
+            text, n = _substitute(ASSIGNED, _mask_assigned, text, n)
+    return text, n
+
+
+def _mask_private_keys(text: str) -> tuple[str, int]:
+    pieces: list[str] = []
+    done = 0
+    begin, end = KEY_BEGINS.search(text) if "PRIVATE KEY" in text else None, None
+    while begin is not None:
+        if end is None or end.start() < begin.end():
+            end = KEY_ENDS.search(text, begin.end())
+        if end is None:
+            break
+        last = begin.end()
+        if end.start() - begin.end() <= LONGEST_KEY:
+            pieces += [text[done : begin.start()], KEY]
+            done = end.end()
+            last = done
+        begin = KEY_BEGINS.search(text, last)
+    return ("".join([*pieces, text[done:]]), len(pieces) // 2) if pieces else (text, 0)
 
 
 def _substitute(pattern: re.Pattern[str], mask: Callable[[re.Match[str]], str], text: str, n: int) -> tuple[str, int]:
@@ -143,6 +172,14 @@ def _mask_ip(match: re.Match[str]) -> str:
         return IP_ADDRESS if ipaddress.ip_address(match[0]).is_global else match[0]
     except ValueError:
         return match[0]
+
+
+def _mask_key(match: re.Match[str]) -> str:
+    return KEY
+
+
+def _mask_assigned(match: re.Match[str]) -> str:
+    return match[1] + KEY
 
 
 def _mask_phone(match: re.Match[str]) -> str:

@@ -26,6 +26,10 @@ N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS
     range(7)
 )
 
+# Hints of a text: what a search for personal data has to look for.
+HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_LABELLED_PHONE, HINT_TOKEN = 1, 2, 4, 8, 16
+ALL_HINTS = 31
+
 NEWLINE, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x2E, 0x2026, 0x23
 SEED = np.uint64(0xCBF29CE484222325)  # FNV-1a's, over code points instead of bytes
 PRIME = np.uint64(0x100000001B3)
@@ -296,3 +300,49 @@ def find_members(hashes_T: Hashes, table: Hashes) -> Counts:
         if table[slot_of(table, key)] == key:
             positions[n], n = i, n + 1
     return positions[:n]
+
+
+@njit(cache=True, nogil=True)
+def is_digit(code: np.uint32, classes: NDArray[np.uint8]) -> bool:
+    """Of class WORD, no letter and no underscore: every decimal digit, and a few characters more."""
+    kind = class_of(code, classes)
+    return kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+
+
+@njit(cache=True, nogil=True)
+def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
+    """What the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
+
+    IPv4: three full stops between digits in one word. IPv6: 2000 to 3fff before a colon. Phone: "+" before a digit, or three digits, one
+    character that is no digit, four digits. Labelled phone: six digits with at most five other characters between each two. Token: 12 or
+    more of the characters that tokens have, with a digit among them or 20 long.
+    """
+    hints, stops, digits, gap, run, run_has_digit, length = 0, 0, 0, 0, 0, False, 0
+    for i in range(codes.size + 1):
+        code = codes[i] if i < codes.size else np.uint32(NEWLINE)
+        kind = class_of(code, classes)
+        digit = kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+        if digit:
+            digits, gap, length = (digits + 1 if gap <= 5 else 1), 0, length + 1
+            if digits >= 6:
+                hints |= HINT_LABELLED_PHONE
+            four = length == 4 and i >= 7 and is_digit(codes[i - 5], classes) and is_digit(codes[i - 6], classes)
+            if four or (i > 0 and codes[i - 1] == 0x2B):
+                hints |= HINT_PHONE
+        else:
+            gap, length = gap + 1, 0
+        if code == FULL_STOP and 0 < i < codes.size - 1 and is_digit(codes[i - 1], classes) and is_digit(codes[i + 1], classes):
+            stops += 1
+            if stops >= 3:
+                hints |= HINT_IPV4
+        elif kind & SPACE:
+            stops = 0
+        elif code == 0x3A and i >= 4 and (codes[i - 4] == 0x32 or codes[i - 4] == 0x33):
+            hints |= HINT_IPV6
+        if kind & WORD or code == 0x2B or code == 0x2D or code == 0x2F or code == 0x3D:
+            run, run_has_digit = run + 1, run_has_digit or digit
+            if run >= 20 or (run >= 12 and run_has_digit):
+                hints |= HINT_TOKEN
+        else:
+            run, run_has_digit = 0, False
+    return hints

@@ -104,8 +104,12 @@ class C4Settings(Section):
     )
     min_words_in_line: int = Field(published.C4_MIN_WORDS_IN_LINE, ge=0, description="Remove lines with fewer words.")
     max_word_length: int = Field(published.C4_MAX_WORD_LENGTH, ge=1, description="Remove lines with a word of more characters.")
-    line_phrases: tuple[str, ...] = Field(published.C4_LINE_PHRASES, description="Remove lines that contain one of these, in any case.")
-    page_phrases: tuple[str, ...] = Field(published.C4_PAGE_PHRASES, description="Remove documents that contain one of these, in any case.")
+    line_phrases: tuple[str, ...] = Field(
+        published.C4_LINE_PHRASES, description="Remove lines that contain one of these (case of ASCII letters does not count)."
+    )
+    page_phrases: tuple[str, ...] = Field(
+        published.C4_PAGE_PHRASES, description="Remove documents that contain one of these (case of ASCII letters does not count)."
+    )
     curly_bracket: bool = Field(True, description="Remove documents that contain a curly bracket.")
     citations: bool = Field(True, description="Remove Wikipedia's citation marks, such as [3] and [citation needed].")
     min_sentences: int = Field(published.C4_MIN_SENTENCES, ge=0, description="Sentences that what is left has at least.")

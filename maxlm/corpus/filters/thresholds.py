@@ -29,7 +29,7 @@ C4_MAX_WORD_LENGTH = 1000  # characters
 C4_LINE_ENDS = ".!?\"”’'"  # "a period, exclamation mark, question mark, or end quotation mark"
 C4_LINE_PHRASES = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 C4_PAGE_PHRASES = ("lorem ipsum",)
-C4_PAGE_CHARACTERS = "{"
+C4_CURLY_BRACKET = "{"
 
 # FineWeb: Penedo et al. 2024, arXiv 2406.17557, section 3.6.
 FINEWEB_MAX_UNPUNCTUATED = 0.12  # a document is removed where the fraction of lines that end with punctuation is this or less
