@@ -1,0 +1,36 @@
+"""Cleaning and filtering: published quality rules, lists, language, personal data, a classifier and perplexity."""
+
+from collections.abc import Callable
+from functools import partial
+
+from maxlm.corpus.filters.classifier import ClassifierFilter
+from maxlm.corpus.filters.language import LanguageFilter
+from maxlm.corpus.filters.lines import BoilerplateFilter, C4Filter
+from maxlm.corpus.filters.lists import BadWordsFilter, UrlFilter
+from maxlm.corpus.filters.perplexity import PerplexityFilter
+from maxlm.corpus.filters.personal_data import PersonalDataFilter
+from maxlm.corpus.filters.protocol import Filter, Scorer, run_filters
+from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
+from maxlm.corpus.filters.settings import FilterSettings
+
+__all__ = ["Filter", "FilterSettings", "Scorer", "build_filters", "run_filters"]
+
+
+def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> list[Filter]:
+    """The filters that `settings` name, in the order of its fields. `scorer`: for perplexity, instead of KenLM. Raises UserError."""
+    makers: dict[str, Callable[..., Filter]] = {
+        "urls": UrlFilter,
+        "length": LengthFilter,
+        "language": LanguageFilter,
+        "boilerplate": BoilerplateFilter,
+        "c4": C4Filter,
+        "gopher_quality": GopherQualityFilter,
+        "gopher_repetition": GopherRepetitionFilter,
+        "fineweb": FineWebFilter,
+        "bad_words": BadWordsFilter,
+        "classifier": ClassifierFilter,
+        "perplexity": partial(PerplexityFilter, scorer=scorer),
+        "personal_data": PersonalDataFilter,
+    }
+    sections = ((name, getattr(settings, name)) for name in type(settings).model_fields)
+    return [makers[name](section) for name, section in sections if section is not None]

@@ -1,0 +1,125 @@
+"""Linear classifier on hashed word n-grams, as fastText's (Joulin et al. 2016, arXiv 1607.01759) without a hidden layer."""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters.protocol import removed, replace_text
+from maxlm.corpus.filters.scan import STEP, Hashes
+from maxlm.corpus.filters.settings import ClassifierSettings
+from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
+from maxlm.telemetry.atomic import replacing
+
+FORMAT = 1  # of the file and of the hashes: a model is of use with the hashes that it was trained on
+Weights = NDArray[np.float32]
+
+
+class LinearClassifier:
+    """Probability that a text is of the wanted class: the logistic function of the mean weight of its 1- to `order`-grams."""
+
+    def __init__(self, weights: Weights, bias: float, order: int) -> None:
+        self.weights, self.bias, self.order = weights, bias, order
+
+    def probability(self, statistics: TextStatistics) -> float:
+        buckets = ngram_buckets(statistics.hashes_T, self.order, self.weights.size)
+        mean = float(self.weights[buckets].mean(dtype=np.float64)) if buckets.size else 0.0
+        return float(_logistic(np.float64(self.bias + mean)))
+
+    def save(self, path: Path) -> None:
+        """Write the model as .npz, atomically. Raises OSError."""
+        with replacing(path) as file:
+            np.savez(file, format=FORMAT, weights=self.weights, bias=np.float64(self.bias), order=self.order)
+
+    @classmethod
+    def load(cls, path: Path) -> "LinearClassifier":
+        """Raises UserError."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if int(arrays["format"]) != FORMAT:
+                    raise UserError(f"{shorten(str(path))}: is of another version; train the classifier again.")
+                weights, bias, order = arrays["weights"], float(arrays["bias"]), int(arrays["order"])
+        except OSError as error:
+            raise as_user_error(error) from None
+        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+            raise UserError(f"{shorten(str(path))}: is not a classifier written by maxlm.") from None
+        if weights.ndim != 1 or weights.dtype != np.float32 or weights.size & (weights.size - 1) or not weights.size or not 1 <= order <= 5:
+            raise UserError(f"{shorten(str(path))}: is not a classifier written by maxlm.")
+        return cls(weights, bias, order)
+
+
+class ClassifierFilter:
+    """Documents that a classifier takes for the unwanted class. Metadata `classifier_score`: probability of the wanted one."""
+
+    name = "classifier"
+
+    def __init__(self, settings: ClassifierSettings) -> None:
+        self.settings = settings
+        self.classifier = LinearClassifier.load(Path(settings.model))
+
+    def __call__(self, document: Document) -> Document | Removed:
+        score = round(self.classifier.probability(statistics_of(document.text)), 4)
+        if score < self.settings.min_score:
+            return removed(document, self.name, "classifier_score", value=score, limit=self.settings.min_score)
+        return replace_text(document, document.text, classifier_score=score)
+
+
+def ngram_buckets(hashes_T: Hashes, order: int, n_buckets: int) -> NDArray[np.int64]:
+    """Bucket of each 1- to `order`-gram of tokens; `n_buckets` is a power of two."""
+    shift = np.uint64(64 - (n_buckets.bit_length() - 1))
+    grams, out = hashes_T, []
+    for n in range(1, order + 1):
+        if n > 1:
+            grams = grams[: max(hashes_T.size - n + 1, 0)] * STEP + hashes_T[n - 1 :]
+        mixed = (grams ^ (grams >> np.uint64(32))) * STEP
+        out.append((mixed >> shift).astype(np.int64))
+    return np.concatenate(out)
+
+
+def train_classifier(
+    wanted: Sequence[str], unwanted: Sequence[str], *, order: int = 2, bits: int = 18, epochs: int = 40, learning_rate: float = 1.0
+) -> LinearClassifier:
+    """Train on texts of both classes, which weigh the same whatever their numbers: AdaGrad on the logistic loss of all texts at once.
+
+    Deterministic: no random number, and sums in the order of the texts. `bits`: log2 of the buckets. Raises UserError without examples.
+    """
+    if not wanted or not unwanted:
+        raise UserError("the classifier needs examples of both classes: a folder is empty.")
+    buckets_of = [ngram_buckets(TextStatistics(text).hashes_T, order, 1 << bits) for text in (*wanted, *unwanted)]
+    lengths = np.array([max(buckets.size, 1) for buckets in buckets_of])
+    buckets, rows = np.concatenate(buckets_of), np.repeat(np.arange(len(buckets_of)), [b.size for b in buckets_of])
+    target = np.concatenate([np.ones(len(wanted)), np.zeros(len(unwanted))])
+    share = np.concatenate([np.full(len(wanted), 0.5 / len(wanted)), np.full(len(unwanted), 0.5 / len(unwanted))])
+    weights, bias = np.zeros(1 << bits), 0.0
+    squares, bias_square = np.full(1 << bits, 1e-12), 1e-12
+    for _ in range(epochs):
+        logits = np.bincount(rows, weights[buckets], len(lengths)) / lengths + bias
+        error = (_logistic(logits) - target) * share
+        gradient = np.bincount(buckets, (error / lengths)[rows], 1 << bits)
+        squares += gradient**2
+        bias_square += error.sum() ** 2
+        weights -= learning_rate * gradient / np.sqrt(squares)
+        bias -= 0.1 * learning_rate * error.sum() / np.sqrt(bias_square)
+    return LinearClassifier(weights.astype(np.float32), float(bias), order)
+
+
+def train_from_folders(wanted: Path, unwanted: Path, **settings: int | float) -> LinearClassifier:
+    """`train_classifier` on the .txt files of two folders and their subfolders, in the order of their names. Raises UserError."""
+    texts = []
+    for folder in (wanted, unwanted):
+        try:
+            files = sorted(path for path in folder.rglob("*.txt") if path.is_file())
+            texts.append([path.read_text(encoding="utf-8", errors="replace") for path in files])
+        except OSError as error:
+            raise as_user_error(error) from None
+        if not texts[-1]:
+            raise UserError(f"{shorten(str(folder))}: has no .txt file; each folder holds the examples of one class.")
+    return train_classifier(*texts, **settings)  # type: ignore[arg-type]
+
+
+def _logistic(values: NDArray[np.float64] | np.float64) -> NDArray[np.float64]:
+    return 1.0 / (1.0 + np.exp(-np.clip(values, -500.0, 500.0)))

@@ -1,0 +1,100 @@
+"""Language identification by a choice of libraries."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.errors import UserError, shorten
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters.protocol import removed, replace_text
+from maxlm.corpus.filters.settings import LanguageSettings
+
+Identify = Callable[[str], tuple[str, float]]  # text -> ISO 639-1 code (or the model's label) and probability
+UNKNOWN = "und"  # ISO 639-2: undetermined
+
+
+class LanguageFilter:
+    """Label each document with its language, and keep those of chosen ones. Metadata `language`, `language_score`.
+
+    A text without letters is of the language "und", score 0. Raises UserError if a library or a model is missing.
+    """
+
+    name = "language"
+
+    def __init__(self, settings: LanguageSettings) -> None:
+        self.settings = settings
+        makers: dict[str, Callable[[], Identify]] = {
+            "fasttext": partial(_fasttext, settings.model or ""),
+            "py3langid": _py3langid,
+            "lingua": _lingua,
+        }
+        self.identify = makers[settings.backend]()
+        self.keep = frozenset(settings.keep)
+
+    def __call__(self, document: Document) -> Document | Removed:
+        sample = sample_text(document.text, self.settings.sample_characters)
+        language, score = self.identify(sample) if any(map(str.isalpha, sample)) else (UNKNOWN, 0.0)
+        score = round(score, 4)
+        if self.keep and language not in self.keep:
+            return removed(document, self.name, "language_not_kept", language=language, score=score)
+        if self.keep and score < self.settings.min_score:
+            return removed(document, self.name, "language_score", language=language, score=score, limit=self.settings.min_score)
+        return replace_text(document, document.text, language=language, language_score=score)
+
+
+def sample_text(text: str, characters: int) -> str:
+    """At most `characters` of a text in one line: a third each from the beginning, the middle and the end."""
+    if len(text) > characters:
+        part, middle = characters // 3, len(text) // 2
+        text = "\n".join((text[:part], text[middle - part // 2 : middle - part // 2 + part], text[-part:]))
+    return " ".join(text.encode("utf-8", "replace").decode().split())  # the libraries refuse lone surrogates
+
+
+def _fasttext(path: str) -> Identify:
+    library = _import("fasttext", "fasttext-predict")
+    if not Path(path).is_file():
+        raise UserError(f"{shorten(path)}: no such file; language.model is the path of a fastText model, for example lid.176.ftz.")
+    try:
+        model = library.load_model(path)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"{shorten(path)}: is not a fastText model: {error}.") from None
+
+    def identify(text: str) -> tuple[str, float]:
+        labels, scores = model.predict(
+            text.lower(), k=1
+        )  # lid.176 was trained on lower case as well, and a page in capitals is no other language
+        return (labels[0].removeprefix("__label__"), min(float(scores[0]), 1.0)) if labels else (UNKNOWN, 0.0)
+
+    return identify
+
+
+def _py3langid() -> Identify:
+    module = _import("py3langid.langid", "py3langid")
+    identifier = module.LanguageIdentifier.from_model_file(module.MODEL_FILE, norm_probs=True)
+
+    def identify(text: str) -> tuple[str, float]:
+        language, score = identifier.classify(text)
+        return str(language), float(score)
+
+    return identify
+
+
+def _lingua() -> Identify:
+    library = _import("lingua", "lingua-language-detector")
+    detector = library.LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().with_preloaded_language_models().build()
+
+    def identify(text: str) -> tuple[str, float]:
+        values = detector.compute_language_confidence_values(text)
+        return (values[0].language.iso_code_639_1.name.lower(), float(values[0].value)) if values else (UNKNOWN, 0.0)
+
+    return identify
+
+
+def _import(module: str, package: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"language.backend needs the package {package}: pip install {package}.") from None

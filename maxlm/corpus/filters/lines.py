@@ -1,0 +1,132 @@
+"""Rules that remove lines: C4, and boilerplate."""
+
+import re
+
+import numpy as np
+
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters import scan, thresholds
+from maxlm.corpus.filters.lists import read_entries
+from maxlm.corpus.filters.protocol import removed, replace_text
+from maxlm.corpus.filters.settings import BoilerplateSettings, C4Settings
+from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
+
+CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed)\]")
+COUNTER = re.compile(rf"[\d.,]{{1,12}}\s?[kKmM]?\s{{0,3}}(?:{'|'.join(thresholds.REFINEDWEB_COUNTERS)})s?")
+NUMERICAL = re.compile(r"[\d\s.,:;%€$£+/()#-]+")
+
+
+class C4Filter:
+    """C4's rules for lines and pages (Raffel et al. 2020, arXiv 1910.10683, section 2.2).
+
+    A sentence ends with a mark before white space; the paper used a trained splitter. Metadata `c4_lines_removed`: lines.
+    """
+
+    name = "c4"
+
+    def __init__(self, settings: C4Settings) -> None:
+        self.settings = settings
+        self.line_phrases = [phrase.encode().lower() for phrase in settings.line_phrases]
+        self.page_phrases = [(phrase.encode().lower(), _page_reason(phrase)) for phrase in settings.page_phrases]
+
+    def __call__(self, document: Document) -> Document | Removed:
+        settings, statistics = self.settings, statistics_of(document.text)
+        lower = statistics.lower_bytes
+        for phrase, reason in self.page_phrases:
+            if phrase in lower:
+                return removed(document, self.name, reason)
+        if settings.curly_bracket and thresholds.C4_CURLY_BRACKET in document.text:
+            return removed(document, self.name, "c4_curly_bracket")
+        kept_L = self._kept(statistics)
+        sentences = int(statistics.lines[kept_L, scan.SENTENCES].sum())
+        if sentences < settings.min_sentences:
+            return removed(document, self.name, "c4_too_few_sentences", sentences=sentences, limit=settings.min_sentences)
+        n_removed = int(np.count_nonzero(~kept_L & (statistics.lines[:, scan.END] > 0)))
+        text = document.text if n_removed == 0 else keep_lines(statistics, kept_L)
+        if settings.citations and "[" in text:
+            text = CITATION.sub("", text)
+        if n_removed:
+            return replace_text(document, text, c4_lines_removed=n_removed)
+        return document if text == document.text else replace_text(document, text)
+
+    def _kept(self, statistics: TextStatistics) -> np.ndarray:
+        """Which lines stay. Lines without text do: they separate paragraphs."""
+        settings, lines = self.settings, statistics.lines
+        kept_L = (lines[:, scan.WORDS] >= settings.min_words_in_line) & (lines[:, scan.LONGEST] <= settings.max_word_length)
+        if settings.terminal_punctuation:
+            kept_L &= lines[:, scan.FLAGS] & (scan.ENDS_WITH_MARK | scan.ENDS_WITH_ELLIPSIS) == scan.ENDS_WITH_MARK
+        lower = statistics.lower_bytes
+        if any(phrase in lower for phrase in self.line_phrases):
+            for number, line in enumerate(lower.split(b"\n")):
+                kept_L[number] &= not any(phrase in line for phrase in self.line_phrases)
+        kept_L |= lines[:, scan.END] == 0
+        return kept_L
+
+
+def _page_reason(phrase: str) -> str:
+    return f"c4_{phrase.replace(' ', '_')}" if phrase in thresholds.C4_PAGE_PHRASES else "c4_page_phrase"
+
+
+class BoilerplateFilter:
+    """Lines that are not part of the text: listed ones, and RefinedWeb's patterns (Penedo et al. 2023, arXiv 2306.01116, G.2).
+
+    Metadata `boilerplate_lines_removed`: lines.
+    """
+
+    name = "boilerplate"
+
+    def __init__(self, settings: BoilerplateSettings) -> None:
+        self.settings = settings
+        self.listed = frozenset(" ".join(entry.lower().split()) for path in settings.files for entry in read_entries(path))
+        self.longest = max(map(len, self.listed), default=0)
+
+    def __call__(self, document: Document) -> Document | Removed:
+        statistics = statistics_of(document.text)
+        kept_L = self._kept(statistics)
+        if kept_L.all():
+            return document
+        share = float(statistics.lines[~kept_L, scan.WORDS].sum()) / max(statistics.n_words, 1)
+        if share > self.settings.max_removed_words:
+            limit = self.settings.max_removed_words
+            return removed(document, self.name, "boilerplate_share", value=round(share, 4), limit=limit)
+        return replace_text(document, keep_lines(statistics, kept_L), boilerplate_lines_removed=int(np.count_nonzero(~kept_L)))
+
+    def _kept(self, statistics: TextStatistics) -> np.ndarray:
+        lines = statistics.lines
+        length_L = lines[:, scan.END] - lines[:, scan.START]
+        kept_L = np.ones(len(lines), bool)
+        candidate_L = length_L <= self.longest
+        if self.settings.patterns:
+            candidate_L |= (lines[:, scan.WORDS] <= thresholds.REFINEDWEB_SHORT_WORDS) | (lines[:, scan.LETTERS] == 0)
+            upper_L = lines[:, scan.UPPERCASE] > thresholds.REFINEDWEB_MAX_UPPERCASE * lines[:, scan.LETTERS]
+            kept_L &= ~upper_L
+        candidate_L &= kept_L & (length_L > 0)
+        for number, start, end in zip(*_columns(lines, candidate_L), strict=True):
+            line = " ".join(statistics.text[start:end].lower().split())
+            kept_L[number] = not (line in self.listed or (self.settings.patterns and is_pattern(line)))
+        return kept_L
+
+
+def is_pattern(line: str) -> bool:
+    """A lower-case line that RefinedWeb's patterns describe: a single word, numbers, a counter, an entry of a menu."""
+    words = line.count(" ") + 1
+    if words == 1 or NUMERICAL.fullmatch(line) or COUNTER.fullmatch(line):
+        return True
+    return words <= thresholds.REFINEDWEB_SHORT_WORDS and (
+        line.startswith(thresholds.REFINEDWEB_LINE_STARTS)
+        or line.endswith(thresholds.REFINEDWEB_LINE_ENDS)
+        or any(part in line for part in thresholds.REFINEDWEB_LINE_PARTS)
+    )
+
+
+def keep_lines(statistics: TextStatistics, kept_L: np.ndarray) -> str:
+    """The lines that stay, without more than one empty line between two and without any at the ends."""
+    text = "\n".join(line for line, keep in zip(statistics.line_texts(), kept_L.tolist(), strict=True) if keep)
+    if "\n\n\n" in text:
+        text = re.sub(r"\n{3,}", "\n\n", text)
+    return text.strip("\n")
+
+
+def _columns(lines: np.ndarray, chosen_L: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+    numbers = np.flatnonzero(chosen_L)
+    return numbers.tolist(), lines[numbers, scan.START].tolist(), lines[numbers, scan.END].tolist()

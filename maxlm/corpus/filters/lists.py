@@ -1,0 +1,98 @@
+"""Rules with lists given as files: bad words, domains, URLs."""
+
+import contextlib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters import scan
+from maxlm.corpus.filters.protocol import removed
+from maxlm.corpus.filters.scan import Hashes
+from maxlm.corpus.filters.settings import BadWordsSettings, UrlSettings
+from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
+
+
+def read_entries(path: str) -> list[str]:
+    """Lines of a UTF-8 file without white space at their ends, empty ones and comments (#). Raises UserError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{shorten(path)}: is not UTF-8; convert the list.") from None
+    except OSError as error:
+        raise as_user_error(error) from None
+    lines = (line.strip() for line in text.split("\n"))
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+class BadWordsFilter:
+    """Documents with more listed words or phrases than allowed. Compared token by token, without case: "ass" is not found in "class".
+    Between the tokens of a phrase may stand anything that is no letter or digit."""
+
+    name = "bad_words"
+
+    def __init__(self, settings: BadWordsSettings) -> None:
+        self.settings = settings
+        self.entries: dict[int, list[tuple[int, ...]]] = {}  # first token's hash -> hashes of each entry that begins with it
+        for path in settings.files:
+            for entry in read_entries(path):
+                hashes = tuple(TextStatistics(entry).hashes_T.tolist())
+                if not hashes:
+                    raise UserError(f"{shorten(path)}: the entry {entry[:40]!r} has no letter or digit; remove it.")
+                known = self.entries.setdefault(hashes[0], [])
+                if hashes not in known:
+                    known.append(hashes)
+        self.table: Hashes = scan.table_of(np.array(list(self.entries), np.uint64))
+
+    def __call__(self, document: Document) -> Document | Removed:
+        statistics = statistics_of(document.text)
+        matches = 0
+        for position in scan.find_members(statistics.hashes_T, self.table).tolist():
+            matches += self._matches_at(statistics.hashes_T, position)
+            if matches > self.settings.max_matches:
+                return removed(document, self.name, "bad_words", limit=self.settings.max_matches)
+        return document
+
+    def _matches_at(self, hashes_T: Hashes, position: int) -> bool:
+        entries = self.entries[int(hashes_T[position])]
+        return any(tuple(hashes_T[position : position + len(entry)].tolist()) == entry for entry in entries)
+
+
+class UrlFilter:
+    """Documents whose metadata `url` is listed, or is of a listed domain or a subdomain of one. Documents without a URL stay."""
+
+    name = "urls"
+
+    def __init__(self, settings: UrlSettings) -> None:
+        self.domains = frozenset(split_url(entry)[0] for path in settings.domain_files for entry in read_entries(path)) - {""}
+        self.urls = frozenset(split_url(entry) for path in settings.url_files for entry in read_entries(path))
+
+    def __call__(self, document: Document) -> Document | Removed:
+        url = document.metadata.get("url")
+        if not isinstance(url, str) or not url:
+            return document
+        host, path = split_url(url)
+        if (host, path) in self.urls:
+            return removed(document, self.name, "url_listed", url=url[:300])
+        domain = host
+        while domain:
+            if domain in self.domains:
+                return removed(document, self.name, "url_domain", url=url[:300], domain=domain)
+            domain = domain.partition(".")[2]
+        return document
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Host (ASCII, lower case, without www.) and path (without / at the end) of a URL or of a host name; empty where it has none."""
+    url = url.strip()
+    try:
+        parts = urlsplit(url if "://" in url else f"//{url.removeprefix('//')}")
+        host = (parts.hostname or "").rstrip(".")
+    except ValueError:
+        return "", url
+    if not host.isascii():
+        with contextlib.suppress(UnicodeError):  # no name that a resolver knows: compared as it is
+            host = host.encode("idna").decode("ascii")
+    return host.lower().removeprefix("www."), parts.path.rstrip("/")

@@ -1,0 +1,348 @@
+"""Compiled passes over a text's code points: words, lines, repetition. Numba compiles them once a machine and keeps the result on disk.
+
+W words, L lines, T tokens. Hashes are 64 bits, the same on every machine; two strings are taken for equal when their hashes are.
+"""
+
+from functools import lru_cache
+from unicodedata import category
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from maxlm.corpus.filters.thresholds import BULLETS, CLOSING_QUOTES, SENTENCE_ENDS
+
+# Classes of a code point.
+SPACE, LETTER, WORD, BULLET, SENTENCE_END, CLOSING_QUOTE, UNSPACED, UPPER = 1, 2, 4, 8, 16, 32, 64, 128
+TABLE = 0x20000  # code points below are looked up; of those above only the ideographs count, as letters
+# Columns of a line.
+START, END, WORDS, LONGEST, SENTENCES, LETTERS, UPPERCASE, FLAGS = range(8)
+# Flags of a line.
+BEGINS_WITH_BULLET, ENDS_WITH_ELLIPSIS, ENDS_WITH_MARK = 1, 2, 4
+# Counts of a text.
+N_WORDS, WORD_CHARACTERS, WORDS_WITH_LETTER, HASH_SIGNS, ELLIPSES = range(5)
+# Duplicates of a text.
+N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS, REPEATED_PARAGRAPHS, REPEATED_PARAGRAPH_CHARACTERS = (
+    range(7)
+)
+
+# Hints of a text: what a search for personal data has to look for.
+HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_LABELLED_PHONE, HINT_TOKEN = 1, 2, 4, 8, 16
+ALL_HINTS = 31
+
+NEWLINE, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x2E, 0x2026, 0x23
+SEED = np.uint64(0xCBF29CE484222325)  # FNV-1a's, over code points instead of bytes
+PRIME = np.uint64(0x100000001B3)
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash over a table's slots
+STEP = np.uint64(0xD6E8FEB86659FD93)  # odd: hash of n words -> hash of n + 1
+UNSPACED_BLOCKS = (
+    (0x0E00, 0x0EFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x3040, 0x30FF),
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+)
+
+Hashes = NDArray[np.uint64]
+Counts = NDArray[np.int64]
+Lines = NDArray[np.int32]
+CodePoints = NDArray[np.uint32]
+
+
+@lru_cache(1)
+def tables() -> tuple[NDArray[np.uint8], CodePoints]:
+    """Classes and lower-case form of each code point below TABLE, by this Python's Unicode data."""
+    classes = np.zeros(TABLE, np.uint8)
+    lower = np.arange(TABLE, dtype=np.uint32)
+    for code, char in enumerate(map(chr, range(TABLE))):
+        if char.isspace():
+            classes[code] = SPACE
+        elif char.isalpha():
+            classes[code] = LETTER | WORD | (UPPER if char.isupper() else 0)
+            small = char.lower()
+            lower[code] = ord(small) if len(small) == 1 else code
+        elif char.isalnum() or char == "_" or (code > 0x2FF and category(char)[0] == "M"):
+            classes[code] = WORD
+    for chars, kind in ((BULLETS, BULLET), (SENTENCE_ENDS, SENTENCE_END), (CLOSING_QUOTES, CLOSING_QUOTE)):
+        for char in chars:
+            classes[ord(char)] |= kind
+    for first, last in UNSPACED_BLOCKS:
+        block = classes[first : last + 1]
+        block[block & WORD > 0] |= UNSPACED
+    return classes, lower
+
+
+@njit(cache=True, nogil=True)
+def class_of(code: np.uint32, classes: NDArray[np.uint8]) -> int:
+    """Classes of a code point."""
+    if code < TABLE:
+        return classes[code]
+    return LETTER | WORD | UNSPACED if code < 0x40000 else 0
+
+
+@njit(cache=True, nogil=True)
+def scan_text(
+    codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints
+) -> tuple[Hashes, Lines, Lines, Hashes, Counts]:  # pragma: no cover (compiled)
+    """Words and lines of a text: hashes_W, lengths_W, columns of lines, hashes_L, counts.
+
+    A word stands between white space; its hash and length leave out what is no letter or digit at its ends, and case, unless nothing
+    would be left. A line stands between newlines; white space at its ends does not count.
+    """
+    n_lines = 1
+    for i in range(codes.size):
+        if codes[i] == NEWLINE:
+            n_lines += 1
+    hashes_W, lengths_W = np.empty(codes.size // 2 + 1, np.uint64), np.empty(codes.size // 2 + 1, np.int32)
+    lines, hashes_L = np.zeros((n_lines, 8), np.int32), np.zeros(n_lines, np.uint64)
+    n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses, dots = 0, 0, 0, 0, 0, 0
+    word_start, first, last, has_letter, word_hash, end_hash = -1, -1, 0, False, SEED, SEED
+    line, line_start, line_end, line_words, longest, sentences, letters, uppercase, pending = 0, -1, 0, 0, 0, 0, 0, 0, 0
+    line_hash, line_end_hash = SEED, SEED
+    for i in range(codes.size + 1):
+        code = codes[i] if i < codes.size else np.uint32(NEWLINE)
+        kind = class_of(code, classes)
+        if kind & SPACE:
+            dots = 0
+            if word_start >= 0:
+                length = last - first + 1 if first >= 0 else i - word_start
+                hashes_W[n_words], lengths_W[n_words] = (end_hash if first >= 0 else word_hash), length
+                n_words, n_characters, n_with_letter = n_words + 1, n_characters + length, n_with_letter + has_letter
+                line_words, longest = line_words + 1, max(longest, i - word_start)
+                sentences, pending, word_start = sentences + (pending > 0), 0, -1
+            if line_start >= 0:
+                line_hash = (line_hash ^ np.uint64(code)) * PRIME
+            if code == NEWLINE:
+                if line_start >= 0:
+                    final, mark = codes[line_end - 1], 0
+                    if class_of(codes[line_start], classes) & BULLET:
+                        mark |= BEGINS_WITH_BULLET
+                    if final == ELLIPSIS or (
+                        line_end - line_start > 2 and final == codes[line_end - 2] == codes[line_end - 3] == FULL_STOP
+                    ):
+                        mark |= ENDS_WITH_ELLIPSIS
+                    if class_of(final, classes) & (SENTENCE_END | CLOSING_QUOTE):
+                        mark |= ENDS_WITH_MARK
+                    lines[line, START], lines[line, END], lines[line, WORDS], lines[line, LONGEST] = (
+                        line_start,
+                        line_end,
+                        line_words,
+                        longest,
+                    )
+                    lines[line, SENTENCES], lines[line, LETTERS], lines[line, UPPERCASE], lines[line, FLAGS] = (
+                        sentences,
+                        letters,
+                        uppercase,
+                        mark,
+                    )
+                    hashes_L[line] = line_end_hash
+                line, line_start, line_words, longest, sentences, letters, uppercase = line + 1, -1, 0, 0, 0, 0, 0
+            continue
+        if word_start < 0:
+            word_start, first, has_letter, word_hash = i, -1, False, SEED
+        if line_start < 0:
+            line_start, line_hash = i, SEED
+        line_hash = (line_hash ^ np.uint64(code)) * PRIME
+        line_end, line_end_hash = i + 1, line_hash
+        if kind & WORD and first < 0:
+            first, word_hash = i, SEED
+        word_hash = (word_hash ^ np.uint64(lower[code] if code < TABLE else code)) * PRIME
+        if kind & WORD:
+            last, end_hash, dots = i, word_hash, 0
+            if kind & LETTER:
+                has_letter, letters, uppercase = True, letters + 1, uppercase + ((kind & UPPER) != 0)
+            sentences, pending = sentences + (pending == 2), 0  # "3.14" ends no sentence, "。" ends one wherever it stands
+        elif kind & SENTENCE_END:
+            pending = max(pending, 2 if code > 0x7F and code != ELLIPSIS else 1)
+            dots = dots + 1 if code == FULL_STOP else 0
+            if code == ELLIPSIS or dots == 3:
+                n_ellipses, dots = n_ellipses + 1, 0
+        else:
+            dots = 0
+            n_hash_signs += code == HASH_SIGN
+    counts = np.array([n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses], np.int64)
+    return hashes_W[:n_words], lengths_W[:n_words], lines, hashes_L, counts
+
+
+@njit(cache=True, nogil=True)
+def slot_of(table: Hashes, key: np.uint64) -> np.uint64:
+    """Slot of `key` in a table of 2^k slots that is not full, or the empty one where it belongs. No key is zero."""
+    mask = np.uint64(table.size - 1)
+    slot = (key * MIX >> np.uint64(32)) & mask
+    while table[slot] != 0 and table[slot] != key:
+        slot = (slot + np.uint64(1)) & mask
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def table_for(n: int) -> Hashes:
+    """An empty table for n keys: at least half of it stays empty."""
+    size = 8
+    while size < 2 * n:
+        size *= 2
+    return np.zeros(size, np.uint64)
+
+
+@njit(cache=True, nogil=True)
+def table_of(keys: Hashes) -> Hashes:
+    """A table that holds `keys`."""
+    table = table_for(keys.size)
+    for i in range(keys.size):
+        key = max(keys[i], np.uint64(1))
+        table[slot_of(table, key)] = key
+    return table
+
+
+@njit(cache=True, nogil=True)
+def find_duplicates(lines: Lines, hashes_L: Hashes) -> Counts:
+    """Lines with text, and paragraphs (lines with text between lines without), that repeat an earlier one: counts and characters."""
+    out = np.zeros(7, np.int64)
+    seen_lines, seen_paragraphs = table_for(hashes_L.size), table_for(hashes_L.size // 2 + 1)
+    paragraph, characters = SEED, 0
+    for i in range(hashes_L.size + 1):
+        length = lines[i, END] - lines[i, START] if i < hashes_L.size else 0
+        if length > 0:
+            key = max(hashes_L[i], np.uint64(1))
+            paragraph, characters = paragraph * STEP + key, characters + length
+            out[N_LINES] += 1
+            out[LINE_CHARACTERS] += length
+            slot = slot_of(seen_lines, key)
+            if seen_lines[slot] != 0:
+                out[REPEATED_LINES] += 1
+                out[REPEATED_LINE_CHARACTERS] += length
+            seen_lines[slot] = key
+        elif characters > 0:
+            key = max(paragraph, np.uint64(1))
+            out[N_PARAGRAPHS] += 1
+            slot = slot_of(seen_paragraphs, key)
+            if seen_paragraphs[slot] != 0:
+                out[REPEATED_PARAGRAPHS] += 1
+                out[REPEATED_PARAGRAPH_CHARACTERS] += characters
+            seen_paragraphs[slot] = key
+            paragraph, characters = SEED, 0
+    return out
+
+
+@njit(cache=True, nogil=True)
+def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
+    """Fraction of the words' characters, by n-gram length: for 2 to 4 in the most frequent n-gram, the longest of equals, if it
+    comes twice; for 5 to 10 in n-grams that repeat an earlier one, from left to right and without overlap.
+    """
+    n_words, total, shares = hashes_W.size, 0, np.zeros(11)
+    for i in range(n_words):
+        total += lengths_W[i]
+    grams_W, characters_W = hashes_W.copy(), lengths_W.astype(np.int64)
+    table = table_for(n_words)
+    counts = np.zeros(table.size, np.int64)
+    for n in range(2, 11):
+        table[:] = 0
+        best, best_characters, repeated, i, free = 1, 0, 0, 0, 0
+        if n < 5:
+            counts[:] = 0
+        for i in range(n_words - n + 1):
+            grams_W[i] = max(grams_W[i] * STEP + hashes_W[i + n - 1], np.uint64(1))
+            characters_W[i] += lengths_W[i + n - 1]
+            if n >= 5 and i < free:
+                continue
+            slot = slot_of(table, grams_W[i])
+            if n >= 5:
+                if table[slot] != 0:
+                    repeated, free = repeated + characters_W[i], i + n
+            else:
+                counts[slot] += 1
+                if counts[slot] > best or (counts[slot] == best and best > 1 and characters_W[i] > best_characters):
+                    best, best_characters = counts[slot], characters_W[i]
+            table[slot] = grams_W[i]
+        shares[n] = min(1.0, best * best_characters / total) if n < 5 and total else repeated / max(total, 1)
+        if (n < 5 and best == 1) or (n >= 5 and repeated == 0):
+            break  # no n-gram comes twice: no longer one does
+    return shares
+
+
+@njit(cache=True, nogil=True)
+def count_present(hashes_W: Hashes, wanted: Hashes, enough: int) -> int:
+    """How many different ones of `wanted` are among the words; stops at `enough`."""
+    found, present = 0, np.zeros(wanted.size, np.bool_)
+    for i in range(hashes_W.size):
+        for j in range(wanted.size):
+            if hashes_W[i] == wanted[j] and not present[j]:
+                present[j], found = True, found + 1
+                if found >= enough:
+                    return found
+    return found
+
+
+@njit(cache=True, nogil=True)
+def scan_tokens(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) -> Hashes:
+    """Hashes of the tokens, without case: runs of letters and digits; in scripts without spaces, single characters."""
+    hashes_T, n, inside, value = np.empty(codes.size + 1, np.uint64), 0, False, SEED
+    for i in range(codes.size + 1):
+        kind = class_of(codes[i], classes) if i < codes.size else 0
+        if inside and (not kind & WORD or kind & UNSPACED):
+            hashes_T[n], n, inside = value, n + 1, False
+        if kind & WORD:
+            if not inside:
+                inside, value = True, SEED
+            value = (value ^ np.uint64(lower[codes[i]] if codes[i] < TABLE else codes[i])) * PRIME
+            if kind & UNSPACED:
+                hashes_T[n], n, inside = value, n + 1, False
+    return hashes_T[:n]
+
+
+@njit(cache=True, nogil=True)
+def find_members(hashes_T: Hashes, table: Hashes) -> Counts:
+    """Positions of the tokens that are in `table`."""
+    positions, n = np.empty(hashes_T.size, np.int64), 0
+    for i in range(hashes_T.size):
+        key = max(hashes_T[i], np.uint64(1))
+        if table[slot_of(table, key)] == key:
+            positions[n], n = i, n + 1
+    return positions[:n]
+
+
+@njit(cache=True, nogil=True)
+def is_digit(code: np.uint32, classes: NDArray[np.uint8]) -> bool:
+    """Of class WORD, no letter and no underscore: every decimal digit, and a few characters more."""
+    kind = class_of(code, classes)
+    return kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+
+
+@njit(cache=True, nogil=True)
+def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
+    """What the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
+
+    IPv4: three full stops between digits in one word. IPv6: 2000 to 3fff before a colon. Phone: "+" before a digit, or three digits, one
+    character that is no digit, four digits. Labelled phone: six digits with at most five other characters between each two. Token: 12 or
+    more of the characters that tokens have, with a digit among them or 20 long.
+    """
+    hints, stops, digits, gap, run, run_has_digit, length = 0, 0, 0, 0, 0, False, 0
+    for i in range(codes.size + 1):
+        code = codes[i] if i < codes.size else np.uint32(NEWLINE)
+        kind = class_of(code, classes)
+        digit = kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+        if digit:
+            digits, gap, length = (digits + 1 if gap <= 5 else 1), 0, length + 1
+            if digits >= 6:
+                hints |= HINT_LABELLED_PHONE
+            four = length == 4 and i >= 7 and is_digit(codes[i - 5], classes) and is_digit(codes[i - 6], classes)
+            if four or (i > 0 and codes[i - 1] == 0x2B):
+                hints |= HINT_PHONE
+        else:
+            gap, length = gap + 1, 0
+        if code == FULL_STOP and 0 < i < codes.size - 1 and is_digit(codes[i - 1], classes) and is_digit(codes[i + 1], classes):
+            stops += 1
+            if stops >= 3:
+                hints |= HINT_IPV4
+        elif kind & SPACE:
+            stops = 0
+        elif code == 0x3A and i >= 4 and (codes[i - 4] == 0x32 or codes[i - 4] == 0x33):
+            hints |= HINT_IPV6
+        if kind & WORD or code == 0x2B or code == 0x2D or code == 0x2F or code == 0x3D:
+            run, run_has_digit = run + 1, run_has_digit or digit
+            if run >= 20 or (run >= 12 and run_has_digit):
+                hints |= HINT_TOKEN
+        else:
+            run, run_has_digit = 0, False
+    return hints

@@ -1,0 +1,461 @@
+"""Filters of content: lists, personal data, language, classifier, perplexity, and the settings of all."""
+
+import math
+import random
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filter_texts import NOUNS, prose, sentence
+from pydantic import ValidationError
+
+from maxlm.config.errors import UserError
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
+from maxlm.corpus.filters.classifier import LinearClassifier, train_classifier, train_from_folders
+from maxlm.corpus.filters.language import sample_text
+from maxlm.corpus.filters.lists import split_url
+from maxlm.corpus.filters.personal_data import AT, IPV4, PersonalDataFilter
+from maxlm.corpus.filters.settings import PersonalDataSettings
+from maxlm.corpus.filters.statistics import TextStatistics
+
+
+def judge(text, settings, scorer=None, **metadata):
+    return run_filters(build_filters(FilterSettings.model_validate(settings), scorer), Document("file#0", text, metadata))
+
+
+def reason(*args, **keywords):
+    result = judge(*args, **keywords)
+    return result.reason if isinstance(result, Removed) else None
+
+
+# Lists
+
+
+@pytest.fixture
+def bad_words(tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_text("# comment\nass\nTwo  Words\n\nдурак\n坏词\n", encoding="utf-8")
+    return {"bad_words": {"files": [str(path)]}}
+
+
+@pytest.mark.parametrize(
+    "text", ["What an ass.", "ASS", "(ass)", "the two words here", "two\nwords", "Two-words", "Он ДУРАК!", "这是坏词吗"]
+)
+def test_bad_words_are_found_as_whole_words(bad_words, text):
+    assert reason(text, bad_words) == "bad_words"
+
+
+@pytest.mark.parametrize("text", ["", "The class passed.", "two other words", "two", "words two", "дурака", "这是好词", "坏的词", "assess"])
+def test_parts_of_words_are_not_bad_words(bad_words, text):
+    assert reason(text, bad_words) is None
+
+
+def test_bad_words_may_be_allowed_a_number_of_times(bad_words):
+    bad_words["bad_words"]["max_matches"] = 2
+    assert reason("ass ass", bad_words) is None
+    assert reason("ass ass ass", bad_words) == "bad_words"
+
+
+def test_urls(tmp_path):
+    domains, urls = tmp_path / "domains", tmp_path / "urls"
+    domains.write_text("bad.example\nhttps://www.other.example/\nmünchen.example\n", encoding="utf-8")
+    urls.write_text("https://good.example/page/\n")
+    section = {"urls": {"domain_files": [str(domains)], "url_files": [str(urls)]}}
+    for url in (
+        "http://bad.example/x",
+        "https://a.b.BAD.example:80/",
+        "bad.example",
+        "//user:pass@bad.example.",
+        "www.other.example/a?b",
+        "xn--mnchen-3ya.example",
+    ):
+        assert reason("text", section, url=url) == "url_domain", url
+    for url in ("https://good.example/page", "good.example/page/#part", "http://www.good.example/page?x=1"):
+        assert reason("text", section, url=url) == "url_listed", url
+    for url in (
+        "https://notbad.example",
+        "https://good.example/page2",
+        "https://example",
+        "",
+        "http://[broken",
+        "https://x.example/bad.example",
+        "http://\ud800",
+    ):
+        assert reason("text", section, url=url) is None, url
+    assert reason("text", section) is None
+    assert split_url("HTTPS://WWW.Example.org:443/A/b/?q#f") == ("example.org", "/A/b")
+
+
+@pytest.mark.parametrize(
+    "section", [{"bad_words": {"files": ["{}"]}}, {"urls": {"domain_files": ["{}"]}}, {"boilerplate": {"files": ["{}"]}}]
+)
+def test_a_list_that_cannot_be_read_is_one_line(section, tmp_path):
+    def build(path):
+        name, inner = next(iter(section.items()))
+        build_filters(FilterSettings.model_validate({name: {key: [str(path)] for key in inner}}))
+
+    (tmp_path / "latin1").write_bytes(b"caf\xe9\n")
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "latin1"):
+        with pytest.raises(UserError, match=path.name):
+            build(path)
+
+
+# Personal data
+
+TOKEN = "AKIA" + "ABCDEFGH12345678"
+PEM = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEow\nabc=\n-----END RSA " + "PRIVATE KEY-----"
+MASKED = [
+    ("Write to jane.doe+x@mail.example.co.uk, please.", "Write to <EMAIL>, please."),
+    ("<a@b.com>;c_d@e-f.org.", "<<EMAIL>>;<EMAIL>."),
+    ("müller@größe.de and o'neil@x.ie", "<EMAIL> and <EMAIL>"),
+    ("at 8.8.8.8 and 8.8.4.4:53.", "at <IP_ADDRESS> and <IP_ADDRESS>:53."),
+    ("at 2a00:1450:4001:81b::200e now", "at <IP_ADDRESS> now"),
+    ("Call +49 (0)30 1234-5678 or +1 650 253 0000.", "Call <PHONE> or <PHONE>."),
+    ("(212) 555-2368, 212-555-2368, 1 212.555.2368", "<PHONE>, <PHONE>, <PHONE>"),
+    ("Tel.: 030 / 123 45 67; Fax 0301234568", "Tel.: <PHONE>; Fax <PHONE>"),
+    (f"key {TOKEN} used", "key <KEY> used"),
+    (f"x\n{PEM}\ny", "x\n<KEY>\ny"),
+    ("ghp_" + "a1B2" * 9, "<KEY>"),
+    ("api_key = '" + "a1b2c3d4e5f6g7h8'", "api_key = '<KEY>'"),
+    ("eyJ" + "hbGciOiJIUzI1NiJ9.eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N", "<KEY>"),
+]
+KEPT = [
+    "",
+    "user@localhost, @handle, a @ b.com, 3@ 4",
+    "10.0.0.1, 192.168.1.1, 127.0.0.1, 999.1.1.1, version 1.2.3 and 1.2.3.4.5, v8.8.8.8",
+    "::1, fe80::1, 2001:db8::1, std::vector, at 12:30:45",
+    "In 1914-1918 and on 2024-11-23 at 10:15, 1,234,567.89 or 3.14159265358979 were counted; ISBN 978-3-16-148410-0.",
+    "ask-me-anything-about-the-skeleton-of-the-whale, PASSWORD: see the manual, the key = value pair",
+    "He will call 3 people.",
+]
+
+
+def mask(text):
+    return PersonalDataFilter(PersonalDataSettings())(Document("f#0", text))
+
+
+@pytest.mark.parametrize(("text", "expected"), MASKED)
+def test_personal_data_is_masked(text, expected):
+    assert mask(text).text == expected
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_what_only_looks_like_it_stays(text):
+    assert mask(text) == Document("f#0", text)
+
+
+def random_pieces(seed):
+    """Texts that set personal data, parts of them and separators side by side."""
+    rng = random.Random(seed)
+    pieces = (
+        [text for pair in MASKED for text in pair]
+        + KEPT
+        + ["@", ".", "+", "-", " ", "\n", "1", "a", "<", ">", "8.8.8.8", "a@b.co", ":", "+1", "é"]
+    )
+    return "".join(rng.choice(pieces)[: rng.choice((3, 9, 99))] for _ in range(rng.randint(1, 25)))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_masking_twice_changes_nothing(seed):
+    """And no address is left, and the compiled search for hints leaves nothing out."""
+    text = random_pieces(seed)
+    once = mask(text)
+    assert mask(once.text).text == once.text
+    assert not [
+        m for m in AT.finditer(once.text) if m.start() and (once.text[m.start() - 1].isalnum() or once.text[m.start() - 1] in "._%+-'&")
+    ]
+    padded = mask(text + "\n\n" + " 1.1.1 2000: +1 123 4567 12345678901a a1a1a1a1a1a1a1")  # every hint is set
+    assert padded.text.startswith(once.text.rstrip()) or not text
+
+
+def test_masks_are_counted_and_can_be_switched_off():
+    text = "a@b.com, c@d.org, 8.8.8.8"
+    assert mask(text).metadata == {"masked_email": 2, "masked_ip": 1}
+    only = PersonalDataFilter(PersonalDataSettings(email=False, phone=False, key=False))(Document("f#0", text))
+    assert only.text == "a@b.com, c@d.org, <IP_ADDRESS>"
+    assert IPV4.search(mask("8.8.8.8 " * 99).text) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("a@", "@a.", "a@a.", "1.", "1.1.1.1", "+1", "+1 ", "(212) ", "212-", "tel ", "tel 1 ", "call1", "2000:", "2:", "a" * 70 + "@"),
+        *("-----BEGIN " + "PRIVATE KEY-----", "-----BEGIN " + "PRIVATE KEY-----" + "a" * 30000 + "-----END " + "PRIVATE KEY-----"),
+        *("eyJa", "eyJ" + "a" * 12 + ".", "sk-", "password=", "password=aaaaaaaaaaaa"),
+    ],
+)
+def test_masking_is_linear(pattern):
+    times = []
+    for size in (100_000, 800_000):
+        text, began = pattern * (size // len(pattern)), time.process_time()
+        mask(text)
+        times.append(time.process_time() - began)
+    assert times[1] < 4.0
+    assert times[1] < 40 * times[0] + 0.3  # 8 if linear, 64 if quadratic
+
+
+# Language
+
+TEXTS = {
+    "en": "The engineer described the narrow bridge behind our old house, because the weather had turned and nobody wanted to leave.",
+    "de": "Der Ingenieur beschrieb die schmale Brücke hinter unserem alten Haus, weil das Wetter umgeschlagen war und niemand gehen wollte.",
+    "fr": "L'ingénieur a décrit le pont étroit derrière notre vieille maison, parce que le temps avait changé et que personne ne voulait partir.",
+    "ru": "Инженер описал узкий мост за нашим старым домом, потому что погода испортилась и никто не хотел уходить.",
+    "zh": "工程师描述了我们老房子后面的窄桥，因为天气变了，没有人愿意离开。今天我们去公园散步。",
+}
+
+
+@pytest.fixture(scope="module", params=["py3langid", "lingua"])
+def language(request):
+    package = {"py3langid": "py3langid", "lingua": "lingua"}[request.param]
+    pytest.importorskip(package)
+    return build_filters(FilterSettings.model_validate({"language": {"backend": request.param, "keep": ["en", "de"]}}))[0]
+
+
+def test_languages(language):
+    for code, text in TEXTS.items():
+        result = language(Document("f#0", text))
+        if code in ("en", "de"):
+            assert (result.metadata["language"], result.text) == (code, text)
+            assert 0.65 <= result.metadata["language_score"] <= 1.0
+        else:
+            assert (result.reason, result.detail["language"]) == ("language_not_kept", code)
+    for text in ("", "12 34 ++", "\n", "\0", "\ud800 1"):
+        assert language(Document("f#0", text)).detail["language"] == "und"
+    assert language(Document("f#0", "the a\ud800b of")) is not None
+
+
+def test_language_is_only_labelled_without_a_list():
+    pytest.importorskip("py3langid")
+    assert judge(TEXTS["fr"], {"language": {}}).metadata["language"] == "fr"
+    assert judge("123", {"language": {}}).metadata == {"language": "und", "language_score": 0.0}
+
+
+def test_sample_is_of_the_whole_text():
+    text = "a" * 5000 + "b" * 5000 + "c" * 5000
+    sample = sample_text(text, 300)
+    assert [sample.count(char) for char in "abc"] == [100, 100, 100]
+    assert sample_text("short\ntext", 300) == "short text"
+
+
+def test_a_missing_model_is_one_line(tmp_path):
+    pytest.importorskip("fasttext")
+    (tmp_path / "not_a_model").write_text("text")
+    for name in ("missing.ftz", "not_a_model"):
+        with pytest.raises(UserError, match=name):
+            judge("text", {"language": {"backend": "fasttext", "model": str(tmp_path / name)}})
+    with pytest.raises(ValidationError, match="model"):
+        FilterSettings.model_validate({"language": {"backend": "fasttext"}})
+
+
+# Classifier
+
+
+def junk(seed):
+    rng = random.Random(seed)
+    return " ".join(rng.choice(["buy", "cheap", "click", "offer", "now", "free", rng.choice(NOUNS), "shipping", "deal"]) for _ in range(80))
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return train_classifier([prose(i, 2) for i in range(60)], [junk(i) for i in range(30)], bits=14)
+
+
+def test_a_classifier_separates_unseen_texts(classifier):
+    assert min(classifier.probability(TextStatistics(prose(1000 + i, 2))) for i in range(50)) > 0.5
+    assert max(classifier.probability(TextStatistics(junk(1000 + i))) for i in range(50)) < 0.5
+    assert 0.0 < classifier.probability(TextStatistics("")) < 1.0
+
+
+def test_training_and_files_are_the_same_bytes(classifier, tmp_path):
+    again = train_classifier([prose(i, 2) for i in range(60)], [junk(i) for i in range(30)], bits=14)
+    for name, model in (("a.npz", classifier), ("b.npz", again)):
+        model.save(tmp_path / name)
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    loaded = LinearClassifier.load(tmp_path / "a.npz")
+    assert loaded.probability(TextStatistics(junk(5))) == classifier.probability(TextStatistics(junk(5)))
+    section = {"classifier": {"model": str(tmp_path / "a.npz")}}
+    assert reason(junk(99), section) == "classifier_score"
+    assert judge(prose(99), section).metadata["classifier_score"] > 0.5
+
+
+def test_training_reads_two_folders(tmp_path):
+    for name, make in (("good", prose), ("bad", junk)):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        for i in range(10):
+            (tmp_path / name / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make(i))
+    model = train_from_folders(tmp_path / "good", tmp_path / "bad", bits=12, epochs=20)
+    assert model.probability(TextStatistics(prose(50))) > 0.5 > model.probability(TextStatistics(junk(50)))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty"):
+        train_from_folders(tmp_path / "good", tmp_path / "empty")
+
+
+def test_a_broken_classifier_is_one_line(tmp_path, classifier):
+    (tmp_path / "text.npz").write_text("no model")
+    classifier.save(tmp_path / "whole.npz")
+    (tmp_path / "half.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:500])
+    np.savez(tmp_path / "other.npz", format=1, weights=np.zeros(3, np.float32), bias=0.0, order=2)
+    np.savez(tmp_path / "old.npz", format=0)
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name in ("text", "half", "other", "old", "missing", "empty"):
+        with pytest.raises(UserError, match=name):
+            judge("text", {"classifier": {"model": str(tmp_path / f"{name}.npz")}})
+
+
+# Perplexity
+
+
+class Lengths:
+    """A scorer for tests: the text's number of words."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, texts):
+        self.calls.append(list(texts))
+        return [math.nan if text == "nan" else float(len(text.split())) for text in texts]
+
+
+def test_perplexity_bounds_with_a_scorer_that_is_passed():
+    section = {"perplexity": {"max_bits_per_byte": 4, "min_bits_per_byte": 2}}
+    assert judge("a b c", section, Lengths()).metadata == {"bits_per_byte": 3.0}
+    assert reason("a b c d e", section, Lengths()) == "perplexity_too_high"
+    assert reason("a", section, Lengths()) == "perplexity_too_low"
+    assert reason("nan", section, Lengths()) == "perplexity_too_high"
+    with pytest.raises(UserError, match="no model"):
+        judge("a", section)
+
+
+def test_documents_are_scored_together():
+    scorer = Lengths()
+    [each] = build_filters(FilterSettings.model_validate({"perplexity": {"max_bits_per_byte": 2, "sample_characters": 100}}), scorer)
+    documents = [Document(f"f#{i}", "a " * i) for i in range(4)] + [Document("f#4", "b" * 1000)]
+    results = each.filter_many(documents)
+    assert [result.id for result in results] == [document.id for document in documents]
+    assert [isinstance(result, Removed) for result in results] == [False, False, False, True, False]
+    assert len(scorer.calls) == 1
+    assert len(scorer.calls[0][4]) == 100
+
+
+def write_bigram_arpa(path, texts):
+    """A bigram model with backing off (absolute discounting, 0.5), in the format that lmplz writes."""
+    sentences = [["<s>", *line.lower().split(), "</s>"] for text in texts for line in text.split("\n") if line]
+    words = sorted({word for sentence_ in sentences for word in sentence_} - {"<s>"})
+    counts, pairs = dict.fromkeys(words, 0), {}
+    for tokens in sentences:
+        for first, second in pairwise(tokens):
+            counts[second] += 1
+            pairs.setdefault(first, {}).setdefault(second, 0)
+            pairs[first][second] += 1
+    total = sum(counts.values()) + len(words) + 1
+    one = {word: (count + 1) / total for word, count in counts.items()}
+    lines = [
+        "\\data\\",
+        f"ngram 1={len(words) + 2}",
+        f"ngram 2={sum(map(len, pairs.values()))}",
+        "",
+        "\\1-grams:",
+        f"{math.log10(1 / total)}\t<unk>\t0",
+    ]
+    for word in ["<s>", *words]:
+        following = pairs.get(word, {})
+        n = sum(following.values())
+        left = (0.5 * len(following) / n) / (1 - sum(one[w] for w in following)) if following else 1.0
+        lines.append(f"{math.log10(one[word]) if word in one else -99}\t{word}\t{math.log10(left)}")
+    lines += ["", "\\2-grams:"]
+    for first, following in sorted(pairs.items()):
+        n = sum(following.values())
+        lines += [f"{math.log10((c - 0.5) / n + 0.5 * len(following) / n * one[w] / 9)}\t{first} {w}" for w, c in sorted(following.items())]
+    path.write_text("\n".join([*lines, "", "\\end\\", ""]))
+
+
+def test_kenlm_finds_shuffled_text(tmp_path):
+    """At a bound that 5% of unseen prose exceeds, 95% of shuffled texts do."""
+    pytest.importorskip("kenlm")
+    model = tmp_path / "model.arpa"
+    write_bigram_arpa(model, [prose(i, 8) for i in range(150)])
+    [each] = build_filters(FilterSettings.model_validate({"perplexity": {"kenlm": str(model), "max_bits_per_byte": 99}}))
+    plain = [prose(5000 + i, 4) for i in range(100)]
+    shuffled = []
+    for i, text in enumerate(plain):
+        words = text.split()
+        random.Random(i).shuffle(words)
+        shuffled.append(" ".join(words))
+    scores, others = each.scorer.score(plain), each.scorer.score(shuffled)
+    bound = sorted(scores)[94]
+    assert sum(score > bound for score in others) >= 95
+    assert each.scorer.score([""]) == [0.0]
+    assert reason(shuffled[0], {"perplexity": {"kenlm": str(model), "max_bits_per_byte": bound}}) == "perplexity_too_high"
+
+
+def test_kenlm_errors_are_one_line(tmp_path, monkeypatch):
+    section = {"perplexity": {"kenlm": str(tmp_path / "missing.arpa"), "max_bits_per_byte": 4}}
+    monkeypatch.setitem(sys.modules, "kenlm", None)
+    with pytest.raises(UserError, match="pip install kenlm"):
+        judge("text", section)
+    monkeypatch.undo()
+    pytest.importorskip("kenlm")
+    with pytest.raises(UserError, match=r"missing\.arpa"):
+        judge("text", section)
+    (tmp_path / "missing.arpa").write_text("no model")
+    with pytest.raises(UserError, match="not a KenLM model"):
+        judge("text", section)
+
+
+# All together
+
+
+def test_an_absent_section_is_off_and_the_order_is_that_of_the_settings():
+    assert build_filters(FilterSettings()) == []
+    every = ["length", "boilerplate", "c4", "gopher_quality", "gopher_repetition", "fineweb", "personal_data"]
+    built = build_filters(FilterSettings.model_validate({name: {} for name in reversed(every)}))
+    assert [each.name for each in built] == every
+
+
+def test_settings_have_descriptions_and_refuse_what_they_do_not_know():
+    for name, info in FilterSettings.model_fields.items():
+        section = next(t for t in info.annotation.__args__ if t is not type(None))
+        assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
+        assert [key for key, field in section.model_fields.items() if not field.description] == [], name
+        with pytest.raises(ValidationError):
+            FilterSettings.model_validate({name: {"no_such_field": 1}})
+    with pytest.raises(ValidationError):
+        FilterSettings.model_validate({"gopher_repetition": {"max_top_ngram": {7: 0.1}}})
+
+
+def test_results_do_not_depend_on_the_hash_seed():
+    program = (
+        "from filter_texts import prose; from test_filters_content import *\n"
+        "s = dict.fromkeys(['boilerplate', 'c4', 'gopher_quality', 'gopher_repetition', 'fineweb', 'personal_data'], {})\n"
+        "print([judge(prose(i) + MASKED[i][0], s) for i in range(10)], train_classifier([prose(1)], [junk(1)], bits=8).weights.sum())"
+    )
+    here = Path(__file__).parent
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{here.parent.parent}:{here}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(outputs) == 1
+    assert "Document" in outputs.pop()
+
+
+def test_random_characters_never_crash_a_filter():
+    rng = random.Random(11)
+    filters = build_filters(
+        FilterSettings.model_validate({name: {} for name in ("boilerplate", "c4", "fineweb", "gopher_repetition", "personal_data")})
+    )
+    for _ in range(100):
+        text = "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0x110000)))) for _ in range(200)) + sentence(rng)
+        for each in filters:
+            assert isinstance(each(Document("f#0", text)), Document | Removed)
