@@ -1,0 +1,237 @@
+"""Clusters of copies from files of signatures, in bounded memory.
+
+Documents are numbered in keep order: longest text first, then smallest id by its bytes. The document that stays is the first of its cluster
+in this order, so nothing depends on the order of files, of rows or of threads. A cluster is a connected component of the graph whose edges
+are exact copies (equal hashes) and near copies (candidates of at least one band that pass verification, if it is on). In a band's group of
+equal hashes, with verification, each document is compared with the `window` ones before and after it in keep order; without it, all are
+joined.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus.dedup.components import connect
+from maxlm.corpus.dedup.database import BATCH_ROWS, Database
+from maxlm.corpus.dedup.minhash import jaccard
+from maxlm.corpus.dedup.settings import DedupSettings, VerifySettings
+from maxlm.corpus.dedup.signatures import open_signatures, read_columns
+from maxlm.telemetry.atomic import replacing
+
+VERIFY_VALUES = 1 << 21  # sample values compared at once
+
+REMOVED = pa.schema([("id", pa.string()), ("cluster", pa.string()), ("kept", pa.string()), ("kind", pa.string())])
+
+
+@dataclass(frozen=True)
+class ClusterSummary:
+    """Counts of one clustering: documents read, removed as exact and as near copies, pairs compared and found to be near."""
+
+    documents: int
+    exact: int
+    near: int
+    clusters: int
+    candidates: int
+    pairs: int
+
+
+def cluster(
+    files: Sequence[Path], output: Path, settings: DedupSettings, *, work: Path, memory_mb: int = 512, threads: int = 2
+) -> ClusterSummary:
+    """Find the copies among the documents of `files` and write those to remove to `output`, atomically: Parquet with REMOVED, sorted by id.
+
+    `cluster` is the smallest id of the cluster and `kept` the id of the document that stays; `kind` is "exact" if an earlier document in
+    keep order has the same normalised text, else "near". `work`: a folder for temporary files, several times as large as the signatures.
+    Raises UserError.
+    """
+    for path in files:
+        open_signatures(path, settings).close()
+    with Database(work, memory_mb, threads) as database:
+        _number(database, files, settings)
+        _copies(database, settings.exact)
+        candidates = _near(database, files, settings)
+        pairs = database.number("SELECT count(*) FROM edges")
+        connect(database)
+        _removed(database)
+        _write(database, output)
+        return ClusterSummary(
+            documents=database.number("SELECT count(*) FROM ranked"),
+            exact=database.number("SELECT count(*) FROM removed WHERE kind = 'exact'"),
+            near=database.number("SELECT count(*) FROM removed WHERE kind = 'near'"),
+            clusters=database.number("SELECT count(DISTINCT root) FROM removed"),
+            candidates=candidates,
+            pairs=pairs,
+        )
+
+
+def _number(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
+    """Table `ranked`: node (0, 1, ... in keep order), place (in order of arrival), id, exact hash."""
+    database.run("CREATE TABLE documents (place BIGINT, id VARCHAR, length BIGINT, lo UBIGINT, hi UBIGINT)")
+    place = 0
+    for path in files:
+        for table in read_columns(path, settings, ["id", "length", "exact_lo", "exact_hi"]):
+            places = pa.array(np.arange(place, place + len(table)))
+            database.insert("documents", table.add_column(0, "place", places))
+            place += len(table)
+    for table in database.tables("SELECT id FROM documents GROUP BY id HAVING count(*) > 1 ORDER BY id LIMIT 1"):
+        for name in table.column(0).to_pylist():
+            raise UserError(f"{shorten(name)}: two documents have this id; each document needs its own.")
+    database.run(
+        "CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, place, id, lo, hi FROM "
+        "(SELECT * FROM documents ORDER BY length DESC, id)"
+    )
+    database.run("DROP TABLE documents")
+
+
+def _copies(database: Database, exact: bool) -> None:
+    """Table `copies`: nodes whose normalised text an earlier node has, and the first such node."""
+    database.run("CREATE TABLE copies (node BIGINT, first BIGINT)")
+    if not exact:
+        return
+    last = np.zeros(3, np.uint64)  # hash and first node of the group before
+    known = False
+    for lo, hi, node in database.arrays("SELECT lo, hi, node FROM ranked ORDER BY lo, hi, node"):
+        new = np.empty(len(lo), bool)
+        new[1:] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])
+        new[0] = not known or lo[0] != last[0] or hi[0] != last[1]
+        heads = np.maximum.accumulate(np.where(new, np.arange(len(lo)), -1))
+        first = np.where(heads < 0, int(last[2]), node[heads])
+        if not new.all():
+            database.insert("copies", {"node": node[~new], "first": first[~new]})
+        last, known = np.array([lo[-1], hi[-1], first[-1].astype(np.uint64)], np.uint64), True
+
+
+def _near(database: Database, files: Sequence[Path], settings: DedupSettings) -> int:
+    """Table `edges`: pairs (low, high) of near copies. Returns the number of candidate pairs."""
+    database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")
+    if settings.minhash is None:
+        return 0
+    verify = settings.minhash.verify
+    database.run("CREATE TABLE bands (hash UBIGINT, node BIGINT)")
+    firsts = "SELECT CASE WHEN copies.node IS NULL THEN ranked.node ELSE -1 END FROM ranked LEFT JOIN copies USING (node) ORDER BY place"
+    for lists, nodes in _alongside(database, firsts, files, settings, "bands"):
+        counts = np.where(nodes >= 0, np.diff(lists.offsets.to_numpy()), 0)
+        keep = np.repeat(nodes >= 0, np.diff(lists.offsets.to_numpy()))
+        database.insert("bands", {"hash": lists.values.to_numpy()[keep], "node": np.repeat(nodes, counts)})
+    database.run("CREATE TABLE found (low BIGINT, high BIGINT)")
+    for low, high in _candidates(database, verify.window if verify else 1):
+        database.insert("found", {"low": low, "high": high})
+    database.run("DROP TABLE bands")
+    database.run("CREATE TABLE candidates AS SELECT DISTINCT low, high FROM found")
+    database.run("DROP TABLE found")
+    if verify:
+        _verify(database, files, settings, verify)
+    else:
+        database.run("INSERT INTO edges SELECT low, high FROM candidates")
+    return database.number("SELECT count(*) FROM candidates")
+
+
+def _candidates(database: Database, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of nodes with equal band hashes, at most `window` apart in their group."""
+    tail = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    for hashes, nodes in database.arrays("SELECT hash, node FROM bands ORDER BY hash, node"):
+        hashes, nodes, old = np.concatenate((tail[0], hashes)), np.concatenate((tail[1], nodes)), len(tail[0])
+        for distance in range(1, min(window, len(hashes) - 1) + 1):
+            equal = np.flatnonzero(hashes[distance:] == hashes[:-distance])
+            if not len(equal):
+                break
+            equal = equal[equal + distance >= old]
+            pairs = np.unique(np.stack((nodes[equal], nodes[equal + distance]), axis=1), axis=0)
+            if len(pairs):
+                yield pairs[:, 0].copy(), pairs[:, 1].copy()
+        tail = hashes[-window:], nodes[-window:]
+
+
+def _verify(database: Database, files: Sequence[Path], settings: DedupSettings, verify: VerifySettings) -> None:
+    """Move candidates whose samples show the similarity asked for to `edges`."""
+    database.run("CREATE TABLE wanted AS SELECT low AS node FROM candidates UNION SELECT high FROM candidates")
+    database.run("CREATE TABLE samples (node BIGINT, start BIGINT, size BIGINT)")
+    wanted = "SELECT CASE WHEN wanted.node IS NULL THEN -1 ELSE ranked.node END FROM ranked LEFT JOIN wanted USING (node) ORDER BY place"
+    store, start = database.folder / "samples.bin", 0
+    try:
+        with store.open("wb") as file:
+            for lists, nodes in _alongside(database, wanted, files, settings, "sample"):
+                sizes = np.diff(lists.offsets.to_numpy())
+                keep = nodes >= 0
+                file.write(np.ascontiguousarray(lists.values.to_numpy()[np.repeat(keep, sizes)]).data)
+                ends = start + np.cumsum(sizes[keep])
+                database.insert("samples", {"node": nodes[keep], "start": ends - sizes[keep], "size": sizes[keep].astype(np.int64)})
+                start = int(ends[-1]) if len(ends) else start
+    except OSError as error:
+        raise as_user_error(error) from error
+    query = (
+        "SELECT low, high, a.start, a.size, b.start, b.size FROM candidates "
+        "JOIN samples a ON a.node = low JOIN samples b ON b.node = high ORDER BY low, high"
+    )
+    for low, high, *spans in database.arrays(query):
+        near = _similarities(store, spans, verify.sample) >= verify.jaccard
+        if near.any():
+            database.insert("edges", {"low": low[near], "high": high[near]})
+
+
+def _similarities(store: Path, spans: list[np.ndarray], size: int) -> np.ndarray:
+    """Jaccard similarity of pairs whose samples lie at (start, size, start, size) in `store`."""
+    costs = np.cumsum(spans[1] + spans[3])
+    out, begin = np.zeros(len(costs)), 0
+    while begin < len(costs):
+        end = max(begin + 1, int(np.searchsorted(costs, (costs[begin - 1] if begin else 0) + VERIFY_VALUES, side="right")))
+        values = np.memmap(store, np.uint32, "r")  # mapped anew, so that pages read before do not count as this process's memory
+        sides = []
+        for starts, sizes in ((spans[0][begin:end], spans[1][begin:end]), (spans[2][begin:end], spans[3][begin:end])):
+            ends = np.cumsum(sizes)
+            index = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1])
+            sides.append((np.asarray(values[index]), np.append(0, ends)))
+        out[begin:end] = jaccard(sides[0], sides[1], size)
+        begin = end
+    return out
+
+
+def _alongside(
+    database: Database, query: str, files: Sequence[Path], settings: DedupSettings, column: str
+) -> Iterator[tuple[pa.ListArray, np.ndarray]]:
+    """A list column of the signatures, and beside it the numbers that `query` gives in order of arrival."""
+    numbers = (array for (array,) in database.arrays(query))
+    rest = np.zeros(0, np.int64)
+    for path in files:
+        for table in read_columns(path, settings, [column]):
+            parts = [rest]
+            while sum(map(len, parts)) < len(table):
+                parts.append(next(numbers))
+            joined = np.concatenate(parts)
+            lists = table.column(0).combine_chunks()
+            yield lists, joined[: len(table)]
+            rest = joined[len(table) :]
+
+
+def _removed(database: Database) -> None:
+    """Table `removed`: node, id, root (the node that stays) and kind, from `copies` and `labels`."""
+    database.run(
+        "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
+        "CASE WHEN copies.node IS NULL THEN 'near' ELSE 'exact' END AS kind FROM ranked LEFT JOIN copies USING (node) "
+        "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
+    )
+
+
+def _write(database: Database, output: Path) -> None:
+    query = (
+        "SELECT removed.id, least(kept.id, smallest.id), kept.id, kind FROM removed JOIN ranked kept ON kept.node = root "
+        "JOIN (SELECT root, min(id) AS id FROM removed GROUP BY root) smallest USING (root) ORDER BY removed.id"
+    )
+    try:
+        with replacing(output) as file, pq.ParquetWriter(file, REMOVED, compression="zstd", compression_level=1) as writer:
+            waiting: list[pa.Table] = []
+            for table in database.tables(query):
+                waiting.append(table.rename_columns(REMOVED.names).cast(REMOVED))
+                if sum(map(len, waiting)) >= BATCH_ROWS:
+                    joined = pa.concat_tables(waiting)
+                    writer.write_table(joined.slice(0, BATCH_ROWS).combine_chunks())
+                    waiting = [joined.slice(BATCH_ROWS)]
+            if sum(map(len, waiting)):
+                writer.write_table(pa.concat_tables(waiting).combine_chunks())
+    except OSError as error:
+        raise as_user_error(error) from error

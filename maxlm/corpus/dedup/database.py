@@ -1,0 +1,97 @@
+"""DuckDB as a sorter and joiner in bounded memory: tables on disk, results as NumPy arrays."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from maxlm.config.errors import UnavailableError, UserError, as_user_error
+
+BATCH_ROWS = 1 << 17
+
+
+class Database:
+    """A temporary DuckDB database in a folder of its own under `folder`, removed at the end. Raises UserError.
+
+    `memory_mb`: megabytes that DuckDB may hold before it goes to disk. Text compares by bytes.
+    """
+
+    def __init__(self, folder: Path, memory_mb: int, threads: int) -> None:
+        self._stack = contextlib.ExitStack()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
+        except OSError as error:
+            raise as_user_error(error) from error
+        self._connection = duckdb.connect(
+            str(self.folder / "tables.duckdb"),
+            config={
+                "memory_limit": f"{memory_mb}MB",
+                "threads": threads,
+                "temp_directory": str(self.folder / "spill"),
+                "autoinstall_known_extensions": False,
+                "autoload_known_extensions": False,
+            },
+        )
+        self._stack.callback(self._connection.close)
+
+    def run(self, sql: str) -> None:
+        """Execute a statement."""
+        with _one_line():
+            self._connection.execute(sql)
+
+    def number(self, sql: str) -> int:
+        """Return the one number that a query gives."""
+        with _one_line():
+            row = self._connection.execute(sql).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def insert(self, table: str, rows: pa.Table | dict[str, np.ndarray]) -> None:
+        """Append rows, by the order of their columns."""
+        batch = rows if isinstance(rows, pa.Table) else pa.table(rows)
+        with _one_line():
+            self._connection.register("incoming", batch)
+            self._connection.execute(f"INSERT INTO {table} SELECT * FROM incoming")  # noqa: S608
+            self._connection.unregister("incoming")
+
+    def tables(self, sql: str) -> Iterator[pa.Table]:
+        """Rows of a query, BATCH_ROWS at most at a time, while other statements run."""
+        cursor = self._connection.cursor()
+        try:
+            with _one_line():
+                reader: pa.RecordBatchReader = cursor.sql(sql).to_arrow_reader(BATCH_ROWS)
+            while True:
+                with _one_line():
+                    batch: pa.RecordBatch | None = next(iter(reader), None)
+                if batch is None:
+                    return
+                yield pa.Table.from_batches([batch])
+        finally:
+            cursor.close()
+
+    def arrays(self, sql: str) -> Iterator[list[np.ndarray]]:
+        """Rows of a query of numbers: one array for each column."""
+        for table in self.tables(sql):
+            yield [column.to_numpy() for column in table.columns]
+
+    def __enter__(self) -> "Database":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (duckdb.IOException, duckdb.OutOfMemoryException, OSError) as error:
+        raise UnavailableError(f"deduplication: {error}; give it more memory, or a work folder with more space.") from error
+    except duckdb.ConversionException as error:
+        raise UserError(f"deduplication: {error}") from error

@@ -1,0 +1,228 @@
+"""Normalised words and their hashes, for many texts at once.
+
+The rule, which FORMAT numbers: NFC; simple case folding (one character to one character); each run of separators (punctuation, spaces,
+controls, format characters) is one space, and none at the ends (a text of separators alone is compared as it is); a word is what lies
+between spaces, and each symbol, emoji and character of a script without spaces (Han, kana, Thai ...) is a word by itself. Character classes
+are Unicode 14.0's whatever the version of Python; NFC and case folding of assigned characters never change (Unicode stability policy).
+"""
+
+import hashlib
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from maxlm.corpus.dedup import unicode_ranges
+
+SPACE = 32
+SINGLE = 1 << 24  # flag of a character that is a word by itself
+SINGLE_ASCII = 1 << 7
+BLOCK_CHARS = 1 << 18  # characters hashed at once: the arrays of a block stay within a core's cache
+LONGEST = 1 << 22  # characters of a document that are split into words: near copies of a longer one are found by its beginning
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+
+
+@dataclass(frozen=True)
+class Words:
+    """Hashes of the words of D documents: those of document d are `hashes[offsets[d]:offsets[d + 1]]`."""
+
+    hashes: np.ndarray  # uint64
+    offsets: np.ndarray  # int64, D + 1
+    exact: np.ndarray  # uint64, (D, 2): low and high half of BLAKE2b-128 of the normalised text as UTF-8
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Documents that are hashed together: all in ASCII, or none."""
+
+    positions: list[int]
+    texts: list[str]
+    ascii: bool
+
+
+def mix(values: np.ndarray, seed: int) -> np.ndarray:
+    """Return a bijection of uint64 that spreads every bit (the finaliser of SplitMix64, Steele et al. 2014), chosen by `seed`."""
+    out = values + np.uint64(scalar_mix(seed))
+    out ^= out >> np.uint64(30)
+    out *= np.uint64(0xBF58476D1CE4E5B9)
+    out ^= out >> np.uint64(27)
+    out *= np.uint64(0x94D049BB133111EB)
+    out ^= out >> np.uint64(31)
+    return out
+
+
+def scalar_mix(value: int) -> int:
+    """Return SplitMix64's output number `value`: 64 bits."""
+    value = (value + 1) * _BASE % 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
+
+
+def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
+    """Yield positions in `texts` and their words, block by block; every position comes once, in no particular order."""
+    for block in _blocks(texts):
+        long = [index for index, text in enumerate(block.texts) if len(text) > LONGEST]
+        digests = {index: _digest(block.texts[index]) for index in long}
+        for index in long:
+            block.texts[index] = block.texts[index][:LONGEST]
+        characters, offsets = _fold(block)
+        words = _hash_block(characters, offsets, block.ascii)
+        for index in np.flatnonzero(np.diff(words.offsets) == 0).tolist():
+            if index not in digests:
+                digests[index] = hashlib.blake2b(
+                    texts[block.positions[index]].encode("utf-8", "surrogatepass"), digest_size=16, person=b"raw"
+                ).digest()
+        for index, digest in digests.items():
+            words.exact[index] = np.frombuffer(digest, "<u8")
+        yield block.positions, words
+
+
+def normalise(text: str) -> str:
+    """Return the normalised text. Slow: for tests, and for a person to read."""
+    characters, _ = _fold(_Block([0], [unicodedata.normalize("NFC", text)], False))
+    kept, _ = _collapse(characters, characters != SPACE, np.zeros(1, np.int64))
+    return _utf8(kept & np.uint32(SINGLE - 1)).decode("utf-8", "surrogatepass").strip(" ")
+
+
+def _blocks(texts: Sequence[str]) -> Iterator[_Block]:
+    pending: dict[bool, list[int]] = {True: [], False: []}
+    sizes = {True: 0, False: 0}
+    normal: dict[int, str] = {}
+    for position, raw in enumerate(texts):
+        plain = raw.isascii()
+        text = raw if plain else unicodedata.normalize("NFC", raw)
+        plain = plain or text.isascii()
+        normal[position] = text
+        pending[plain].append(position)
+        sizes[plain] += len(text) + 1
+        if sizes[plain] >= BLOCK_CHARS:
+            yield _Block(pending[plain], [normal.pop(index) for index in pending[plain]], plain)
+            pending[plain], sizes[plain] = [], 0
+    for plain, positions in pending.items():
+        if positions:
+            yield _Block(positions, [normal.pop(index) for index in positions], plain)
+
+
+def _fold(block: _Block) -> tuple[np.ndarray, np.ndarray]:
+    """Folded characters, each document followed by a space, and where each document begins."""
+    lengths = np.fromiter((len(text) + 1 for text in block.texts), np.int64, len(block.texts))
+    offsets = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    joined = "".join(text + " " for text in block.texts)
+    if block.ascii:
+        return np.frombuffer(joined.encode("ascii").translate(_ascii_table()), np.uint8), offsets
+    points = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+    return _table()[points], offsets
+
+
+def _hash_block(characters: np.ndarray, offsets: np.ndarray, is_ascii: bool) -> Words:
+    flag = SINGLE_ASCII if is_ascii else SINGLE
+    is_word = characters != SPACE
+    single = characters >= flag
+    plain = characters & characters.dtype.type(flag - 1) if single.any() else characters
+    kept, lengths = _collapse(plain, is_word, offsets)
+    exact = _exact_hashes(kept, lengths, is_ascii)
+    starts, ends = _bounds(is_word, single)
+    powers, inverses = _powers(len(characters))
+    sums = np.zeros(len(characters) + 1, np.uint64)
+    np.cumsum(plain * powers[: len(characters)], out=sums[1:])
+    hashes = (sums[ends] - sums[starts]) * inverses[starts]
+    return Words(mix(hashes, 1), np.append(np.searchsorted(starts, offsets), len(starts)), exact)
+
+
+def _bounds(is_word: np.ndarray, single: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First character and end of each word; the last character of a block is a space."""
+    edge = np.empty(len(is_word), bool)
+    edge[0] = is_word[0]
+    np.not_equal(is_word[1:], is_word[:-1], out=edge[1:])
+    if not single.any():
+        edges = np.flatnonzero(edge)
+        return edges[0::2], edges[1::2]
+    touches = single.copy()
+    touches[1:] |= single[:-1]
+    cut = edge | touches
+    starts = np.flatnonzero(cut & is_word)
+    before = np.zeros(len(is_word), bool)
+    before[1:] = is_word[:-1]
+    return starts, np.flatnonzero(cut & before)
+
+
+def _collapse(characters: np.ndarray, is_word: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Characters with one space after each run of words, and how many each document has."""
+    keep = is_word.copy()
+    keep[1:] |= is_word[:-1]
+    return characters[keep], np.add.reduceat(keep, offsets, dtype=np.int64)
+
+
+def _digest(text: str) -> bytes:
+    """BLAKE2b-128 of the normalised text, a piece at a time."""
+    digest, word_before, space_waits = hashlib.blake2b(digest_size=16), False, False
+    for start in range(0, len(text), BLOCK_CHARS):
+        characters, _ = _fold(_Block([0], [text[start : start + BLOCK_CHARS]], False))
+        characters = characters[:-1]
+        is_word = characters != SPACE
+        keep = is_word.copy()
+        keep[1:] |= is_word[:-1]
+        keep[0] |= word_before
+        word_before = bool(is_word[-1])
+        piece = _utf8(characters[keep] & np.uint32(SINGLE - 1))
+        if piece:
+            digest.update(b" " if space_waits else b"")
+            space_waits = piece.endswith(b" ")
+            digest.update(piece.removesuffix(b" "))
+    return digest.digest()
+
+
+def _exact_hashes(kept: np.ndarray, lengths: np.ndarray, is_ascii: bool) -> np.ndarray:
+    digests, start, data = [], 0, kept.data
+    for length in lengths.tolist():
+        end = start + max(length - 1, 0)  # without the last space
+        text = data[start:end] if is_ascii else _utf8(kept[start:end])
+        digests.append(hashlib.blake2b(text, digest_size=16).digest())
+        start += length
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64).reshape(-1, 2)
+
+
+def _utf8(points: np.ndarray) -> bytes:
+    return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+
+
+@cache
+def _table() -> np.ndarray:
+    """Folded character and flag for each code point, uint32."""
+    table = np.arange(0x110000, dtype=np.uint32)
+    for point in range(0x1F000):  # no letter with two cases lies above
+        folded = chr(point).casefold()
+        table[point] = ord(folded) if len(folded) == 1 else point
+    for start, end in _ranges(unicode_ranges.SYMBOLS) + _ranges(unicode_ranges.UNSPACED):
+        table[start:end] |= np.uint32(SINGLE)
+    for start, end in _ranges(unicode_ranges.SEPARATORS):
+        table[start:end] = SPACE
+    return table
+
+
+@cache
+def _ascii_table() -> bytes:
+    table = _table()[:128]
+    low = (table & np.uint32(SINGLE_ASCII - 1)) | np.where(table >= SINGLE, np.uint32(SINGLE_ASCII), np.uint32(0))
+    return low.astype(np.uint8).tobytes() + bytes(128)
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    bounds = [part.split("-") for part in text.split()]
+    return [(int(part[0], 16), int(part[-1], 16) + 1) for part in bounds]
+
+
+_POWERS: list[np.ndarray] = []
+
+
+def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """At least `count` powers of the base and of its inverse, modulo 2^64."""
+    if not _POWERS or len(_POWERS[0]) < count:
+        size = max(count, 2 * BLOCK_CHARS)
+        factors = np.full((2, size), [[_BASE], [pow(_BASE, -1, 2**64)]], np.uint64)
+        factors[:, 0] = 1
+        _POWERS[:] = list(np.cumprod(factors, axis=1))
+    return _POWERS[0], _POWERS[1]
