@@ -1,0 +1,166 @@
+"""Document frequencies of the words and n-grams of evaluation items, learned from the corpus itself."""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from maxlm.config.errors import UserError, shorten
+from maxlm.corpus.decontaminate.items import Item, read_items
+from maxlm.corpus.decontaminate.settings import DecontaminateSettings
+from maxlm.corpus.decontaminate.tokens import I64, U64, HashTable, Words, clean, words
+from maxlm.corpus.document import Document
+from maxlm.telemetry.atomic import replacing
+
+CHUNK = 1 << 18  # characters that are hashed at once: arrays of them stay in the cache
+PIECE = 1 << 20  # characters of a document that are hashed at once
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """In how many of `documents` documents each key occurs. Keys are the hashes of words and n-grams of the items, and no others, so that
+    counts are exact and memory is bounded by the items. `items_digest`: of the items and the n-grams' length.
+    """
+
+    items_digest: str
+    documents: int
+    keys: U64
+    counts: I64
+
+    @classmethod
+    def none(cls, settings: DecontaminateSettings) -> Self:
+        """Counts of no documents: every n-gram is rare. Raises UserError for a set that cannot be read."""
+        items, digest = read_items(settings)
+        found = item_words(items)
+        keys = np.unique(np.concatenate([found.hash_T, found.grams(settings.ngram)[0]]))
+        return cls(f"{settings.ngram}-{digest}", 0, keys, np.zeros(len(keys), np.int64))
+
+    @classmethod
+    def learn(cls, settings: DecontaminateSettings, documents: Iterable[Document]) -> Self:
+        """Count in a sample: `settings.sample_share` of `documents`. 100,000 documents or more tell quotations and templates from text
+        that was copied a few times. Counts of parts of a corpus are added by `merge`. Raises UserError for a set that cannot be read.
+        """
+        empty = cls.none(settings)
+        table, counts, number = HashTable(empty.keys), empty.counts.copy(), 0
+        limit = round(settings.sample_share * 2**64)
+        sample = (document for document in documents if stable_hash(document.id) < limit)
+        for texts in chunks(document.text for document in sample):
+            number += len(texts)
+            pieces = [(owner, piece) for owner, text in enumerate(texts) for piece in cut(clean(text), PIECE, 64)]
+            seen = []
+            for start, stop in _groups([len(piece) for _, piece in pieces]):
+                found = words([piece for _, piece in pieces[start:stop]])
+                owners = np.array([owner for owner, _ in pieces[start:stop]])
+                grams, first = found.grams(settings.ngram)
+                for hashes, first_T in ((found.hash_T, found.owner_T), (grams, found.owner_T[first])):
+                    position, key = table.find(hashes)
+                    seen.append(np.unique(owners[first_T[position]] * len(empty.keys) + key))
+            if seen and len(empty.keys):
+                counts += np.bincount(np.unique(np.concatenate(seen)) % len(empty.keys), minlength=len(empty.keys))
+        return cls(empty.items_digest, number, empty.keys, counts)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Self]) -> Self:
+        """Add counts of separate parts of a corpus, in any order. Raises UserError if they are of different items, or there are none."""
+        first, *others = list(parts) or [None]
+        if first is None:
+            raise UserError("frequencies: there are no parts to merge.")
+        documents, counts = first.documents, first.counts.copy()
+        for other in others:
+            if other is None or other.items_digest != first.items_digest:
+                raise UserError("frequencies: parts were learned for different evaluation sets; learn them again.")
+            documents, counts = documents + other.documents, counts + other.counts
+        return cls(first.items_digest, documents, first.keys, counts)
+
+    def of(self, hashes: U64) -> I64:
+        """Counts of `hashes`; 0 for one that is not a key."""
+        counts = np.zeros(len(hashes), np.int64)
+        if len(self.keys):
+            found = np.minimum(np.searchsorted(self.keys, hashes), len(self.keys) - 1)
+            counts = np.where(self.keys[found] == hashes, self.counts[found], 0)
+        return counts
+
+    def digest(self) -> str:
+        """Of the counts and all that they depend on."""
+        state = hashlib.sha256(f"{self.items_digest} {self.documents} ".encode())
+        state.update(self.counts.astype("<i8").tobytes())
+        return state.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write atomically; the same counts give the same bytes. Raises OSError."""
+        save_arrays(path, {"items_digest": self.items_digest, "documents": self.documents}, {"keys": self.keys, "counts": self.counts})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises UserError if `path` cannot be read."""
+        about, arrays = load_arrays(path, ("keys", "counts"))
+        return cls(about["items_digest"], about["documents"], arrays["keys"], arrays["counts"])
+
+
+def item_words(items: list[Item]) -> Words:
+    """Words of all texts of all items: first the questions' texts in order, then the options'."""
+    return words([text for item in items for text in item.question] + [text for item in items for text in item.options])
+
+
+def stable_hash(name: str) -> int:
+    """64 bits that depend on `name` alone."""
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts to about CHUNK characters."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text) + 1
+        if size >= CHUNK:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def cut(text: str, size: int, overlap: int) -> list[str]:
+    """Pieces of at most `size` characters, each of which repeats the last `overlap` of the one before."""
+    if len(text) <= size:
+        return [text]
+    return [text[start : start + size] for start in range(0, len(text) - overlap, size - overlap)]
+
+
+def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Bounds of runs of about CHUNK characters."""
+    start = total = 0
+    for number, size in enumerate(sizes):
+        total += size
+        if total >= CHUNK:
+            yield start, number + 1
+            start, total = number + 1, 0
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def save_arrays(path: Path, about: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Write `about` and `arrays` as one file of numpy's format npz, atomically. Raises OSError."""
+    text = np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, about=text, **arrays)
+    with replacing(path) as file:
+        file.write(buffer.getbuffer())
+
+
+def load_arrays(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `save_arrays` wrote. Raises UserError."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return json.loads(file["about"].tobytes()), {name: file[name] for name in names}
+    except OSError as error:
+        raise UserError(f"{shorten(str(path))}: cannot be read: {error.strerror or error}.") from None
+    except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):
+        raise UserError(f"{shorten(str(path))}: damaged, or not a file of this stage; build it again.") from None

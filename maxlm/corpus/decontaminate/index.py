@@ -1,0 +1,277 @@
+"""Index of the n-grams of evaluation items and the weights of their words. K items, W words of all items, P postings."""
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxlm.config.errors import UserError, shorten
+from maxlm.corpus.decontaminate.frequencies import Frequencies, item_words, load_arrays, save_arrays
+from maxlm.corpus.decontaminate.items import Item, read_items
+from maxlm.corpus.decontaminate.settings import DecontaminateSettings
+from maxlm.corpus.decontaminate.tokens import F64, I64, U64, Words, gram_hashes
+
+ITEM_SHARE = 0.005  # of all items: an n-gram in as many of them is part of a template, as one in `common_documents` of them
+SHORT = 2  # times `shortest` words: items of fewer are short
+FADE = 4  # an n-gram in 1 / FADE of the documents that make it common has its full weight
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where an item's words are in a window of a document. `score`: share of the item's weight; `words`: share of its words; `first` and
+    `last`: numbers of the words of the window between which they are.
+    """
+
+    score: float
+    words: float
+    first: int
+    last: int
+
+
+@dataclass
+class EvalIndex:
+    """Items that can be told from other text, ready to be looked for.
+
+    `names_K`: set and number of each item, in order; words `bound_K[k]` to `bound_K[k + 1]` are item k's, `segment_W` the text of the item
+    that each is from. `grams`: sorted hashes of informative n-grams, whose postings are `posting_bound[g]` to `posting_bound[g + 1]`: first
+    word `word_P`, and weight of the run `value_P`. `left_out`: numbers of items that are not searched, by set and reason: `empty`,
+    `duplicate` of an item before, `short` (no run of `ngram` words), `common` (nothing in it is rare).
+    """
+
+    digest: str
+    ngram: int
+    names_K: list[tuple[str, int]]
+    left_out: dict[str, dict[str, list[int]]]
+    hash_W: U64
+    weight_W: F64
+    segment_W: I64
+    bound_K: I64
+    required_K: F64
+    evidence_K: F64
+    strict_K: NDArray[np.bool_]
+    grams: U64
+    posting_bound: I64
+    word_P: I64
+    value_P: F64
+    texts: list[str] = field(repr=False)
+
+    @classmethod
+    def build(cls, settings: DecontaminateSettings, frequencies: Frequencies) -> Self:
+        """Read the sets and weigh their words. Raises UserError for a set that cannot be read, or frequencies of other sets."""
+        items, items_digest = read_items(settings)
+        if frequencies.items_digest != f"{settings.ngram}-{items_digest}":
+            raise UserError("frequencies were learned for other evaluation sets, fields or n-grams: learn them again with these settings.")
+        left_out: dict[str, dict[str, list[int]]] = {name: {} for name in sorted(settings.sets)}
+        items, found = _distinct(items, left_out)
+        weight_W = _weights(settings, frequencies, items, found)
+        kept, chosen = [], []
+        for item, (question, options) in zip(items, _ranges(items, found), strict=True):
+            words = _searched(settings, weight_W, question, options)
+            runs = np.bincount(found.owner_T[words]) if len(words) else np.zeros(1)
+            if runs.max() < settings.ngram:
+                _leave_out(left_out, item, "short")
+            elif weight_W[words].sum() < max(settings.evidence, 1e-9):
+                _leave_out(left_out, item, "common")
+            else:
+                kept.append(item)
+                chosen.append(words)
+        about = {"settings": settings.model_dump(exclude={"sets"}), "items": items_digest, "frequencies": frequencies.digest()}
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        return cls._filled(settings, digest, left_out, kept, chosen, found, weight_W)
+
+    @classmethod
+    def _filled(
+        cls,
+        settings: DecontaminateSettings,
+        digest: str,
+        left_out: dict[str, dict[str, list[int]]],
+        items: list[Item],
+        chosen: list[I64],
+        found: Words,
+        all_weights: F64,
+    ) -> Self:
+        sizes = np.array([len(words) for words in chosen], np.int64)
+        words = np.concatenate([np.empty(0, np.int64), *chosen])
+        bound_K = np.concatenate([[0], np.cumsum(sizes)])
+        weight_W, hash_W, segment_W = all_weights[words], found.hash_T[words], found.owner_T[words]
+        n = settings.ngram
+        total = np.concatenate([[0.0], np.cumsum(weight_W)])
+        first = np.flatnonzero(segment_W[: max(0, len(words) - n + 1)] == segment_W[n - 1 :]) if len(words) >= n else np.empty(0, np.int64)
+        value = (total[first + n] - total[first]) / n
+        informative = value > 1e-9
+        first, value = first[informative], value[informative]
+        hashes = gram_hashes(hash_W, n)[first]
+        order = np.argsort(hashes, kind="stable")
+        grams, start = np.unique(hashes[order], return_index=True)
+        ramp = np.interp(
+            sizes, SHORT * np.array([settings.shortest, 2 * settings.shortest]), [settings.short_threshold, settings.threshold]
+        )
+        needed = np.where(sizes < settings.shortest, 1.0, ramp)
+        return cls(
+            digest=digest,
+            ngram=n,
+            names_K=[(item.set, item.number) for item in items],
+            left_out=left_out,
+            hash_W=hash_W,
+            weight_W=weight_W,
+            segment_W=segment_W,
+            bound_K=bound_K,
+            required_K=needed,
+            evidence_K=np.array([all_weights[one].sum() for one in chosen], np.float64),
+            strict_K=sizes < SHORT * settings.shortest,
+            grams=grams,
+            posting_bound=np.append(start, len(hashes)),
+            word_P=first[order],
+            value_P=value[order],
+            texts=[" ".join(item.question + item.options) for item in items],
+        )
+
+    def align(self, item: int, window: U64) -> Found:
+        """Find words of `item` in a window of a document: those in runs of `ngram` words that both have, in any order, and those next to
+        such a run that stand at their place, give or take two.
+        """
+        begin, end = int(self.bound_K[item]), int(self.bound_K[item + 1])
+        grams = gram_hashes(window, self.ngram)
+        order = np.argsort(grams, kind="stable")
+        segment = self.segment_W[begin:end]
+        cuts = [0, *(np.flatnonzero(np.diff(segment)) + 1).tolist(), end - begin]
+        matched, places = np.zeros(end - begin, bool), []
+        for start, stop in itertools.pairwise(cuts):
+            at = _aligned(self.hash_W[begin + start : begin + stop], window, grams[order], order, self.ngram)
+            matched[start:stop] = at >= 0
+            places.append(at[at >= 0])
+        place = np.concatenate(places)
+        if not len(place):
+            return Found(0.0, 0.0, 0, 0)
+        score = float(self.weight_W[begin:end][matched].sum() / self.evidence_K[item])
+        return Found(round(score, 6), round(float(matched.mean()), 6), int(place.min()), int(place.max()))
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """For each set: items that are searched, and items left out by reason."""
+        counts = {name: {"searched": 0} | {reason: len(numbers) for reason, numbers in by.items()} for name, by in self.left_out.items()}
+        for name, _ in self.names_K:
+            counts[name]["searched"] += 1
+        return counts
+
+    def save(self, path: Path) -> None:
+        """Write atomically; the same index gives the same bytes. Raises OSError."""
+        about = {"digest": self.digest, "ngram": self.ngram, "names": self.names_K, "left_out": self.left_out, "texts": self.texts}
+        save_arrays(path, about, {name: getattr(self, name) for name in _ARRAYS})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises UserError if `path` cannot be read."""
+        about, arrays = load_arrays(path, _ARRAYS)
+        try:
+            names = [(str(name), int(number)) for name, number in about["names"]]
+            return cls(about["digest"], about["ngram"], names, about["left_out"], **arrays, texts=about["texts"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{shorten(str(path))}: damaged, or not an index of evaluation items; build it again.") from None
+
+
+_ARRAYS = tuple(
+    name for name in EvalIndex.__dataclass_fields__ if name.endswith(("_W", "_K", "_P", "grams", "bound")) and name != "names_K"
+)
+
+
+def _distinct(items: list[Item], left_out: dict[str, dict[str, list[int]]]) -> tuple[list[Item], Words]:
+    """Items with words, each once, and their words."""
+    found = item_words(items)
+    seen: set[bytes] = set()
+    kept = []
+    for item, (question, options) in zip(items, _ranges(items, found), strict=True):
+        if not len(question) and not len(options):
+            _leave_out(left_out, item, "empty")
+            continue
+        key = b"|".join(part.tobytes() for part in (found.hash_T[question], np.sort(found.hash_T[options])))
+        if key in seen:
+            _leave_out(left_out, item, "duplicate")
+        else:
+            seen.add(key)
+            kept.append(item)
+    return kept, item_words(kept)
+
+
+def _leave_out(left_out: dict[str, dict[str, list[int]]], item: Item, reason: str) -> None:
+    left_out[item.set].setdefault(reason, []).append(item.number)
+
+
+def _ranges(items: list[Item], found: Words) -> list[tuple[I64, I64]]:
+    """Numbers of the words of each item's question and options."""
+    texts = np.cumsum([0] + [len(item.question) for item in items] + [len(item.options) for item in items])
+    bounds = np.searchsorted(found.owner_T, texts)
+    n = len(items)
+    return [(np.arange(bounds[k], bounds[k + 1]), np.arange(bounds[n + k], bounds[n + k + 1])) for k in range(n)]
+
+
+def _searched(settings: DecontaminateSettings, weight_W: F64, question: I64, options: I64) -> I64:
+    """Words that must be found: the question's, and the options' as well where the question alone is short or common."""
+    enough = len(question) >= settings.shortest and weight_W[question].sum() >= max(settings.evidence, 1e-9)
+    return question if enough else np.concatenate([question, options])
+
+
+def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: list[Item], found: Words) -> F64:
+    """Weight of each word: its inverse document frequency, 0 to 1, times the mean rarity of the n-grams that it is part of."""
+    documents = frequencies.documents
+    grams, first = found.grams(settings.ngram)
+    common = max(settings.common_documents, settings.common_share * documents)
+    rarity = _rarity(frequencies.of(grams), common)
+    item_T = np.zeros(len(found.hash_T), np.int64)
+    for number, ranges in enumerate(_ranges(items, found)):
+        for words in ranges:
+            item_T[words] = number
+    _, gram = np.unique(grams, return_inverse=True)
+    pairs = np.unique(gram * max(1, len(items)) + item_T[first])
+    in_items = np.bincount(pairs // max(1, len(items)), minlength=1)
+    rarity = np.minimum(rarity, _rarity(in_items[gram] if len(gram) else gram, max(settings.common_documents, ITEM_SHARE * len(items))))
+    sums, counts = np.zeros(len(found.hash_T)), np.zeros(len(found.hash_T))
+    for offset in range(settings.ngram):
+        np.add.at(sums, first + offset, rarity)
+        np.add.at(counts, first + offset, 1)
+    if documents == 0:
+        idf = np.ones(len(found.hash_T))
+    else:
+        idf = np.log((documents + 1) / (np.minimum(frequencies.of(found.hash_T), documents) + 1)) / np.log(documents + 1)
+    return np.round(idf * np.where(counts > 0, sums / np.maximum(counts, 1), 1.0), 9)
+
+
+def _rarity(count: I64, common: float) -> F64:
+    return np.clip(np.log(common / np.maximum(count, 1)) / np.log(FADE), 0, 1)
+
+
+def _aligned(text: U64, window: U64, sorted_grams: U64, order: I64, n: int) -> I64:
+    """For each word of `text`, a place in `window` where it stands in the same run of words; -1 where there is none."""
+    size = len(text)
+    at = np.full(size, -1, np.int64)
+    if size < n:  # an option of a word or two: whole
+        if size <= len(window):
+            starts = np.flatnonzero(np.all([window[k : len(window) - size + 1 + k] == text[k] for k in range(size)], axis=0))
+            at[:] = starts[0] + np.arange(size) if len(starts) else -1
+        return at
+    if not len(order):
+        return at
+    grams = gram_hashes(text, n)
+    place = np.minimum(np.searchsorted(sorted_grams, grams), len(order) - 1)
+    hit = np.flatnonzero(sorted_grams[place] == grams)
+    for offset in range(n):
+        at[hit + offset] = order[place[hit]] + offset
+    if not len(hit):
+        return at
+    known = np.flatnonzero(at >= 0)
+    number = np.arange(size)
+    right = np.minimum(np.searchsorted(known, number), len(known) - 1)
+    for neighbour in (known[np.maximum(right - 1, 0)], known[right]):
+        for shift in (0, -1, 1, -2, 2):
+            expected = at[neighbour] + number - neighbour + shift
+            inside = (at < 0) & (np.abs(number - neighbour) <= REACH) & (expected >= 0) & (expected < len(window))
+            fits = inside & (window[np.clip(expected, 0, len(window) - 1)] == text)
+            at = np.where(fits, expected, at)
+    return at
+
+
+REACH = 4  # words from a run of words that both texts have, within which single words are matched

@@ -1,0 +1,52 @@
+"""Settings of decontamination. Published work behind the method, as ideas:
+
+- 13-gram overlap of words: Brown et al. 2020 (GPT-3), arXiv 2005.14165, appendix C.
+- Share of an item's tokens that lie in matched n-grams, with differences allowed: Touvron et al. 2023 (Llama 2), arXiv 2307.09288,
+  appendix A.6; 8-grams and a threshold for each set: Dubey et al. 2024 (Llama 3), arXiv 2407.21783, section 5.1.4.
+- n-grams weighted by inverse document frequency, short questions held to more: `decon` of AllenAI, github.com/allenai/decon.
+- Rewording gets past long n-grams: Yang et al. 2023, arXiv 2311.04850.
+"""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class EvalSet(BaseModel):
+    """A file of items: JSONL, one object a line, with `fields`; or without `fields` plain text, one item a line. `.gz` is unpacked.
+
+    `fields` hold the question, `options` the answers to choose from: strings, numbers or lists of them; "choices.text" is a field inside a
+    field. Options count only where the question alone carries too little to be told from others. A field with public text that others
+    quote as well, such as a passage to read, does not belong here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str = Field(min_length=1)
+    fields: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+class DecontaminateSettings(BaseModel):
+    """What is looked for, and how much of an item must be found.
+
+    A document is removed if a passage of it holds `threshold` of an item's weight and half that share of its words. Items of fewer than
+    2 * `shortest` words need `short_threshold` of their weight and of their words, those of fewer than `shortest` all of them; the
+    share needed falls from `short_threshold` at 2 * `shortest` words to `threshold` at 4 * `shortest`. Items that have no run of
+    `ngram` words are not searched. The weight of a word is its inverse document frequency (0 to 1) times the rarity of the n-grams
+    that it is part of; items whose weights add up to less than `evidence` are not searched. Rarity is 0 for an n-gram in
+    `common_documents` documents of the sample or `common_share` of it, whichever is more, or in as many items; 1 for one in a quarter
+    of that or fewer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sets: dict[str, EvalSet] = {}
+    ngram: int = Field(default=3, ge=2, le=13)
+    threshold: Share = 0.6
+    short_threshold: Share = 0.8
+    shortest: int = Field(default=8, ge=1, le=100)
+    evidence: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    common_documents: int = Field(default=20, ge=2)
+    common_share: Share = 1e-4
+    sample_share: Share = 1.0  # of the documents that `Frequencies.learn` is given, chosen by a hash of their ids

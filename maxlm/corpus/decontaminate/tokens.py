@@ -1,0 +1,175 @@
+"""Words of texts and stable 64-bit hashes of them and of their n-grams, in numpy.
+
+A word is a run of letters, digits and marks, without case and accents; a character of a script that writes no spaces between words is a
+word by itself. T words, U a run of characters.
+"""
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = f"1/{unicodedata.unidata_version}"  # of the hashes: part of every digest
+BASE = 0x9E6D62D06F6A9A9B  # odd, so that it has an inverse modulo 2**64
+GRAM_BASE = 0xD1342543DE82EF95
+SEPARATOR = "\n"
+SINGLE = 1 << 31  # flag of a character that is a word by itself
+UNKNOWN = 0xFFFFFFFF
+SPACELESS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF))
+SPACELESS += ((0xF900, 0xFAFF), (0x20000, 0x3FFFF))  # Thai, Lao, Burmese, Khmer, Japanese and Chinese
+INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"  # may stand inside words
+
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words of several texts in order: hashes, first character and end in `text`, number of the text that each is from."""
+
+    text: str
+    hash_T: U64
+    start_T: I64
+    end_T: I64
+    owner_T: I64
+
+    def grams(self, n: int) -> tuple[U64, I64]:
+        """Hashes of all runs of `n` words inside one text, and the number of each run's first word."""
+        if len(self.hash_T) < n:
+            return np.empty(0, np.uint64), np.empty(0, np.int64)
+        inside = self.owner_T[: len(self.owner_T) - n + 1] == self.owner_T[n - 1 :]
+        if inside.all():
+            return gram_hashes(self.hash_T, n), np.arange(len(inside))
+        first = np.flatnonzero(inside)
+        return gram_hashes(self.hash_T, n)[first], first
+
+
+def clean(text: str) -> str:
+    """`text` in normal form NFKC, without invisible characters."""
+    if text.isascii():
+        return text
+    text = text.replace("\u00a0", " ").replace("\u2026", " ")  # frequent, and slow to normalise
+    for char in INVISIBLE:
+        text = text.replace(char, "")
+    return unicodedata.normalize("NFKC", text)
+
+
+def words(texts: Sequence[str]) -> Words:
+    """Words of `texts`, which `clean` has seen. Takes about 40 bytes of memory for a character."""
+    text = SEPARATOR.join(texts)
+    value_U = _values(text)
+    is_word_U = value_U != 0
+    before_U = np.zeros_like(is_word_U)
+    before_U[1:] = is_word_U[:-1]
+    first_U, last_U = is_word_U & ~before_U, before_U & ~is_word_U
+    if not text.isascii():
+        single_U = (value_U & SINGLE) != 0
+        if single_U.any():
+            alone_U = single_U.copy()
+            alone_U[1:] |= single_U[:-1]
+            first_U = is_word_U & (alone_U | ~before_U)
+            last_U = before_U & (alone_U | ~is_word_U)
+    start_T, end_T = np.flatnonzero(first_U), np.flatnonzero(last_U)
+    if len(end_T) < len(start_T):
+        end_T = np.append(end_T, len(value_U))
+    power_U, inverse_U = _powers(1 << max(16, len(value_U).bit_length()))
+    sums_U = np.zeros(len(value_U) + 1, np.uint64)
+    np.cumsum(value_U * power_U[: len(value_U)], out=sums_U[1:])
+    hash_T = _mix((sums_U[end_T] - sums_U[start_T]) * inverse_U[start_T])
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    begins = np.cumsum(lengths + 1) - lengths - 1
+    counts = np.diff(np.append(np.searchsorted(start_T, begins), len(start_T)))
+    return Words(text, hash_T, start_T, end_T, np.repeat(np.arange(len(texts)), counts))
+
+
+def gram_hashes(hash_T: U64, n: int) -> U64:
+    """Hashes of all runs of `n` words, one for each first word."""
+    count = max(0, len(hash_T) - n + 1)
+    total = np.zeros(count, np.uint64)
+    for offset in range(n):
+        total *= np.uint64(GRAM_BASE)
+        total += hash_T[offset : offset + count]
+    return _mix(total)
+
+
+def _mix(hashes: U64) -> U64:
+    """Spread 64 bits (finaliser of splitmix64, Steele et al. 2014)."""
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
+def _values(text: str) -> U64:
+    """A number for each character, the same for all cases of a letter; 0 between words."""
+    if text.isascii():
+        return np.take(_ascii_values(), np.frombuffer(text.encode(), np.uint8))
+    code_U = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    table = _table()
+    value_U = np.take(table, code_U)
+    unknown_U = value_U == UNKNOWN
+    if unknown_U.any():
+        for code in np.unique(code_U[unknown_U]).tolist():
+            table[code] = _value(code)
+        value_U = np.take(table, code_U)
+    return value_U.astype(np.uint64)
+
+
+def _value(code: int) -> int:
+    char = chr(code)
+    if unicodedata.category(char)[0] not in "LNM":
+        return 0
+    folded = char.casefold()
+    base = "".join(part for part in unicodedata.normalize("NFKD", folded) if not unicodedata.combining(part))
+    value = ord(base if len(base) == 1 else folded if len(folded) == 1 else char)
+    return value | (SINGLE if any(low <= code <= high for low, high in SPACELESS) else 0)
+
+
+@cache
+def _ascii_values() -> U64:
+    return np.array([_value(code) for code in range(128)], np.uint64)
+
+
+@cache
+def _table() -> NDArray[np.uint32]:
+    """Values of all code points; filled when a character is first seen."""
+    table = np.full(0x110000, UNKNOWN, np.uint32)
+    table[:128] = _ascii_values()
+    return table
+
+
+@cache
+def _powers(length: int) -> tuple[U64, U64]:
+    """Powers of BASE and of its inverse modulo 2**64."""
+    both = []
+    for base in (BASE, pow(BASE, -1, 1 << 64)):
+        powers = np.full(length, base, np.uint64)
+        powers[0] = 1
+        both.append(np.cumprod(powers))
+    return both[0], both[1]
+
+
+class HashTable:
+    """Sorted distinct hashes, with a filter of bytes in front: a hash that is not in the table is ruled out by one look-up in seven of
+    eight cases or more.
+    """
+
+    def __init__(self, keys: U64) -> None:
+        self.keys = keys
+        bits = max(10, (8 * len(keys)).bit_length())
+        self._shift = np.uint64(64 - bits)
+        self._filter = np.zeros(1 << bits, bool)
+        self._filter[keys >> self._shift] = True
+
+    def find(self, hashes: U64) -> tuple[I64, I64]:
+        """Positions in `hashes` of those in the table, and their positions in `keys`."""
+        maybe = np.flatnonzero(np.take(self._filter, hashes >> self._shift))
+        if not len(maybe):
+            return maybe, maybe
+        wanted = hashes[maybe]
+        found = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        same = self.keys[found] == wanted
+        return maybe[same], found[same]
