@@ -4,12 +4,16 @@ import contextlib
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import zstandard
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.telemetry.atomic import replacing, write_text
@@ -21,7 +25,7 @@ ENDING = ".jsonl.zst"
 class ShardWriter:
     """Writes records as JSON lines to an open stream. `records`: how many."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: zstd.ZstdFile) -> None:
         self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
@@ -40,13 +44,13 @@ class ShardWriter:
 def shard(path: Path) -> Iterator[ShardWriter]:
     """A shard that replaces `path` when the block ends without an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file, zstandard.ZstdCompressor(LEVEL).stream_writer(file, closefd=False) as stream:
+    with replacing(path) as file, zstd.ZstdFile(file, "w", level=LEVEL) as stream:
         yield ShardWriter(stream)
 
 
 def read_shard(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a shard, in order."""
-    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+    with zstd.ZstdFile(path) as stream:
         for line in io.BufferedReader(stream, 1 << 20):
             yield json.loads(line)
 

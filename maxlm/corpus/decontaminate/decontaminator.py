@@ -8,7 +8,7 @@ import numpy as np
 from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, cut
 from maxlm.corpus.decontaminate.index import EvalIndex
 from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, clean, words
-from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.document import Document, Removed, Value
 
 STAGE = "decontaminate"
 REASON = "contaminated"
@@ -132,7 +132,7 @@ class Decontaminator:
 
     def _removed(self, document: Document, matches: list[Match]) -> Removed:
         best = min(matches)
-        detail = {
+        detail: dict[str, Value] = {
             "set": best.set,
             "item": best.number,
             "score": round(-best.negative_score, 4),

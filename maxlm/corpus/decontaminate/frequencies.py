@@ -68,9 +68,10 @@ class Frequencies:
     @classmethod
     def merge(cls, parts: Iterable[Self]) -> Self:
         """Add counts of separate parts of a corpus, in any order. Raises UserError if they are of different items, or there are none."""
-        first, *others = list(parts) or [None]
-        if first is None:
+        given = list(parts)
+        if not given:
             raise UserError("frequencies: there are no parts to merge.")
+        first, *others = given
         documents, counts = first.documents, first.counts.copy()
         for other in others:
             if other is None or other.items_digest != first.items_digest:
