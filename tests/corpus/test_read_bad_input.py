@@ -10,10 +10,10 @@ import tracemalloc
 import pyarrow
 import pytest
 from pyarrow import parquet
+from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.corpus.read import ReadSettings, find, read
-from tests.corpus.read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 GOOD = warc("response", "http://good", answer(HTML.encode()))
 RANDOM = random.Random(5).randbytes(3000)

@@ -8,10 +8,10 @@ import json
 import pyarrow
 import pytest
 from pyarrow import parquet
+from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.corpus.read import ReadSettings, find, read
 from maxlm.corpus.read.wikitext import plain_text
-from tests.corpus.read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 
 @pytest.mark.parametrize("pack", PACK)
