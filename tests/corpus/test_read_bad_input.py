@@ -10,10 +10,10 @@ import tracemalloc
 import pyarrow
 import pytest
 from pyarrow import parquet
+from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.corpus.read import ReadSettings, find, read
-from tests.corpus.read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 GOOD = warc("response", "http://good", answer(HTML.encode()))
 RANDOM = random.Random(5).randbytes(3000)
@@ -83,6 +83,8 @@ FILES = {
     "cut.parquet": (b"PAR1" + RANDOM, 0, {"truncated": 1}),
     "damaged.parquet": (b"PAR1" + RANDOM + b"PAR1", 0, {"damaged": 1}),
     "damaged.arrayrecord": (b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f" + RANDOM, 0, {"damaged": 1}),
+    "cut.json": (b'[\n{"text": "a"},\n{"te', 0, {"not_json": 1}),
+    "empty_list.json": (b"[]", 0, {"empty": 1}),
     "cut.gz": (gzip.compress(b"Some text of one document. " * 9)[:-3], 0, {"truncated": 1}),
 }
 

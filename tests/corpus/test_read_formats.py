@@ -8,10 +8,10 @@ import json
 import pyarrow
 import pytest
 from pyarrow import parquet
+from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.corpus.read import ReadSettings, find, read
 from maxlm.corpus.read.wikitext import plain_text
-from tests.corpus.read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 
 @pytest.mark.parametrize("pack", PACK)
@@ -155,6 +155,22 @@ def test_array_record(tmp_path):
     documents, removed = found(path)
     assert [item.text for item in documents] == ["one", "plain text", "Grüße", "{ no json"] and documents[0].metadata == {"n": 1}
     assert [item.reason for item in removed] == ["missing_field"]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_files(tmp_path, indent):
+    """A list of objects, or one object, on one line or on many; and lines under the name of a whole file."""
+    path = tmp_path / "a.json"
+    records = [{"text": f"row {n}", "n": n} for n in range(5)]
+    path.write_text(json.dumps([*records, 5], indent=indent))
+    documents, removed = found(path)
+    assert [item.text for item in documents] == [record["text"] for record in records] and [item.reason for item in removed] == [
+        "not_object"
+    ]
+    path.write_text(json.dumps(records[0], indent=indent))
+    assert [(item.id, item.text) for item in found(path)[0]] == [(f"{path}#1", "row 0")]
+    path.write_bytes(lines(3))
+    assert outcome(path) == (3, {})
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.jsonl"])

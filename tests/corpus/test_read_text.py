@@ -96,3 +96,17 @@ def test_noise_is_no_text():
 def test_a_declared_encoding_that_is_none_does_no_harm(declared):
     decoded = decode(b"caf\xe9 au lait, tr\xe8s bon \xe0 boire", declared)
     assert decoded is not None and decoded.text == "café au lait, très bon à boire"
+
+
+def test_shortcut_by_bytes_misses_nothing():
+    """Wherever an expression for what must be mended matches, the bytes that stand for it are found first."""
+    from maxlm.corpus.read.text import _SIGNS
+
+    seen = set()
+    for code in [*range(0x80, 0x3000), *range(0xFEF0, 0x10000)]:
+        for text in (chr(code), f"Ã{chr(code)}", f"{chr(code)}€", f"Р{chr(code)}Р", f"С{chr(code)}С", f"√{chr(code)}", "‚Ä"):
+            for number, (pattern, signs) in enumerate(_SIGNS):
+                if not any(0xD800 <= ord(char) < 0xE000 for char in text) and pattern.search(text):
+                    seen.add(number)
+                    assert any(sign.search(text.encode()) for sign in signs), (text, pattern)
+    assert len(seen) == len(_SIGNS)

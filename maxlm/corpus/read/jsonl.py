@@ -1,4 +1,4 @@
-"""JSON lines: one object a line. A line that is wrong is set aside, and the next one is read."""
+"""JSON: one object a line, of which a line that is wrong costs no other one; or a whole file, an object or a list of objects."""
 
 import json
 from collections.abc import Iterator
@@ -23,6 +23,26 @@ def read_jsonl(path: str, stream: ByteStream, settings: ReadSettings) -> Iterato
                 yield removed(f"{path}#{number}", "too_large", limit=settings.max_record_bytes)
             elif line and not line.isspace():
                 yield of_json(f"{path}#{number}", line, settings)
+
+
+def read_json(path: str, stream: ByteStream, settings: ReadSettings) -> Iterator[Document | Removed]:
+    """The document of each object of a list, counted from 1, or of the one object that the file is. It is read as a whole."""
+    data = stream.take(settings.max_record_bytes + 1)
+    if len(data) > settings.max_record_bytes:
+        yield removed(f"{path}#1", "too_large", data[:EXAMPLE].decode("utf-8", "replace"), limit=settings.max_record_bytes)
+        return
+    try:
+        records = orjson.loads(data)
+    except ValueError:
+        records = None
+    if type(records) is not list:
+        yield of_json(f"{path}#1", data, settings)
+        return
+    if not records:
+        yield removed(f"{path}#1", "empty")
+    for number, fields in enumerate(records, start=1):
+        id = f"{path}#{number}"
+        yield of_fields(id, fields, settings) if type(fields) is dict else removed(id, "not_object", repr(fields)[:EXAMPLE])
 
 
 def of_json(id: str, data: bytes, settings: ReadSettings) -> Document | Removed:

@@ -14,7 +14,7 @@ from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.read.fields import of_bytes
 from maxlm.corpus.read.html import is_html, of_html
 from maxlm.corpus.read.inputs import open_input
-from maxlm.corpus.read.jsonl import read_jsonl
+from maxlm.corpus.read.jsonl import read_json, read_jsonl
 from maxlm.corpus.read.problems import DEFAULTS, DamagedError, ReadSettings, removed
 from maxlm.corpus.read.stream import BLOCK, ByteStream, Meter, as_utf8, open_stream
 from maxlm.corpus.read.tables import ARRAY_RECORD, PARQUET, local_copy, read_array_record, read_parquet
@@ -22,7 +22,7 @@ from maxlm.corpus.read.warc import read_warc
 from maxlm.corpus.read.wikipedia import is_dump, read_wikipedia
 
 HEAD = 4096  # bytes that a format is told by
-JSONL = (".jsonl", ".ndjson", ".json")
+JSONL = (".jsonl", ".ndjson")
 # First bytes of formats that hold text, if at all, in a way that nothing here reads: the file is named with its format, not called text.
 FOREIGN = {
     b"PK\x03\x04": "zip",
@@ -115,6 +115,8 @@ def _reader(path: str, head: bytes) -> Callable[[str, ByteStream, ReadSettings],
     first = head.lstrip()[:1]
     if _is_named(path, JSONL) or (first == b"{" and _is_object(head)):
         return read_jsonl
+    if _is_named(path, (".json",)) and first in (b"{", b"["):
+        return read_json
     return _whole(of_bytes)
 
 
