@@ -218,8 +218,8 @@ def test_masking_is_linear(pattern):
 
 TEXTS = {
     "en": "The engineer described the narrow bridge behind our old house, because the weather had turned and nobody wanted to leave.",
-    "de": "Der Ingenieur beschrieb die schmale Brücke hinter unserem alten Haus, weil das Wetter umgeschlagen war und niemand gehen wollte.",
-    "fr": "L'ingénieur a décrit le pont étroit derrière notre vieille maison, parce que le temps avait changé et que personne ne voulait partir.",
+    "de": "Der Ingenieur beschrieb die schmale Brücke hinter unserem alten Haus, weil das Wetter umschlug und niemand gehen wollte.",
+    "fr": "L'ingénieur a décrit le pont étroit derrière notre vieille maison, parce que le temps avait changé et que nul ne partait.",
     "ru": "Инженер описал узкий мост за нашим старым домом, потому что погода испортилась и никто не хотел уходить.",
     "zh": "工程师描述了我们老房子后面的窄桥，因为天气变了，没有人愿意离开。今天我们去公园散步。",
 }
