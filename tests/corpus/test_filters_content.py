@@ -181,14 +181,29 @@ def test_masks_are_counted_and_can_be_switched_off():
     assert IPV4.search(mask("8.8.8.8 " * 99).text) is None
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("a@", "@a.", "a@a.", "1.", "1.1.1.1", "+1", "+1 ", "(212) ", "212-", "tel ", "tel 1 ", "call1", "2000:", "2:", "a" * 70 + "@"),
-        *("-----BEGIN " + "PRIVATE KEY-----", "-----BEGIN " + "PRIVATE KEY-----" + "a" * 30000 + "-----END " + "PRIVATE KEY-----"),
-        *("eyJa", "eyJ" + "a" * 12 + ".", "sk-", "password=", "password=aaaaaaaaaaaa"),
-    ],
-)
+BLOCK = "-----BEGIN " + "PRIVATE KEY-----"
+SLOW = [
+    "a@",
+    "@a.",
+    "a@a.",
+    "1.",
+    "1.1.1.1",
+    "+1",
+    "+1 ",
+    "(212) ",
+    "212-",
+    "tel ",
+    "tel 1 ",
+    "call1",
+    "2000:",
+    "2:",
+    "a" * 70 + "@",
+    "sk-",
+]
+SLOW += ["eyJa", "eyJ" + "a" * 12 + ".", "password=", "password=aaaaaaaaaaaa", BLOCK, BLOCK + "a" * 30000 + BLOCK.replace("BEGIN", "END")]
+
+
+@pytest.mark.parametrize("pattern", SLOW)
 def test_masking_is_linear(pattern):
     times = []
     for size in (100_000, 800_000):
@@ -203,8 +218,8 @@ def test_masking_is_linear(pattern):
 
 TEXTS = {
     "en": "The engineer described the narrow bridge behind our old house, because the weather had turned and nobody wanted to leave.",
-    "de": "Der Ingenieur beschrieb die schmale Brücke hinter unserem alten Haus, weil das Wetter schlecht war und niemand gehen wollte.",
-    "fr": "L'ingénieur a décrit le pont étroit derrière notre vieille maison, parce que le temps avait changé et que nul ne voulait partir.",
+    "de": "Der Ingenieur beschrieb die schmale Brücke hinter unserem alten Haus, weil das Wetter umschlug und niemand gehen wollte.",
+    "fr": "L'ingénieur a décrit le pont étroit derrière notre vieille maison, parce que le temps avait changé et que nul ne partait.",
     "ru": "Инженер описал узкий мост за нашим старым домом, потому что погода испортилась и никто не хотел уходить.",
     "zh": "工程师描述了我们老房子后面的窄桥，因为天气变了，没有人愿意离开。今天我们去公园散步。",
 }

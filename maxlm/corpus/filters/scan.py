@@ -83,9 +83,20 @@ def class_of(code: np.uint32, classes: NDArray[np.uint8]) -> int:
 
 
 @njit(cache=True, nogil=True)
-def scan_text(
-    codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints
-) -> tuple[Hashes, Lines, Lines, Hashes, Counts]:  # pragma: no cover (compiled)
+def flags_of(codes: CodePoints, classes: NDArray[np.uint8], start: int, end: int) -> int:
+    """Flags of the line codes[start:end], which has no white space at its ends."""
+    final, flags = codes[end - 1], 0
+    if class_of(codes[start], classes) & BULLET:
+        flags |= BEGINS_WITH_BULLET
+    if final == ELLIPSIS or (end - start > 2 and final == codes[end - 2] == codes[end - 3] == FULL_STOP):
+        flags |= ENDS_WITH_ELLIPSIS
+    if class_of(final, classes) & (SENTENCE_END | CLOSING_QUOTE):
+        flags |= ENDS_WITH_MARK
+    return flags
+
+
+@njit(cache=True, nogil=True)
+def scan_text(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) -> tuple[Hashes, Lines, Lines, Hashes, Counts]:
     """Words and lines of a text: hashes_W, lengths_W, columns of lines, hashes_L, counts.
 
     A word stands between white space; its hash and length leave out what is no letter or digit at its ends, and case, unless nothing
@@ -116,27 +127,9 @@ def scan_text(
                 line_hash = (line_hash ^ np.uint64(code)) * PRIME
             if code == NEWLINE:
                 if line_start >= 0:
-                    final, mark = codes[line_end - 1], 0
-                    if class_of(codes[line_start], classes) & BULLET:
-                        mark |= BEGINS_WITH_BULLET
-                    if final == ELLIPSIS or (
-                        line_end - line_start > 2 and final == codes[line_end - 2] == codes[line_end - 3] == FULL_STOP
-                    ):
-                        mark |= ENDS_WITH_ELLIPSIS
-                    if class_of(final, classes) & (SENTENCE_END | CLOSING_QUOTE):
-                        mark |= ENDS_WITH_MARK
-                    lines[line, START], lines[line, END], lines[line, WORDS], lines[line, LONGEST] = (
-                        line_start,
-                        line_end,
-                        line_words,
-                        longest,
-                    )
-                    lines[line, SENTENCES], lines[line, LETTERS], lines[line, UPPERCASE], lines[line, FLAGS] = (
-                        sentences,
-                        letters,
-                        uppercase,
-                        mark,
-                    )
+                    row, flags = lines[line], flags_of(codes, classes, line_start, line_end)
+                    row[START], row[END], row[WORDS], row[LONGEST] = line_start, line_end, line_words, longest
+                    row[SENTENCES], row[LETTERS], row[UPPERCASE], row[FLAGS] = sentences, letters, uppercase, flags
                     hashes_L[line] = line_end_hash
                 line, line_start, line_words, longest, sentences, letters, uppercase = line + 1, -1, 0, 0, 0, 0, 0
             continue

@@ -38,7 +38,7 @@ class LanguageSettings(Section):
     min_score: Fraction = Field(published.LANGUAGE_MIN_SCORE, description="Probability that the language must have.")
     backend: Literal["fasttext", "py3langid", "lingua"] = Field("py3langid", description="fasttext needs `model`; the others bring theirs.")
     model: str | None = Field(None, description="Path of a fastText model, for example lid.176.ftz.")
-    sample_characters: int = Field(2000, ge=100, description="Characters that are looked at: from the beginning, the middle and the end.")
+    sample_characters: int = Field(600, ge=100, description="Characters that are looked at: from the beginning, the middle and the end.")
 
     @model_validator(mode="after")
     def _model_for_fasttext(self) -> "LanguageSettings":
