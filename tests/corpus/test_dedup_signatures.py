@@ -116,7 +116,8 @@ def test_file_of_signatures_is_the_same_for_any_hash_seed(tmp_path: Path):
     program = (
         "import sys, pathlib; from maxlm.corpus.document import Document; from maxlm.corpus.dedup.settings import DedupSettings\n"
         "from maxlm.corpus.dedup.signatures import write_signatures\n"
-        "write_signatures([Document(str(i), f'text number {i} has some more words é' * 3) for i in range(99)], pathlib.Path(sys.argv[1]), DedupSettings())"
+        "write_signatures([Document(str(i), f'text number {i} has some more words é' * 3) for i in range(99)],\n"
+        "  pathlib.Path(sys.argv[1]), DedupSettings())"
     )
     for seed in ("1", "2"):
         subprocess.run([sys.executable, "-c", program, str(tmp_path / seed)], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
@@ -131,7 +132,7 @@ def test_other_settings_another_format_and_damage_are_one_line(tmp_path: Path, m
     with pytest.raises(UserError, match=r'"bands": 20.*"bands": 14'):
         open_signatures(path, DedupSettings(minhash=MinHashSettings(bands=14)))
     monkeypatch.setattr("maxlm.corpus.dedup.signatures.FORMAT", 99)
-    with pytest.raises(UserError, match="format 1.*99"):
+    with pytest.raises(UserError, match=r"format 1.*99"):
         open_signatures(path, settings)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="not a whole Parquet file"):
