@@ -1,7 +1,7 @@
 """Lines or paragraphs that many documents share: counted on disk, and removed from all documents but one.
 
 A line ends at a line feed; a paragraph ends at one or more blank lines. Two are the same if their normalised texts are (module `words`).
-One that occurs in more than `max_documents` documents stays in the first of them in keep order (longest text, then smallest id by its bytes),
+One that occurs in more than `max_documents` documents stays in the first of them in keep order (longest text, then smallest id by bytes),
 where it first occurs.
 """
 
@@ -90,8 +90,8 @@ def find_repeated(
             for table in _read(path, settings, unit):
                 _insert(database, shard, table)
         database.run(
-            "CREATE TABLE repeated AS SELECT lo, hi FROM (SELECT DISTINCT lo, hi, shard, row FROM lines) GROUP BY lo, hi "
-            f"HAVING count(*) > {settings.max_documents}"  # noqa: S608
+            "CREATE TABLE repeated AS SELECT lo, hi FROM (SELECT DISTINCT lo, hi, shard, row FROM lines) GROUP BY lo, hi "  # noqa: S608
+            f"HAVING count(*) > {settings.max_documents}"
         )
         database.run(
             "CREATE TABLE occurrences AS SELECT lo, hi, length, id, shard, row, position FROM lines JOIN repeated USING (lo, hi) "
