@@ -116,9 +116,8 @@ def test_file_of_signatures_is_the_same_for_any_hash_seed(tmp_path: Path):
     program = (
         "import sys, pathlib; from maxlm.corpus.document import Document; from maxlm.corpus.dedup.settings import DedupSettings\n"
         "from maxlm.corpus.dedup.signatures import write_signatures\n"
-        "texts = [f'text number {i} has some more words é' * 3 for i in range(99)]\n"
-        "documents = [Document(str(i), text) for i, text in enumerate(texts)]\n"
-        "write_signatures(documents, pathlib.Path(sys.argv[1]), DedupSettings())"
+        "write_signatures([Document(str(i), f'text number {i} has some more words é' * 3) for i in range(99)],\n"
+        "  pathlib.Path(sys.argv[1]), DedupSettings())"
     )
     for seed in ("1", "2"):
         subprocess.run([sys.executable, "-c", program, str(tmp_path / seed)], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)

@@ -31,6 +31,8 @@ SCHEMA = pa.schema(
     ]
 )
 
+_ENCODING: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
+
 
 def signatures(ids: Sequence[str], texts: Sequence[str], settings: DedupSettings) -> pa.Table:
     """Signatures of some documents, in their order: a table with SCHEMA."""
@@ -70,7 +72,7 @@ def write_signatures(documents: Iterable[Document], path: Path, settings: DedupS
     try:
         with (
             replacing(path) as file,
-            pq.ParquetWriter(file, SCHEMA.with_metadata({METADATA: stored}), compression="zstd", compression_level=1) as writer,
+            pq.ParquetWriter(file, SCHEMA.with_metadata({METADATA: stored}), **_ENCODING) as writer,
         ):
             for group in _groups(documents):
                 ids = [document.id for document in group]

@@ -1,0 +1,192 @@
+"""Lines or paragraphs that many documents share: counted on disk, and removed from all documents but one.
+
+A line ends at a line feed; a paragraph ends at one or more blank lines. Two are the same if their normalised texts are (module `words`).
+One that occurs in more than `max_documents` documents stays in the first of them in keep order (longest text, then smallest id by bytes),
+where it first occurs.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
+from maxlm.corpus.dedup.words import hash_words
+from maxlm.corpus.document import Document
+from maxlm.telemetry.atomic import replacing
+
+Unit = Literal["lines", "paragraphs"]
+
+METADATA = b"maxlm.dedup.lines"
+GROUP_CHARS = 1 << 22
+_BREAK = re.compile(r"(\n(?:[^\S\n]*\n)+)")
+
+OCCURRENCES = pa.schema(
+    [
+        ("row", pa.int64()),  # number of the document in its shard
+        ("id", pa.string()),
+        ("length", pa.int64()),  # characters of the document
+        ("positions", pa.list_(pa.int32())),  # numbers of its lines that are long enough
+        ("lo", pa.list_(pa.uint64())),
+        ("hi", pa.list_(pa.uint64())),
+    ]
+)
+REMOVED_LINES = pa.schema([("row", pa.int64()), ("id", pa.string()), ("positions", pa.list_(pa.int32()))])
+
+
+def split(text: str, unit: Unit) -> list[str]:
+    """Lines or paragraphs, each with the line feeds (and blank lines) that end it: joined they are the text."""
+    if unit == "lines":
+        return [line + "\n" for line in text.split("\n")[:-1]] + text.split("\n")[-1:]
+    parts = [*_BREAK.split(text), ""]
+    return [first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def without(text: str, positions: Collection[int], unit: Unit) -> str:
+    """The text without the lines or paragraphs at `positions`."""
+    gone = set(positions)
+    return "".join(part for position, part in enumerate(split(text, unit)) if position not in gone)
+
+
+def write_occurrences(documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit) -> int:
+    """Write the hashes of a shard's lines to `path`, atomically, and return the number of documents. Raises UserError."""
+    schema, count = OCCURRENCES.with_metadata({METADATA: _key(settings, unit).encode()}), 0
+    try:
+        with replacing(path) as file, pq.ParquetWriter(file, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
+            for group in _groups(documents):
+                writer.write_table(_occurrences(group, count, settings, unit).cast(schema))
+                count += len(group)
+    except UnicodeEncodeError as error:
+        raise UserError(f"{shorten(str(path))}: a document's id is not valid Unicode: {ascii(error.object)[:80]}.") from None
+    except OSError as error:
+        raise as_user_error(error) from error
+    return count
+
+
+def find_repeated(
+    files: Sequence[Path],
+    outputs: Sequence[Path],
+    settings: RepeatSettings,
+    unit: Unit,
+    *,
+    work: Path,
+    memory_mb: int = 512,
+    threads: int = 2,
+) -> int:
+    """Write for each shard of `files` which lines to remove, atomically: Parquet with REMOVED_LINES, one row for each document that loses
+    some, in the order of the shard. Returns the number of lines. `work`: a folder for temporary files. Raises UserError.
+    """
+    with Database(work, memory_mb, threads) as database:
+        database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, length BIGINT)")
+        database.run("CREATE TABLE lines (shard INTEGER, row BIGINT, position INTEGER, lo UBIGINT, hi UBIGINT)")
+        for shard, path in enumerate(files):
+            for table in _read(path, settings, unit):
+                _insert(database, shard, table)
+        database.run(
+            "CREATE TABLE repeated AS SELECT lo, hi FROM (SELECT DISTINCT lo, hi, shard, row FROM lines) GROUP BY lo, hi "  # noqa: S608
+            f"HAVING count(*) > {settings.max_documents}"
+        )
+        database.run(
+            "CREATE TABLE occurrences AS SELECT lo, hi, length, id, shard, row, position FROM lines JOIN repeated USING (lo, hi) "
+            "JOIN documents USING (shard, row)"
+        )
+        database.run("CREATE TABLE removed (shard BIGINT, row BIGINT, position BIGINT)")
+        before = (-1, -1)
+        query = "SELECT lo, hi, shard, row, position FROM occurrences ORDER BY lo, hi, length DESC, id, shard, row, position"
+        for lo, hi, shards, rows, positions in database.arrays(query):
+            later = np.empty(len(lo), bool)
+            later[1:] = (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
+            later[0] = (int(lo[0]), int(hi[0])) == before
+            before = int(lo[-1]), int(hi[-1])
+            database.insert("removed", {"shard": shards[later], "row": rows[later], "position": positions[later]})
+        for shard, path in enumerate(outputs):
+            _write(database, shard, path)
+        return database.number("SELECT count(*) FROM removed")
+
+
+def _key(settings: RepeatSettings, unit: Unit) -> str:
+    return json.dumps({"format": FORMAT, "unit": unit, "min_length": settings.min_length})
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text) + 64
+        if size > GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit) -> pa.Table:
+    texts: list[str] = []
+    positions: list[list[int]] = []
+    for document in group:
+        parts = [part.strip() for part in split(document.text, unit)]
+        positions.append([number for number, part in enumerate(parts) if len(part) >= settings.min_length])
+        texts += [parts[number] for number in positions[-1]]
+    hashes = np.zeros((len(texts), 2), np.uint64)
+    for places, words in hash_words(texts):
+        hashes[places] = words.exact
+    offsets = pa.array(np.append(0, np.cumsum([len(numbers) for numbers in positions])).astype(np.int32))
+    flat = np.array([number for numbers in positions for number in numbers], np.int32)
+    return pa.table(
+        {
+            "row": np.arange(start, start + len(group)),
+            "id": pa.array([document.id for document in group], pa.string()),
+            "length": np.array([len(document.text) for document in group], np.int64),
+            "positions": pa.ListArray.from_arrays(offsets, pa.array(flat)),
+            "lo": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 0])),
+            "hi": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 1])),
+        }
+    )
+
+
+def _read(path: Path, settings: RepeatSettings, unit: Unit) -> Iterator[pa.Table]:
+    try:
+        with pq.ParquetFile(path) as file:
+            stored = (file.schema_arrow.metadata or {}).get(METADATA, b"").decode()
+            if stored != _key(settings, unit):
+                raise UserError(
+                    f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {_key(settings, unit)}: "
+                    "use the same settings, or make the file again."
+                )
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, use_threads=False)
+    except OSError as error:
+        raise as_user_error(error) from error
+    except pa.ArrowException as error:
+        raise UserError(f"{shorten(str(path))}: not a whole Parquet file ({error}); make it again.") from None
+
+
+def _insert(database: Database, shard: int, table: pa.Table) -> None:
+    rows = table["row"].to_numpy()
+    shards = np.full(len(rows), shard, np.int32)
+    database.insert("documents", table.select(["row", "id", "length"]).add_column(0, "shard", pa.array(shards)))
+    columns = {name: table[name].combine_chunks() for name in ("positions", "lo", "hi")}
+    counts = np.diff(columns["lo"].offsets.to_numpy())
+    flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
+    database.insert("lines", {"shard": np.repeat(shards, counts), "row": np.repeat(rows, counts), **flat})
+
+
+def _write(database: Database, shard: int, output: Path) -> None:
+    query = (
+        f"SELECT removed.row, any_value(id), list(position ORDER BY position) FROM removed "  # noqa: S608
+        f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
+    )
+    try:
+        with replacing(output) as file, pq.ParquetWriter(file, REMOVED_LINES) as writer:
+            for table in database.tables(query):
+                writer.write_table(table.rename_columns(REMOVED_LINES.names).cast(REMOVED_LINES))
+    except OSError as error:
+        raise as_user_error(error) from error
