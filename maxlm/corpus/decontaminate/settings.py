@@ -31,7 +31,7 @@ class EvalSet(BaseModel):
 class DecontaminateSettings(BaseModel):
     """What is looked for, and how much of an item must be found.
 
-    A document is removed if a passage of it holds `threshold` of an item's weight and half that share of its words. Items of fewer than
+    A document is removed if a passage of it holds `threshold` of an item's weight and 0.7 of that share of its words. Items of fewer than
     2 * `shortest` words need `short_threshold` of their weight and of their words, those of fewer than `shortest` all of them; the
     share needed falls from `short_threshold` at 2 * `shortest` words to `threshold` at 4 * `shortest`. Items that have no run of
     `ngram` words are not searched. The weight of a word is its inverse document frequency (0 to 1) times the rarity of the n-grams
@@ -43,10 +43,10 @@ class DecontaminateSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     sets: dict[str, EvalSet] = {}
     ngram: int = Field(default=3, ge=2, le=13)
-    threshold: Share = 0.6
-    short_threshold: Share = 0.8
+    threshold: Share = 0.5
+    short_threshold: Share = 0.65
     shortest: int = Field(default=8, ge=1, le=100)
-    evidence: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    evidence: float = Field(default=0.7, ge=0, allow_inf_nan=False)
     common_documents: int = Field(default=20, ge=2)
     common_share: Share = 1e-4
     sample_share: Share = 1.0  # of the documents that `Frequencies.learn` is given, chosen by a hash of their ids
