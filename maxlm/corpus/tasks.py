@@ -25,7 +25,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its shards: numbers of equal length, so that names sort as tasks do."""
+        """Name of its shards: numbers of equal length, so that names sort as tasks do."""
         return f"{self.number:06}"
 
 

@@ -256,7 +256,7 @@ def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
 
 @njit(cache=True, nogil=True)
 def count_present(hashes_W: Hashes, wanted: Hashes, enough: int) -> int:
-    """How many different ones of `wanted` are among the words; stops at `enough`."""
+    """Number of different ones of `wanted` among the words; stops at `enough`."""
     found, present = 0, np.zeros(wanted.size, np.bool_)
     for i in range(hashes_W.size):
         for j in range(wanted.size):
@@ -297,14 +297,14 @@ def find_members(hashes_T: Hashes, table: Hashes) -> Counts:
 
 @njit(cache=True, nogil=True)
 def is_digit(code: np.uint32, classes: NDArray[np.uint8]) -> bool:
-    """Of class WORD, no letter and no underscore: every decimal digit, and a few characters more."""
+    """True for characters of class WORD that are no letter and no underscore: every decimal digit, and a few more."""
     kind = class_of(code, classes)
     return kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
 
 
 @njit(cache=True, nogil=True)
 def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
-    """What the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
+    """Kinds of data that the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
 
     IPv4: three full stops between digits in one word. IPv6: 2000 to 3fff before a colon. Phone: "+" before a digit, or three digits, one
     character that is no digit, four digits. Labelled phone: six digits with at most five other characters between each two. Token: 12 or

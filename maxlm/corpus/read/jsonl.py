@@ -66,7 +66,7 @@ def of_json_or_text(id: str, data: bytes, settings: ReadSettings) -> Document | 
 
 
 def _of_unusual_json(id: str, data: bytes, settings: ReadSettings) -> Document | Removed:
-    """What orjson refuses and Python writes: NaN, halves of surrogate pairs; and JSON that is not UTF-8."""
+    """A document of JSON that orjson refuses and Python writes: NaN, halves of surrogate pairs; and JSON that is not UTF-8."""
     decoded = decode(data)
     if decoded is None:
         return removed(id, "encoding", data[:EXAMPLE].decode("latin-1"))

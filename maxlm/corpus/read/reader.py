@@ -73,7 +73,7 @@ def read(path: str, settings: ReadSettings = DEFAULTS) -> Found:
 
 
 def _refused(path: str, error: Exception, count: int) -> Removed:
-    """What the system or a server refused. Raises UnavailableError if that may pass."""
+    """A file that the system or a server refused. Raises UnavailableError if that may pass."""
     if isinstance(error, IsADirectoryError):
         return removed(path, "not_a_file")
     code = error.errno if isinstance(error, OSError) else None
@@ -102,7 +102,7 @@ def _documents(path: str, raw: BinaryIO, settings: ReadSettings) -> Found:
 
 
 def _reader(path: str, head: bytes) -> Callable[[str, ByteStream, ReadSettings], Found]:
-    """What reads data that begins with `head`, which is no table."""
+    """The function that reads data that begins with `head`, which is no table."""
     foreign = next((name for magic, name in FOREIGN.items() if head.startswith(magic)), "tar" if head[257:262] == b"ustar" else None)
     if foreign is not None:
         return lambda path, stream, settings: iter([removed(path, "binary", format=foreign)])

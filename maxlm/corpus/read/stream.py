@@ -133,7 +133,7 @@ def as_utf8(stream: ByteStream) -> ByteStream:
 
 
 def compression(head: bytes) -> Callable[[], Any] | None:
-    """What decompresses data that begins with `head`; None if it is not compressed."""
+    """The decompressor of data that begins with `head`; None if it is not compressed."""
     if head.startswith(b"\x1f\x8b\x08"):
         return _Gzip
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):  # a frame, or one to skip

@@ -54,7 +54,7 @@ def read_wikipedia(path: str, stream: ByteStream, settings: ReadSettings) -> Ite
 
 
 def _site(head: str) -> tuple[dict[str, Value], list[str]]:
-    """What a dump says about its wiki, and the wiki's names for files and categories."""
+    """Metadata that a dump has of its wiki, and the wiki's names for files and categories."""
     known: dict[str, Value] = {}
     for name, key in (("dbname", "source"), ("base", "url")):
         if match := _SITE[name].search(head):
