@@ -7,6 +7,7 @@ import json
 import random
 import string
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from maxlm.corpus.document import Document
@@ -71,8 +72,8 @@ class Writer:
         while len(content) < 6000:
             content["".join(self.random.choices(SYLLABLES, k=self.random.randint(2, 4)))] = None
         self.content = list(content)
-        self.content_weights = [1 / (rank + 20) for rank in range(len(self.content))]
-        self.function_weights = [1 / (rank + 2) for rank in range(len(FUNCTION))]
+        self.content_weights = list(accumulate(1 / (rank + 20) for rank in range(len(self.content))))  # cumulated, as the next
+        self.function_weights = list(accumulate(1 / (rank + 2) for rank in range(len(FUNCTION))))
         self.topics = [self.random.choices(self.content, k=120) for _ in range(topics)]
         self.names = [[" ".join(self.random.choices(words, k=self.random.randint(2, 3))) for _ in range(25)] for words in self.topics]
 
@@ -82,13 +83,13 @@ class Writer:
         while len(words) < length:
             draw = self.random.random()
             if draw < 0.45:
-                words += self.random.choices(FUNCTION, self.function_weights)
+                words += self.random.choices(FUNCTION, cum_weights=self.function_weights)
             elif draw < 0.53 and length - len(words) > 2:
                 words += self.random.choice(self.names[topic]).split()
             elif draw < 0.8:
                 words.append(self.random.choice(self.topics[topic]))
             else:
-                words += self.random.choices(self.content, self.content_weights)
+                words += self.random.choices(self.content, cum_weights=self.content_weights)
         return " ".join(words)
 
     def text(self, topic: int, sentences: int) -> str:

@@ -12,7 +12,7 @@ from maxlm.corpus.document import Document, Removed, Value
 
 STAGE = "decontaminate"
 REASON = "contaminated"
-SEED_SHARE = 0.2  # of an item's weight must be in runs of words of the document before the two are compared in detail
+SEED_SHARE = 0.3  # of an item's weight must be in runs of words of the document before the two are compared in detail
 WORD_SHARE = 0.7  # of the share of weight that is needed: share of words that is needed, so that a rare name alone is no match
 SLACK = 16  # words of a window before the first run, and after one and a half times the item's length
 CHARACTERS = 32  # of a word, at most, in the part that two pieces of a long document share
@@ -96,11 +96,17 @@ class Decontaminator:
         place, word, value = np.repeat(first[position], counts), index.word_P[posting], index.value_P[posting]
         text, item = found.owner_T[place], self._item_W[word]
         _, once = np.unique(text * len(index.hash_W) + word, return_index=True)
-        pairs, inverse = np.unique((text * len(index.names_K) + item)[once], return_inverse=True)
+        all_pairs = text * len(index.names_K) + item
+        pairs, inverse = np.unique(all_pairs[once], return_inverse=True)
         share = np.bincount(inverse, value[once]) / index.evidence_K[pairs % len(index.names_K)]
-        for pair in pairs[share >= SEED_SHARE].tolist():
+        chosen = pairs[share >= SEED_SHARE]
+        if not len(chosen):
+            return
+        order = np.argsort(all_pairs, kind="stable")
+        starts, stops = (np.searchsorted(all_pairs[order], chosen, side) for side in ("left", "right"))
+        for pair, start, stop in zip(chosen.tolist(), starts.tolist(), stops.tolist(), strict=True):
             number, one = divmod(pair, len(index.names_K))
-            mine = (text == number) & (item == one)
+            mine = order[start:stop]
             match = self._compare(found, number, one, place[mine], value[mine])
             if match is not None:
                 yield number, match

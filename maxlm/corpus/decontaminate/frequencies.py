@@ -71,10 +71,10 @@ class Frequencies:
         given = list(parts)
         if not given:
             raise UserError("frequencies: there are no parts to merge.")
-        first, *others = given
+        first, others = given[0], given[1:]
         documents, counts = first.documents, first.counts.copy()
         for other in others:
-            if other is None or other.items_digest != first.items_digest:
+            if other.items_digest != first.items_digest:
                 raise UserError("frequencies: parts were learned for different evaluation sets; learn them again.")
             documents, counts = documents + other.documents, counts + other.counts
         return cls(first.items_digest, documents, first.keys, counts)

@@ -262,16 +262,20 @@ def _aligned(text: U64, window: U64, sorted_grams: U64, order: I64, n: int) -> I
         at[hit + offset] = order[place[hit]] + offset
     if not len(hit):
         return at
-    known = np.flatnonzero(at >= 0)
-    number = np.arange(size)
-    right = np.minimum(np.searchsorted(known, number), len(known) - 1)
-    for neighbour in (known[np.maximum(right - 1, 0)], known[right]):
-        for shift in (0, -1, 1, -2, 2):
-            expected = at[neighbour] + number - neighbour + shift
-            inside = (at < 0) & (np.abs(number - neighbour) <= REACH) & (expected >= 0) & (expected < len(window))
-            fits = inside & (window[np.clip(expected, 0, len(window) - 1)] == text)
-            at = np.where(fits, expected, at)
+    known, missing = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+    if not len(missing):
+        return at
+    right = np.searchsorted(known, missing)
+    neighbours = known[np.stack([np.maximum(right - 1, 0), np.minimum(right, len(known) - 1)])]
+    distance = missing - neighbours
+    expected = (at[neighbours] + distance + SHIFTS).reshape(-1, len(missing))  # one row for each shift and neighbour
+    fits = (expected >= 0) & (expected < len(window)) & np.tile(np.abs(distance) <= REACH, (len(SHIFTS), 1))
+    fits &= window.take(expected, mode="clip") == text[missing]
+    row = np.argmax(fits, axis=0)
+    column = np.flatnonzero(fits[row, np.arange(len(missing))])
+    at[missing[column]] = expected[row[column], column]
     return at
 
 
+SHIFTS = np.array([0, -1, 1, -2, 2])[:, None, None]  # words that were inserted or left out
 REACH = 4  # words from a run of words that both texts have, within which single words are matched

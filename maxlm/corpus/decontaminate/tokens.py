@@ -18,10 +18,17 @@ GRAM_BASE = 0xD1342543DE82EF95
 SEPARATOR = "\n"
 SINGLE = 1 << 31  # flag of a character that is a word by itself
 UNKNOWN = 0xFFFFFFFF
-SPACELESS = (  # Thai, Lao, Burmese, Khmer, Japanese and Chinese
-    *((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF)),
-    *((0xF900, 0xFAFF), (0x20000, 0x3FFFF)),
-)
+SPACELESS: tuple[tuple[int, int], ...] = (
+    (0x0E00, 0x0EFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x3005, 0x3007),
+    (0x3040, 0x30FF),
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x20000, 0x3FFFF),
+)  # Thai, Lao, Burmese, Khmer, Japanese and Chinese
 INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"  # may stand inside words
 
 U64 = NDArray[np.uint64]
