@@ -12,7 +12,7 @@ from maxlm.corpus.document import Document, Removed, Value
 
 STAGE = "decontaminate"
 REASON = "contaminated"
-SEED_SHARE = 0.3  # of an item's weight must be in runs of words of the document before the two are compared in detail
+SEED_SHARE = 0.2  # of an item's weight must be in runs of words of the document before the two are compared in detail
 WORD_SHARE = 0.7  # of the share of weight that is needed: share of words that is needed, so that a rare name alone is no match
 SLACK = 16  # words of a window before the first run, and after one and a half times the item's length
 CHARACTERS = 32  # of a word, at most, in the part that two pieces of a long document share

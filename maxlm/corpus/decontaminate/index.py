@@ -229,6 +229,9 @@ def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: l
     pairs = np.unique(gram * max(1, len(items)) + item_T[first])
     in_items = np.bincount(pairs // max(1, len(items)), minlength=1)
     rarity = np.minimum(rarity, _rarity(in_items[gram] if len(gram) else gram, max(settings.common_documents, ITEM_SHARE * len(items))))
+    _, once = np.unique(gram * max(1, len(items)) + item_T[first], return_index=True)
+    repeated = np.ones(len(first), bool)
+    repeated[once] = False
     sums, counts = np.zeros(len(found.hash_T)), np.zeros(len(found.hash_T))
     for offset in range(settings.ngram):
         np.add.at(sums, first + offset, rarity)
@@ -237,6 +240,8 @@ def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: l
         idf = np.ones(len(found.hash_T))
     else:
         idf = np.log((documents + 1) / (np.minimum(frequencies.of(found.hash_T), documents) + 1)) / np.log(documents + 1)
+    for offset in range(settings.ngram):
+        idf[first[repeated] + offset] = 0  # a name that an item repeats counts once
     return np.round(idf * np.where(counts > 0, sums / np.maximum(counts, 1), 1.0), 9)
 
 
