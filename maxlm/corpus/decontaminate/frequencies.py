@@ -88,7 +88,7 @@ class Frequencies:
         return counts
 
     def digest(self) -> str:
-        """Of the counts and all that they depend on."""
+        """Hash of the counts and all that they depend on."""
         state = hashlib.sha256(f"{self.items_digest} {self.documents} ".encode())
         state.update(self.counts.astype("<i8").tobytes())
         return state.hexdigest()
@@ -157,7 +157,7 @@ def save_arrays(path: Path, about: dict[str, Any], arrays: dict[str, Any]) -> No
 
 
 def load_arrays(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `save_arrays` wrote. Raises UserError."""
+    """Arrays that `save_arrays` wrote. Raises UserError."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return json.loads(file["about"].tobytes()), {name: file[name] for name in names}

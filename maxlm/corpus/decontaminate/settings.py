@@ -29,7 +29,7 @@ class EvalSet(BaseModel):
 
 
 class DecontaminateSettings(BaseModel):
-    """What is looked for, and how much of an item must be found.
+    """Settings of the search: the sets that are looked for, and how much of an item must be found.
 
     A document is removed if a passage of it holds `threshold` of an item's weight and 0.7 of that share of its words. Items of fewer than
     2 * `shortest` words need `short_threshold` of their weight and of their words, those of fewer than `shortest` all of them; the
