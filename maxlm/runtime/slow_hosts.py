@@ -92,11 +92,13 @@ class SlowHosts:
     _began: tuple[float, int] | None = None  # time and step of that
     _streaks: dict[tuple[str, int], Streak] = field(default_factory=dict)  # by cause and process
     _best: dict[int, float] = field(default_factory=dict)  # shortest round trip
+    _round_trips: dict[int, list[float]] = field(default_factory=dict)  # of this window; one alone depends on what else is in the queue
 
     def update(self, now: float, step: int, times: Mapping[int, Times], round_trips: Mapping[int, float]) -> list[Event]:
         """`times`: the newest figures; `round_trips`: seconds to other hosts. The events of a window that ends, if one does."""
         for number, seconds in round_trips.items():
             self._best[number] = min(seconds, self._best.get(number, seconds))
+            self._round_trips.setdefault(number, []).append(seconds)
         if self._began is None or set(times) != set(self._first):
             self._begin(now, step, times)
             return []
@@ -106,13 +108,14 @@ class SlowHosts:
         windows = {number: window_between(self._first[number], one) for number, one in times.items()}
         usable = {number: window for number, window in windows.items() if window is not None}
         began = self._began[1]
+        usual = {number: statistics.median(seconds) for number, seconds in self._round_trips.items() if number in round_trips}
         self._begin(now, step, times)
         if len(usable) < len(windows) or len(usable) < 2:
             return []
-        return [*self._slow_hosts(step, began, usable), *self._slow_links(step, began, usable, round_trips)]
+        return [*self._slow_hosts(step, began, usable), *self._slow_links(step, began, usable, usual)]
 
     def _begin(self, now: float, step: int, times: Mapping[int, Times]) -> None:
-        self._first, self._began = dict(times), (now, step)
+        self._first, self._began, self._round_trips = dict(times), (now, step), {}
 
     def _slow_hosts(self, step: int, began: int, windows: Mapping[int, Window]) -> list[Event]:
         step_s = statistics.median(window.step_s for window in windows.values())

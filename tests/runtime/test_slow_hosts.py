@@ -188,3 +188,11 @@ def test_what_a_peer_does_not_read_is_not_its_link():
                 pass
             ends = (one.getsockname(), one.getpeername())
             assert [sent.seconds < 0.05 for sent in own_time.tcp_connections() if sent.ends == ends] == [True]
+
+
+@pytest.mark.parametrize(("often", "named"), [(3, True), (1, False)])
+def test_a_round_trip_counts_by_its_median(often, named):
+    """Three of four beats with a long one name the link; one of four does not."""
+    run = Hosts(3)
+    events = [event for beat in range(400) for event in run.beat(trips={1: 0.2 if beat % 4 < often else 0.005})]
+    assert [event.data["cause"] for event in events] == ["slow_link"] * named
