@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Turn text into a token store, and look into one.")
 app.add_typer(data_app, name="data")
+corpus_app = typer.Typer(no_args_is_help=True, help="Turn raw text into clean documents.")
+app.add_typer(corpus_app, name="corpus")
 kernels_app = typer.Typer(no_args_is_help=True, help="Look at the kernels.")
 app.add_typer(kernels_app, name="kernels")
 
@@ -151,6 +153,19 @@ def plan_(
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
         raise typer.Exit(plan_command.run(request, as_json=json_))
+
+
+@corpus_app.command("run")
+def run_corpus(file: Annotated[str, typer.Argument(metavar="FILE", help="A corpus file (YAML).")], overrides: Overrides = None) -> None:
+    """Read, filter, deduplicate and decontaminate the documents of a corpus file. The same command goes on after an interruption."""
+    from maxlm.config.loader import load_as
+
+    try:
+        from maxlm.corpus.command import run
+        from maxlm.corpus.settings import CorpusSettings
+    except ModuleNotFoundError as error:
+        raise UserError(f"maxlm corpus needs the package {error.name}: pip install 'maxlm[corpus]'.") from None
+    run(load_as(CorpusSettings, file, overrides or []), lambda line: typer.echo(line, err=True))
 
 
 @data_app.command()

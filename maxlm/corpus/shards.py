@@ -29,7 +29,11 @@ class ShardWriter:
         self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
-        line = json.dumps(asdict(record), ensure_ascii=False, sort_keys=True).encode() + b"\n"
+        values = asdict(record)
+        try:
+            line = json.dumps(values, ensure_ascii=False, sort_keys=True).encode() + b"\n"
+        except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+            line = json.dumps(values, sort_keys=True).encode() + b"\n"
         self._digest.update(line)
         self._stream.write(line)
         self.records += 1
@@ -45,7 +49,10 @@ def shard(path: Path) -> Iterator[ShardWriter]:
     """A shard that replaces `path` when the block ends without an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, zstd.ZstdFile(file, "w", level=LEVEL) as stream:
-        yield ShardWriter(stream)
+        writer = ShardWriter(stream)
+        yield writer
+        if not writer.records:
+            file.write(zstd.compress(b"", LEVEL))  # an empty frame: a file of no bytes is not one of zstd
 
 
 def read_shard(path: Path) -> Iterator[dict[str, Any]]:

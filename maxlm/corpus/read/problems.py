@@ -1,6 +1,9 @@
 """Reasons why `read` sets a record or a file aside, and the limits on what one file may ask for."""
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from maxlm.corpus.document import Removed
 
@@ -35,16 +38,19 @@ REASONS = {
     "vanished": "is there no more",
 }
 
+Positive = Annotated[int, Field(ge=1)]
+
 
 @dataclass(frozen=True)
 class ReadSettings:
     """Settings of `read`. Sizes are in bytes."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     text_field: str = "text"  # of JSON objects and Parquet columns
-    max_record_bytes: int = 16 * MIB  # Common Crawl cuts pages at 1 MiB (5 MiB since 2025), MediaWiki at 2 MiB
-    max_ratio: int = 250  # decompressed / compressed, once a file has given `ratio_from_bytes`; text: 3 to 10, repetitive logs 100
-    ratio_from_bytes: int = 64 * MIB
-    max_file_bytes: int = 2**40  # decompressed
+    max_record_bytes: Positive = 16 * MIB  # Common Crawl cuts pages at 1 MiB (5 MiB since 2025), MediaWiki at 2 MiB
+    max_ratio: Positive = 250  # decompressed / compressed, once a file has given `ratio_from_bytes`; text: 3 to 10, repetitive logs 100
+    ratio_from_bytes: Positive = 64 * MIB
+    max_file_bytes: Positive = 2**40  # decompressed
 
 
 DEFAULTS = ReadSettings()

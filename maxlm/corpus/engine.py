@@ -1,0 +1,257 @@
+"""Run the stages of a corpus: passes over tasks, each task by one process, with a mark for each that is done.
+
+The result is a pure function of the input files and the settings of the stages: not of the number of workers, nor of interruptions. A run
+that was cut off goes on where it was when the same command is given again.
+"""
+
+import hashlib
+import heapq
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus import shards
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters import build_filters, run_filters
+from maxlm.corpus.read import Input, find, read
+from maxlm.corpus.settings import CorpusSettings
+from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
+from maxlm.corpus.tasks import Task, divide, fingerprint
+from maxlm.telemetry.atomic import write_text
+
+FORMAT = 1  # of the output: raise it when the same settings would give other documents
+FIRST = "filter"  # name of the first pass, which reads and filters
+EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a process needs to know to run any task of any pass. `origins`: the source of each input file."""
+
+    settings: CorpusSettings
+    tasks: tuple[Task, ...]
+    origins: dict[str, str]
+    fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
+
+    @property
+    def output(self) -> Path:
+        return Path(self.settings.output).expanduser()
+
+    @property
+    def stages(self) -> list[Stage]:
+        return build_stages(self.settings)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the passes, in order."""
+        return [FIRST, *(stage.name for stage in self.stages)]
+
+    def folder(self, number: int) -> Path:
+        """Of a pass, for what only the next passes need."""
+        return self.output / "stages" / f"{number}-{self.names[number]}"
+
+    def documents(self, number: int, task: Task) -> Path:
+        """The shard of documents that a pass writes."""
+        last = number == len(self.names) - 1
+        return (self.output if last else self.folder(number)) / "documents" / f"{task.name}{shards.ENDING}"
+
+    def removed(self, number: int, task: Task) -> Path:
+        return self.output / "removed" / self.names[number] / f"{task.name}{shards.ENDING}"
+
+    def collected(self, number: int, task: Task) -> Path:
+        return self.folder(number) / "collected" / task.name
+
+    def mark(self, number: int, task: Task) -> dict[str, Any] | None:
+        """What a finished task counted; None if it is to be done."""
+        files = [self.documents(number, task), self.removed(number, task)]
+        if number + 1 < len(self.names):
+            files.append(self.collected(number, task))
+        if not all(file.is_file() for file in files):
+            return None
+        return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
+
+    def mark_path(self, number: int, task: Task) -> Path:
+        return self.output / "marks" / self.names[number] / f"{task.name}.json"
+
+
+def make_plan(settings: CorpusSettings) -> Plan:
+    """Find the input files and divide them. Raises UserError."""
+    inputs: list[Input] = []
+    origins: dict[str, str] = {}
+    for name in sorted(settings.sources):
+        for one in find(settings.sources[name].paths):
+            if one.path in origins:
+                raise UserError(f"sources.{name}.paths: {shorten(one.path)} is a file of sources.{origins[one.path]}, too; list it once.")
+            origins[one.path] = name
+            inputs.append(one)
+    tasks = tuple(divide(inputs, settings.run.task_bytes))
+    stages = build_stages(settings)
+    keys = [stage.key for stage in stages]
+    reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
+    filters = settings.filters.model_dump(mode="json") if settings.filters else None
+    origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
+    first = [
+        fingerprint(FORMAT, reading, filters, [[path, _state(path), origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
+        for task in tasks
+    ]
+    later = [fingerprint(first, keys[: number + 2]) for number in range(len(stages))]
+    return Plan(settings, tasks, origins, (tuple(first), *((one,) * len(tasks) for one in later)))
+
+
+def _state(path: str) -> list[int]:
+    """Size and time of change of a local file: another one there is another input."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
+    """Run one task of a pass; returns its mark. Raises UserError, UnavailableError."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, list[tuple[str, str]]] = {}
+    sizes = {"documents": 0, "bytes": 0}
+
+    def survivors(stream: Stream, kept: shards.ShardWriter, dropped: shards.ShardWriter) -> Iterator[Document]:
+        for one in stream:
+            if isinstance(one, Document):
+                kept.write(one)
+                sizes["documents"] += 1
+                sizes["bytes"] += len(one.text.encode("utf-8", "surrogatepass"))
+                yield one
+                continue
+            dropped.write(one)
+            reason = f"{one.stage}/{one.reason}"
+            counts[reason] += 1
+            rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
+            best = [*examples.get(reason, []), (rank, json.dumps(asdict(one)))]
+            examples[reason] = heapq.nsmallest(EXAMPLES, best)
+
+    stream = _read(plan, task) if number == 0 else _apply(plan, number, task)
+    try:
+        with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
+            documents = survivors(stream, kept, dropped)
+            if number + 1 < len(plan.names):
+                collected = plan.collected(number, task)
+                collected.parent.mkdir(parents=True, exist_ok=True)
+                plan.stages[number].collect(documents, collected)
+            for _ in documents:
+                pass
+        mark = {
+            "fingerprint": plan.fingerprints[number][task.number],
+            **sizes,
+            "removed": dict(sorted(counts.items())),
+            "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
+            "sha256": kept.digest,
+        }
+        shards.finish(plan.mark_path(number, task), mark)
+    except OSError as error:
+        raise as_user_error(error) from error
+    return mark
+
+
+def _read(plan: Plan, task: Task) -> Stream:
+    filters = build_filters(plan.settings.filters) if plan.settings.filters else []
+    for path in task.paths:
+        name = plan.origins[path]
+        source = plan.settings.sources[name]
+        added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
+        for one in read(path, plan.settings.read):
+            if isinstance(one, Removed):
+                yield one
+            else:
+                yield run_filters(filters, Document(one.id, one.text, {**added, **one.metadata}))
+
+
+def _apply(plan: Plan, number: int, task: Task) -> Stream:
+    documents = shards.read_documents(plan.documents(number - 1, task))
+    return plan.stages[number - 1].apply(documents, plan.folder(number), task)
+
+
+def combine(plan: Plan, number: int, threads: int) -> None:
+    """The search before pass `number`, unless its result is there."""
+    folder = plan.folder(number)
+    mark = folder / "combined.json"
+    if shards.finished(mark, plan.fingerprints[number][0]) is not None:
+        return
+    work = folder / "work"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        files = [plan.collected(number - 1, task) for task in plan.tasks]
+        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+        shards.finish(mark, {"fingerprint": plan.fingerprints[number][0]})
+        shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise as_user_error(error) from error
+
+
+def run(plan: Plan, run_tasks: Callable[[Plan, int, list[Task]], None], threads: int) -> dict[str, Any]:
+    """Run all passes and write `report.json`, which is returned. `run_tasks`: runs tasks of a pass, in any order. Raises UserError."""
+    last = len(plan.names) - 1
+    if any(plan.mark(last, task) is None for task in plan.tasks):
+        for number in range(last + 1):
+            left = [task for task in plan.tasks if plan.mark(number, task) is None]
+            if left and number:
+                combine(plan, number, threads)
+            if left:
+                run_tasks(plan, number, left)
+    report = summarize(plan)
+    try:
+        _remove_stale(plan)
+        write_text(plan.output / "report.json", json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
+        shutil.rmtree(plan.output / "stages", ignore_errors=True)
+    except OSError as error:
+        raise as_user_error(error) from error
+    return report
+
+
+def _remove_stale(plan: Plan) -> None:
+    """Remove shards of an earlier run with more tasks or other stages, which would be taken for a part of this one."""
+    folders = {plan.output / "documents": shards.ENDING}
+    for kind, ending in (("removed", shards.ENDING), ("marks", ".json")):
+        for folder in (plan.output / kind).iterdir():
+            if folder.name not in plan.names:
+                shutil.rmtree(folder)
+            else:
+                folders[folder] = ending
+    for folder, ending in folders.items():
+        wanted = {f"{task.name}{ending}" for task in plan.tasks}
+        for file in folder.iterdir():
+            if file.name.endswith(ending) and file.name not in wanted:
+                file.unlink()
+
+
+def summarize(plan: Plan) -> dict[str, Any]:
+    """Documents and bytes after each pass, and what each removed, with examples. Every task must be done."""
+    passes = []
+    for number, name in enumerate(plan.names):
+        documents, size = 0, 0
+        removed: Counter[str] = Counter()
+        examples: dict[str, list[dict[str, Any]]] = {}
+        for task in plan.tasks:
+            path = plan.mark_path(number, task)
+            mark = shards.finished(path, plan.fingerprints[number][task.number])
+            if mark is None:
+                raise UserError(
+                    f"{shorten(str(path))}: the mark of a finished task is missing or of other settings; remove it and run again."
+                )
+            documents, size = documents + mark["documents"], size + mark["bytes"]
+            removed.update(mark["removed"])
+            for reason, some in mark["examples"].items():
+                examples.setdefault(reason, []).extend(some)
+        chosen = {reason: sorted(some, key=_rank)[:EXAMPLES] for reason, some in sorted(examples.items())}
+        passes.append({"name": name, "documents": documents, "bytes": size, "removed": dict(sorted(removed.items())), "examples": chosen})
+    return {"format": FORMAT, "passes": passes, "tasks": len(plan.tasks), "input_files": len(plan.origins)}
+
+
+def _rank(example: dict[str, Any]) -> str:
+    return hashlib.sha256(example["id"].encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,95 @@
+"""Run tasks on the cores of this machine."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from maxlm.config.errors import UserError
+from maxlm.corpus.engine import Plan, run_task
+from maxlm.corpus.tasks import Task, largest_first
+
+ATTEMPTS = 3  # at a task whose process was killed
+
+
+class LocalExecutor:
+    """Processes on this machine. A process that is killed is replaced, and its tasks begin again; datatrove's pool would wait for ever."""
+
+    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
+        self.workers, self.say = workers, say
+
+    def __call__(self, plan: Plan, number: int, tasks: list[Task]) -> None:
+        """Run `tasks` of pass `number`. Raises what a task raises, and UserError if processes are killed again and again."""
+        left = {task.number: task for task in tasks}
+        progress = _Progress(plan.names[number], tasks, self.say)
+        for attempt in range(ATTEMPTS):
+            try:
+                if self.workers == 1 and attempt == 0:
+                    for place in largest_first(list(left.values())):
+                        progress.add(left[place], run_task(plan, number, left[place]))
+                        del left[place]
+                else:
+                    self._in_processes(plan, number, left, progress)
+            except BrokenProcessPool:
+                self.say("a process was killed (is memory short? less with a smaller run.workers); its tasks begin again")
+            if not left:
+                return
+        raise UserError(
+            f"processes were killed {ATTEMPTS} times: memory may be short; use a smaller run.workers and give the same command."
+        )
+
+    def _in_processes(self, plan: Plan, number: int, left: dict[int, Task], progress: "_Progress") -> None:
+        """Remove from `left` what is done. Raises BrokenProcessPool."""
+        workers = min(self.workers, len(left))
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+        try:
+            running: dict[Future[dict[str, Any]], int] = {}
+            for place in largest_first(list(left.values())):
+                running[pool.submit(run_task, plan, number, left[place])] = place
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    place = running.pop(future)
+                    progress.add(left[place], future.result())
+                    del left[place]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+
+
+class _Progress:
+    """Tasks done, bytes of input a second, and time left."""
+
+    def __init__(self, name: str, tasks: list[Task], say: Callable[[str], None]) -> None:
+        self.name, self.say, self.began = name, say, time.monotonic()
+        self.tasks, self.bytes = len(tasks), sum(task.size for task in tasks)
+        self.done, self.done_bytes, self.documents, self.removed = 0, 0, 0, 0
+
+    def add(self, task: Task, mark: dict[str, Any]) -> None:
+        self.done += 1
+        self.done_bytes += task.size
+        self.documents += mark["documents"]
+        self.removed += sum(mark["removed"].values())
+        seconds = max(time.monotonic() - self.began, 1e-6)
+        left = seconds * (self.bytes - self.done_bytes) / self.done_bytes if self.done_bytes else 0.0
+        self.say(
+            f"{self.name}: {self.done:,} of {self.tasks:,} tasks, {self.done_bytes / seconds / 1e6:,.1f} MB/s, "
+            f"{self.documents:,} documents kept, {self.removed:,} removed, {left:,.0f} s left"
+        )
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, however that was."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

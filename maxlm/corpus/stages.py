@@ -1,0 +1,164 @@
+"""The stages of a corpus as passes over its documents, each with the search over all of them that it needs first.
+
+A pass takes the documents of a task one by one (`apply`). What it must know of the whole corpus is collected while the pass before it
+writes its documents (`collect`, a file for each task), and combined by one process in between (`combine`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow.parquet as pq
+
+from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
+from maxlm.corpus.dedup.clusters import cluster
+from maxlm.corpus.dedup.lines import Unit, find_repeated, without, write_occurrences
+from maxlm.corpus.dedup.settings import DedupSettings, RepeatSettings
+from maxlm.corpus.dedup.signatures import write_signatures
+from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.settings import CorpusSettings
+from maxlm.corpus.tasks import Task
+
+Stream = Iterator[Document | Removed]
+
+
+class Resources(NamedTuple):
+    """What a search over the whole corpus may use. `work`: a folder for temporary files."""
+
+    work: Path
+    memory_mb: int
+    threads: int
+
+
+class Stage(Protocol):
+    """A pass that needs to know of the whole corpus."""
+
+    name: str
+
+    @property
+    def key(self) -> Any:
+        """Settings that decide the result, as JSON has them."""
+        ...
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        """Write what the search needs of a task's documents to `path`, atomically. Takes all of `documents`."""
+        ...
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        """Search over `files`, one for each task, and write the result to `folder`."""
+        ...
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        """One result for each document of a task, in order."""
+        ...
+
+
+class Deduplicate:
+    """Leave one document of each cluster of copies."""
+
+    name = "deduplicate"
+
+    def __init__(self, settings: DedupSettings) -> None:
+        self.settings = settings
+
+    @property
+    def key(self) -> Any:
+        return self.settings.model_dump(mode="json", exclude={"lines", "paragraphs"})
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        write_signatures(documents, path, self.settings)
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        del tasks
+        work, memory_mb, threads = resources
+        cluster(files, folder / "copies.parquet", self.settings, work=work, memory_mb=memory_mb, threads=threads)
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        low, high = (
+            min(f"{path}#" for path in task.paths),
+            max(f"{path}$" for path in task.paths),
+        )  # ids are "PATH#NUMBER", and "$" follows "#"
+        table = pq.read_table(folder / "copies.parquet", filters=[("id", ">=", low), ("id", "<", high)], use_threads=False)
+        copies = {row["id"]: row for row in table.to_pylist()}
+        for document in documents:
+            row = copies.get(document.id)
+            if row is None:
+                yield document
+            else:
+                detail = {"kept": row["kept"], "cluster": row["cluster"]}
+                yield Removed(document.id, self.name, f"{row['kind']}_copy", document.text[:300], detail)
+
+
+class RemoveRepeated:
+    """Remove lines or paragraphs that many documents share from all but one of them."""
+
+    def __init__(self, settings: RepeatSettings, unit: Unit) -> None:
+        self.name, self.settings, self.unit = f"repeated_{unit}", settings, unit
+
+    @property
+    def key(self) -> Any:
+        return self.settings.model_dump(mode="json")
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        write_occurrences(documents, path, self.settings, self.unit)
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        outputs = [self._result(folder, task) for task in tasks]
+        work, memory_mb, threads = resources
+        find_repeated(files, outputs, self.settings, self.unit, work=work, memory_mb=memory_mb, threads=threads)
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        table = pq.read_table(self._result(folder, task), columns=["row", "positions"], use_threads=False)
+        positions = dict(zip(table["row"].to_pylist(), table["positions"].to_pylist(), strict=True))
+        for row, document in enumerate(documents):
+            if row not in positions:
+                yield document
+                continue
+            text = without(document.text, positions[row], self.unit)
+            if text.strip():
+                yield Document(document.id, text, document.metadata)
+            else:
+                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: len(positions[row])})
+
+    def _result(self, folder: Path, task: Task) -> Path:
+        return folder / f"{task.name}.parquet"
+
+
+class Decontaminate:
+    """Remove documents that hold items of evaluation sets."""
+
+    name = "decontaminate"
+
+    def __init__(self, settings: DecontaminateSettings) -> None:
+        self.settings = settings
+
+    @property
+    def key(self) -> Any:
+        return [self.settings.model_dump(mode="json"), Frequencies.none(self.settings).items_digest]
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        Frequencies.learn(self.settings, documents).save(path)
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        del tasks, resources
+        EvalIndex.build(self.settings, Frequencies.merge(map(Frequencies.load, files))).save(folder / "index.npz")
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        del task
+        return Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents)
+
+
+def build_stages(settings: CorpusSettings) -> list[Stage]:
+    """Stages after the first pass, which reads and filters: copies go first, so that they do not count as repetition."""
+    stages: list[Stage] = []
+    copies = settings.deduplicate
+    if copies is not None:
+        if copies.exact or copies.minhash is not None:
+            stages.append(Deduplicate(copies))
+        if copies.paragraphs is not None:
+            stages.append(RemoveRepeated(copies.paragraphs, "paragraphs"))
+        if copies.lines is not None:
+            stages.append(RemoveRepeated(copies.lines, "lines"))
+    if settings.decontaminate is not None:
+        stages.append(Decontaminate(settings.decontaminate))
+    return stages

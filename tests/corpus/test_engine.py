@@ -1,0 +1,131 @@
+"""A corpus run is a pure function of its input: the same bytes for any number of workers and after any interruption; nothing is lost."""
+
+import hashlib
+import itertools
+import json
+import random
+
+import pytest
+
+from maxlm.config.errors import UserError
+from maxlm.corpus import engine
+from maxlm.corpus.local import LocalExecutor
+from maxlm.corpus.settings import CorpusSettings
+from maxlm.corpus.shards import read_shard
+
+
+def write_corpus(folder):
+    """Three files of texts: some unlike any other, copies, near copies, a question of an evaluation set, and lines that are no JSON."""
+    rng = random.Random(0)
+    words = [f"word{number}" for number in range(3000)]
+    question = "which of the seven old bridges over the quiet river was built by a blind mason in winter"
+    texts = [" ".join(rng.choices(words, k=80)) for _ in range(60)]
+    texts += texts[:5] + [text + " end" for text in texts[5:10]]
+    texts += [" ".join(rng.choices(words, k=30)) + f" {question} " + " ".join(rng.choices(words, k=30)), "short"]
+    texts = [f"{text}\nall rights are reserved by the owner of this page" for text in texts]
+    folder.mkdir()
+    for number, some in enumerate(
+        itertools.batched(texts, 24) if hasattr(itertools, "batched") else [texts[i : i + 24] for i in (0, 24, 48)]
+    ):
+        lines = [json.dumps({"text": text}) for text in some] + ["no JSON"]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder.parent / "set.txt").write_text(question + "\n")
+    return len(texts) + 3
+
+
+def settings(tmp_path, output, **run):
+    return CorpusSettings.model_validate(
+        {
+            "output": str(output),
+            "sources": {"made": {"paths": [str(tmp_path / "raw")], "license": "CC0"}},
+            "filters": {"length": {"min_words": 12}},
+            "deduplicate": {"lines": {"max_documents": 6}},
+            "decontaminate": {"sets": {"bridges": {"path": str(tmp_path / "set.txt")}}},
+            "run": {"task_bytes": 1, "memory_mb": 64, **run},
+        }
+    )
+
+
+def run(config, workers=1, executor=None):
+    plan = engine.make_plan(config)
+    return engine.run(plan, executor or LocalExecutor(workers, lambda line: None), 1)
+
+
+def digest(folder):
+    """Of every file below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def records(folder):
+    return [record for path in sorted(folder.rglob("*.zst")) for record in read_shard(path)]
+
+
+def test_each_document_is_in_the_output_or_in_one_list(tmp_path):
+    count = write_corpus(tmp_path / "raw")
+    report = run(settings(tmp_path, tmp_path / "out"))
+    kept, removed = records(tmp_path / "out" / "documents"), records(tmp_path / "out" / "removed")
+    ids = [record["id"] for record in kept + removed]
+    assert len(ids) == len(set(ids)) == count
+    reasons = {key: value for one in report["passes"] for key, value in one["removed"].items()}
+    assert reasons == {
+        "read/not_json": 3,
+        "length/length_too_few_words": 1,
+        "deduplicate/exact_copy": 5,
+        "deduplicate/near_copy": 5,
+        "decontaminate/contaminated": 1,
+    }
+    assert all(record["metadata"]["license"] == "CC0" and record["metadata"]["source"] == "made" for record in kept)
+    assert sum("all rights are reserved" in record["text"] for record in kept) <= 1
+    assert not (tmp_path / "out" / "stages").exists()
+
+
+def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):
+    write_corpus(tmp_path / "raw")
+    run(settings(tmp_path, tmp_path / "a"))
+    run(settings(tmp_path, tmp_path / "b"), workers=2)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+    class CutOffError(Exception):
+        pass
+
+    def until(limit):
+        calls = itertools.count()
+
+        def execute(plan, number, tasks):
+            for task in reversed(tasks):
+                if next(calls) == limit:
+                    raise CutOffError
+                engine.run_task(plan, number, task)
+
+        return execute
+
+    config = settings(tmp_path, tmp_path / "c")
+    for limit in (1, 2, 3, 2, 1):
+        with pytest.raises(CutOffError):
+            run(config, executor=until(limit))
+    run(config)
+    assert digest(tmp_path / "a") == digest(tmp_path / "c")
+    ran = []
+    run(config, executor=lambda plan, number, tasks: ran.append(number))
+    assert ran == [] and digest(tmp_path / "a") == digest(tmp_path / "c")
+
+
+def test_other_settings_and_inputs_leave_nothing_of_the_run_before(tmp_path):
+    write_corpus(tmp_path / "raw")
+    run(settings(tmp_path, tmp_path / "a"))
+    run(settings(tmp_path, tmp_path / "a", task_bytes=1 << 20))
+    run(settings(tmp_path, tmp_path / "b", task_bytes=1 << 20))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    (tmp_path / "raw" / "0.jsonl").write_text(json.dumps({"text": "new words " * 20}) + "\n")
+    run(settings(tmp_path, tmp_path / "a"))
+    run(settings(tmp_path, tmp_path / "b"))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_a_file_of_two_sources_is_refused(tmp_path):
+    write_corpus(tmp_path / "raw")
+    config = settings(tmp_path, tmp_path / "out")
+    two = config.model_copy(update={"sources": {**config.sources, "more": config.sources["made"]}})
+    with pytest.raises(UserError, match=r"is a file of sources\.made, too; list it once"):
+        engine.make_plan(two)
