@@ -27,7 +27,7 @@ def render(report: dict[str, Any], output: Path) -> None:
     table = Table("pass", "documents left", "MB left", "removed", "most frequent reasons")
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))
-        most = ", ".join(f"{reason} {count:,}" for reason, count in reasons[:4])
+        most = ", ".join(f"{reason.partition('/')[2]} {count:,}" for reason, count in reasons[:4])
         table.add_row(one["name"], f"{one['documents']:,}", f"{one['bytes'] / 1e6:,.1f}", f"{sum(one['removed'].values()):,}", most)
     console = Console()
     console.print(table)

@@ -91,6 +91,7 @@ def make_plan(settings: CorpusSettings) -> Plan:
                 raise UserError(f"sources.{name}.paths: {shorten(one.path)} is a file of sources.{origins[one.path]}, too; list it once.")
             origins[one.path] = name
             inputs.append(one)
+    _check_output(settings, inputs)
     tasks = tuple(divide(inputs, settings.run.task_bytes))
     stages = build_stages(settings)
     keys = [stage.key for stage in stages]
@@ -103,6 +104,24 @@ def make_plan(settings: CorpusSettings) -> Plan:
     ]
     later = [fingerprint(first, keys[: number + 2]) for number in range(len(stages))]
     return Plan(settings, tasks, origins, (tuple(first), *((one,) * len(tasks) for one in later)))
+
+
+def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
+    """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
+    output = Path(settings.output).expanduser()
+    try:
+        ours = not output.exists() or (output / "marks").is_dir() or (output / "removed").is_dir() or not any(output.iterdir())
+    except OSError as error:
+        raise as_user_error(error) from error
+    if not ours:
+        raise UserError(
+            f"output = {shorten(str(output))}: there are files in it that are not of `maxlm corpus run`; give a new or empty folder."
+        )
+    for one in inputs:
+        if "://" not in one.path and Path(one.path).resolve().is_relative_to(output.resolve()):
+            raise UserError(
+                f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
+            )
 
 
 def _state(path: str) -> list[int]:
@@ -226,7 +245,7 @@ def _remove_stale(plan: Plan) -> None:
     for folder, ending in folders.items():
         wanted = {f"{task.name}{ending}" for task in plan.tasks}
         for file in folder.iterdir():
-            if file.name.endswith(ending) and file.name not in wanted:
+            if file.name not in wanted and (file.name.endswith(ending) or file.name.startswith(".")):  # "." begins what a kill left
                 file.unlink()
 
 

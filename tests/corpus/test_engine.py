@@ -104,6 +104,7 @@ def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):
     for limit in (1, 2, 3, 2, 1):
         with pytest.raises(CutOffError):
             run(config, executor=until(limit))
+    (tmp_path / "c" / "removed" / "filter" / ".000000.jsonl.zst.0123456789abcdef").write_bytes(b"left by a kill")
     run(config)
     assert digest(tmp_path / "a") == digest(tmp_path / "c")
     ran = []
@@ -129,3 +130,23 @@ def test_a_file_of_two_sources_is_refused(tmp_path):
     two = config.model_copy(update={"sources": {**config.sources, "more": config.sources["made"]}})
     with pytest.raises(UserError, match=r"is a file of sources\.made, too; list it once"):
         engine.make_plan(two)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("raw", "there are files in it that are not of"), (".", "there are files in it that are not of")]
+)
+def test_no_folder_with_other_files_is_written_to(tmp_path, name, words):
+    write_corpus(tmp_path / "raw")
+    before = digest(tmp_path)
+    with pytest.raises(UserError, match=words):
+        engine.make_plan(settings(tmp_path, tmp_path / name))
+    assert digest(tmp_path) == before
+
+
+def test_input_inside_the_output_is_refused(tmp_path):
+    write_corpus(tmp_path / "raw")
+    run(settings(tmp_path, tmp_path / "out"))
+    own = {"made": {"paths": [str(tmp_path / "out" / "documents")]}}
+    config = CorpusSettings.model_validate({"output": str(tmp_path / "out"), "sources": own})
+    with pytest.raises(UserError, match="lies in it and would be overwritten"):
+        engine.make_plan(config)
