@@ -5,6 +5,8 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
@@ -160,12 +162,26 @@ def run_corpus(file: Annotated[str, typer.Argument(metavar="FILE", help="A corpu
     """Read, filter, deduplicate and decontaminate the documents of a corpus file. The same command goes on after an interruption."""
     from maxlm.config.loader import load_as
 
-    try:
+    with _needs_corpus():
         from maxlm.corpus.command import run
         from maxlm.corpus.settings import CorpusSettings
+    run(load_as(CorpusSettings, file, overrides or []), lambda line: typer.echo(line, err=True))
+
+
+@corpus_app.command("report")
+def report_corpus(output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The `output` of a corpus file.")]) -> None:
+    """Show what a finished run removed and why, and write its report.html anew."""
+    with _needs_corpus():
+        from maxlm.corpus.command import report
+    report(output, typer.echo)
+
+
+@contextmanager
+def _needs_corpus() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise UserError(f"maxlm corpus needs the package {error.name}: pip install 'maxlm[corpus]'.") from None
-    run(load_as(CorpusSettings, file, overrides or []), lambda line: typer.echo(line, err=True))
 
 
 @data_app.command()

@@ -1,13 +1,18 @@
-"""`maxlm corpus run`: the stages on this machine, and a table of what each one left."""
+"""`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxlm.corpus.engine import make_plan, run as run_passes
+from maxlm.config.errors import UserError, as_user_error
+from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.local import LocalExecutor
+from maxlm.corpus.page import megabytes, page, unread
 from maxlm.corpus.settings import CorpusSettings
+from maxlm.corpus.tally import total
+from maxlm.telemetry.atomic import write_text
 
 
 def run(settings: CorpusSettings, say: Callable[[str], None]) -> None:
@@ -19,16 +24,39 @@ def run(settings: CorpusSettings, say: Callable[[str], None]) -> None:
     render(report, plan.output)
 
 
+def report(output: Path, say: Callable[[str], None]) -> None:
+    """Write `report.html` of a finished run anew, from its `report.json`. Raises UserError."""
+    path = output / "report.json"
+    try:
+        known = json.loads(path.read_text("utf-8"))
+        if known["format"] != FORMAT:
+            raise UserError(f"{path}: it has format {known['format']}, and this version reads {FORMAT}; run `maxlm corpus run` again.")
+        write_text(output / "report.html", page(known))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; it is written when `maxlm corpus run` has finished. Give the `output` of a corpus file."
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a report of `maxlm corpus run` ({error}); run it again.") from None
+    except OSError as error:
+        raise as_user_error(error) from error
+    render(known, output)
+    say(f"report: {output / 'report.html'}")
+
+
 def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("pass", "documents left", "MB left", "removed", "most frequent reasons")
+    came, size = total(report["passes"][0]["came"])
+    table = Table("pass", "left", "text left", "removed", "most frequent reasons")
+    table.add_row("came in", f"{came + unread(report):,}", megabytes(size), "", "")
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))
-        most = ", ".join(f"{reason.partition('/')[2]} {count:,}" for reason, count in reasons[:4])
-        table.add_row(one["name"], f"{one['documents']:,}", f"{one['bytes'] / 1e6:,.1f}", f"{sum(one['removed'].values()):,}", most)
+        most = "\n".join(f"{count:,} {reason.partition('/')[2]}" for reason, count in reasons[:4])
+        table.add_row(one["name"], f"{one['documents']:,}", megabytes(one["bytes"]), f"{sum(one['removed'].values()):,}", most)
     console = Console()
     console.print(table)
-    console.print(f"{output}: documents/, removed/ (each with its reason) and report.json (ten examples of each reason)", soft_wrap=True)
+    line = f"{output}: documents/, removed/ (each with its reason), report.html (with ten examples of each reason) and report.json"
+    console.print(line, soft_wrap=True)

@@ -8,7 +8,6 @@ import hashlib
 import heapq
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +19,15 @@ from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import build_filters, run_filters
+from maxlm.corpus.page import page
 from maxlm.corpus.read import Input, find, read
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
+from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 1  # of the output: raise it when the same settings would give other documents
+FORMAT = 2  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
@@ -135,26 +136,24 @@ def _state(path: str) -> list[int]:
 
 def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
     """Run one task of a pass; returns its mark. Raises UserError, UnavailableError."""
-    counts: Counter[str] = Counter()
+    tally = Tally(plan.origins)
     examples: dict[str, list[tuple[str, str]]] = {}
-    sizes = {"documents": 0, "bytes": 0}
 
     def survivors(stream: Stream, kept: shards.ShardWriter, dropped: shards.ShardWriter) -> Iterator[Document]:
         for one in stream:
             if isinstance(one, Document):
                 kept.write(one)
-                sizes["documents"] += 1
-                sizes["bytes"] += len(one.text.encode("utf-8", "surrogatepass"))
+                tally.keep(one)
                 yield one
                 continue
             dropped.write(one)
+            tally.remove(one)
             reason = f"{one.stage}/{one.reason}"
-            counts[reason] += 1
             rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
             best = [*examples.get(reason, []), (rank, json.dumps(asdict(one)))]
             examples[reason] = heapq.nsmallest(EXAMPLES, best)
 
-    stream = _read(plan, task) if number == 0 else _apply(plan, number, task)
+    stream = _read(plan, task, tally) if number == 0 else _apply(plan, number, task)
     try:
         with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
             documents = survivors(stream, kept, dropped)
@@ -166,8 +165,7 @@ def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
                 pass
         mark = {
             "fingerprint": plan.fingerprints[number][task.number],
-            **sizes,
-            "removed": dict(sorted(counts.items())),
+            **tally.as_json(),
             "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
             "sha256": kept.digest,
         }
@@ -177,7 +175,7 @@ def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
     return mark
 
 
-def _read(plan: Plan, task: Task) -> Stream:
+def _read(plan: Plan, task: Task, tally: Tally) -> Stream:
     filters = build_filters(plan.settings.filters) if plan.settings.filters else []
     for path in task.paths:
         name = plan.origins[path]
@@ -187,7 +185,9 @@ def _read(plan: Plan, task: Task) -> Stream:
             if isinstance(one, Removed):
                 yield one
             else:
-                yield run_filters(filters, Document(one.id, one.text, {**added, **one.metadata}))
+                document = Document(one.id, one.text, {**added, **one.metadata})
+                tally.come(document)
+                yield run_filters(filters, document)
 
 
 def _apply(plan: Plan, number: int, task: Task) -> Stream:
@@ -214,7 +214,10 @@ def combine(plan: Plan, number: int, threads: int) -> None:
 
 
 def run(plan: Plan, run_tasks: Callable[[Plan, int, list[Task]], None], threads: int) -> dict[str, Any]:
-    """Run all passes and write `report.json`, which is returned. `run_tasks`: runs tasks of a pass, in any order. Raises UserError."""
+    """Run all passes and write `report.json`, which is returned, and `report.html`. `run_tasks`: runs tasks of a pass, in any order.
+
+    Raises UserError.
+    """
     last = len(plan.names) - 1
     if any(plan.mark(last, task) is None for task in plan.tasks):
         for number in range(last + 1):
@@ -227,6 +230,7 @@ def run(plan: Plan, run_tasks: Callable[[Plan, int, list[Task]], None], threads:
     try:
         _remove_stale(plan)
         write_text(plan.output / "report.json", json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
+        write_text(plan.output / "report.html", page(report))
         shutil.rmtree(plan.output / "stages", ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error
@@ -253,8 +257,7 @@ def summarize(plan: Plan) -> dict[str, Any]:
     """Documents and bytes after each pass, and what each removed, with examples. Every task must be done."""
     passes = []
     for number, name in enumerate(plan.names):
-        documents, size = 0, 0
-        removed: Counter[str] = Counter()
+        marks = []
         examples: dict[str, list[dict[str, Any]]] = {}
         for task in plan.tasks:
             path = plan.mark_path(number, task)
@@ -263,12 +266,13 @@ def summarize(plan: Plan) -> dict[str, Any]:
                 raise UserError(
                     f"{shorten(str(path))}: the mark of a finished task is missing or of other settings; remove it and run again."
                 )
-            documents, size = documents + mark["documents"], size + mark["bytes"]
-            removed.update(mark["removed"])
-            for reason, some in mark["examples"].items():
+            for reason, some in mark.pop("examples").items():
                 examples.setdefault(reason, []).extend(some)
+            marks.append(mark)
         chosen = {reason: sorted(some, key=_rank)[:EXAMPLES] for reason, some in sorted(examples.items())}
-        passes.append({"name": name, "documents": documents, "bytes": size, "removed": dict(sorted(removed.items())), "examples": chosen})
+        tally = add(marks)
+        documents, size = total(tally["left"])
+        passes.append({"name": name, "documents": documents, "bytes": size, **tally, "examples": chosen})
     return {"format": FORMAT, "passes": passes, "tasks": len(plan.tasks), "input_files": len(plan.origins)}
 
 

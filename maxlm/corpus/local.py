@@ -11,6 +11,7 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.corpus.engine import Plan, run_task
+from maxlm.corpus.tally import total
 from maxlm.corpus.tasks import Task, largest_first
 
 ATTEMPTS = 3  # at a task whose process was killed
@@ -73,7 +74,7 @@ class _Progress:
     def add(self, task: Task, mark: dict[str, Any]) -> None:
         self.done += 1
         self.done_bytes += task.size
-        self.documents += mark["documents"]
+        self.documents += total(mark["left"])[0]
         self.removed += sum(mark["removed"].values())
         seconds = max(time.monotonic() - self.began, 1e-6)
         left = seconds * (self.bytes - self.done_bytes) / self.done_bytes if self.done_bytes else 0.0

@@ -85,7 +85,7 @@ class Deduplicate:
             if row is None:
                 yield document
             else:
-                detail = {"kept": row["kept"], "cluster": row["cluster"]}
+                detail = {"kept": row["kept"], "cluster": row["cluster"], "cluster_size": row["size"]}
                 yield Removed(document.id, self.name, f"{row['kind']}_copy", document.text[:300], detail)
 
 

@@ -85,7 +85,8 @@ def oracle(documents: Sequence[Document], settings: DedupSettings) -> list[dict[
             members = [order[other].id for other in range(len(order)) if find(other) == find(node)]
             exact = settings.exact and hashes[node] in hashes[:node]
             smallest = min(members, key=str.encode)
-            out.append({"id": one.id, "cluster": smallest, "kept": order[find(node)].id, "kind": "exact" if exact else "near"})
+            kind, size = "exact" if exact else "near", len(members)
+            out.append({"id": one.id, "cluster": smallest, "kept": order[find(node)].id, "kind": kind, "size": size})
     return sorted(out, key=lambda row: row["id"].encode())
 
 

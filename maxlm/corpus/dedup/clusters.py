@@ -25,7 +25,7 @@ from maxlm.telemetry.atomic import replacing
 
 VERIFY_VALUES = 1 << 21  # sample values compared at once
 
-REMOVED = pa.schema([("id", pa.string()), ("cluster", pa.string()), ("kept", pa.string()), ("kind", pa.string())])
+REMOVED = pa.schema([("id", pa.string()), ("cluster", pa.string()), ("kept", pa.string()), ("kind", pa.string()), ("size", pa.int64())])
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def cluster(
     """Find the copies among the documents of `files` and write those to remove to `output`, atomically: Parquet with REMOVED, sorted by id.
 
     `cluster` is the smallest id of the cluster and `kept` the id of the document that stays; `kind` is "exact" if an earlier document in
-    keep order has the same normalised text, else "near". `work`: a folder for temporary files, several times as large as the signatures.
-    Raises UserError.
+    keep order has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays among them.
+    `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
     for path in files:
         open_signatures(path, settings).close()
@@ -219,8 +219,8 @@ def _removed(database: Database) -> None:
 
 def _write(database: Database, output: Path) -> None:
     query = (
-        "SELECT removed.id, least(kept.id, smallest.id), kept.id, kind FROM removed JOIN ranked kept ON kept.node = root "
-        "JOIN (SELECT root, min(id) AS id FROM removed GROUP BY root) smallest USING (root) ORDER BY removed.id"
+        "SELECT removed.id, least(kept.id, others.id), kept.id, kind, others.count + 1 FROM removed JOIN ranked kept ON kept.node = root "
+        "JOIN (SELECT root, min(id) AS id, count(*) AS count FROM removed GROUP BY root) others USING (root) ORDER BY removed.id"
     )
     try:
         with replacing(output) as file, pq.ParquetWriter(file, REMOVED, compression="zstd", compression_level=1) as writer:

@@ -1,0 +1,218 @@
+"""`report.html` of a corpus: what came in, what each pass removed and why, as one self-contained page. All text of documents is escaped."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from maxlm.corpus.tally import total
+from maxlm.telemetry.report.style import CSS
+
+# No network access and no scripts: the page shows text that strangers wrote.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+MORE_CSS = """
+.bars{display:grid;grid-template-columns:max-content 1fr max-content;gap:5px 14px;align-items:center;font-size:.9rem;max-width:900px}
+.bars span{white-space:nowrap;font-variant-numeric:tabular-nums}.bars i{display:block;height:18px;border-radius:3px;background:var(--c)}
+.bars div{background:var(--panel);border-radius:3px}.bars .soft{color:var(--soft)}
+details{border-bottom:1px solid var(--rule)}details pre{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16rem;overflow-y:auto}
+details dl{margin:.2rem 0 .8rem}details dd{font-size:.88rem;font-weight:400;overflow-wrap:anywhere;margin:0 0 .1rem}
+.lengths{display:block;width:100%;max-width:900px;height:auto}.lengths rect{fill:var(--c)}
+"""
+MOST = 40  # languages shown; the rest are added up
+
+Pass = Mapping[str, Any]
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page for what engine.summarize() returned."""
+    passes: list[Pass] = report["passes"]
+    sections = [
+        _head(report),
+        _passes(passes),
+        _reasons(passes),
+        _sources(passes),
+        _languages(passes[-1]),
+        _lengths(passes),
+        _copies(passes),
+    ]
+    sections.append(_examples(passes))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>Corpus report</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _head(report: Mapping[str, Any]) -> str:
+    passes: list[Pass] = report["passes"]
+    documents, size = total(passes[0]["came"])
+    set_aside = unread(report)
+    left, left_size = passes[-1]["documents"], passes[-1]["bytes"]
+    cards = (
+        ("Came in", f"{documents + set_aside:,}", f"records of {_plural(report['input_files'], 'file')}"),
+        ("Set aside", f"{set_aside:,}", "without text, or could not be read"),
+        ("Read", f"{documents:,}", "documents"),
+        ("Text", megabytes(size), "of UTF-8"),
+        ("Left", f"{left:,}", f"documents, {share(left, documents)}"),
+        ("Text left", megabytes(left_size), share(left_size, size)),
+    )
+    blocks = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd><small>{hint}</small></div>" for name, value, hint in cards)
+    lead = (
+        "Each document that came in is in documents/ or in one list of removed/. Sizes are of text as UTF-8. "
+        "Examples are chosen by a hash of the document's name, the same in each run."
+    )
+    title = '<p class="kind">Corpus report</p><h1>What came in and what is left</h1>'
+    return f'<header>{title}<p class=lead>{lead}</p><dl class="cards">{blocks}</dl></header>'
+
+
+def unread(report: Mapping[str, Any]) -> int:
+    """Records of the input that no document was made of."""
+    return sum(count for reason, count in report["passes"][0]["removed"].items() if reason.startswith("read/"))
+
+
+def _passes(passes: Sequence[Pass]) -> str:
+    came, size = total(passes[0]["came"])
+    rows = [("read", came, size), *((one["name"], one["documents"], one["bytes"]) for one in passes)]
+    bars = _bars((escape(name), count, f"{count:,} documents, {megabytes(some)}") for name, count, some in rows)
+    return f"<section><h2>Documents after each pass</h2>{bars}</section>"
+
+
+def _reasons(passes: Sequence[Pass]) -> str:
+    came = total(passes[0]["came"])[0]
+    rows = [
+        [f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{count:,}", share(count, came)] for one, reason, count in _all(passes)
+    ]
+    if not rows:
+        return ""
+    return f"<section><h2>What was removed, and why</h2>{_table(('stage/reason and pass', 'documents', 'of those read'), rows)}</section>"
+
+
+def _all(passes: Sequence[Pass]) -> Iterator[tuple[Pass, str, int]]:
+    for one in passes:
+        for reason, count in sorted(one["removed"].items(), key=lambda item: (-item[1], item[0])):
+            yield one, reason, count
+
+
+def _sources(passes: Sequence[Pass]) -> str:
+    heads = ("source", "read", "text", *(f"after {one['name']}" for one in passes), "text left", "left")
+    rows = []
+    for name, (documents, size) in sorted(passes[0]["came"].items()):
+        left = [one["left"].get(name, (0, 0)) for one in passes]
+        counts = [f"{count:,}" for count, _ in left]
+        rows.append([escape(name), f"{documents:,}", megabytes(size), *counts, megabytes(left[-1][1]), share(left[-1][1], size)])
+    return f"<section><h2>Sources</h2>{_table(heads, rows)}</section>" if rows else ""
+
+
+def _languages(last: Pass) -> str:
+    found = sorted(last["languages"].items(), key=lambda item: (-item[1][1], item[0]))
+    if not found or list(last["languages"]) == ["unknown"]:
+        return ""
+    shown = [(escape(name), size, f"{count:,} documents, {megabytes(size)}") for name, (count, size) in found[:MOST]]
+    if found[MOST:]:
+        count, size = total(dict(found[MOST:]))
+        shown.append((f"{len(found) - MOST:,} others", size, f"{count:,} documents, {megabytes(size)}"))
+    return f"<section><h2>Languages of what is left</h2>{_bars(shown)}</section>"
+
+
+def _lengths(passes: Sequence[Pass]) -> str:
+    came, left = passes[0]["lengths_came"], passes[-1]["lengths_left"]
+    bins = [int(name) for name in {**came, **left}]
+    if not bins:
+        return ""
+    bars = []
+    most = max(came.values(), default=1)
+    width, height, step = 900, 220, 900 / (max(bins) - min(bins) + 1)
+    for place, number in enumerate(range(min(bins), max(bins) + 1)):
+        before, after = came.get(str(number), 0), left.get(str(number), 0)
+        first, text = place * step, f"{(1 << number) >> 1:,} to {(1 << number) - 1:,} characters: {before:,} read, {after:,} left"
+        shapes = "".join(
+            f'<rect class="{color}" x="{first + shift * step:.1f}" y="{height - tall:.1f}" width="{0.38 * step:.1f}" height="{tall:.1f}"/>'
+            for color, shift, tall in (("c0", 0.1, height * before / most), ("c1", 0.5, height * after / most))
+        )
+        label = f'<text x="{first + step / 2:.1f}" y="{height + 18}" text-anchor="middle">{_short((1 << number) >> 1)}</text>'
+        bars.append(f"<g><title>{text}</title>{shapes}{label}</g>")
+    legend = '<p class="legend"><span><span class="swatch c0"></span>read</span><span><span class="swatch c1"></span>left</span></p>'
+    chart = f'<svg class="lengths" viewBox="0 0 {width} {height + 40}" role="img">{"".join(bars)}</svg>'
+    unit = '<p class="note">Documents by length; each bar holds lengths from its number of characters to twice as many.</p>'
+    return f"<section><h2>Lengths</h2>{legend}{chart}{unit}</section>"
+
+
+def _copies(passes: Sequence[Pass]) -> str:
+    """Clusters by size, in bins of powers of two: a cluster of n documents removes n - 1."""
+    bins: dict[int, tuple[int, int]] = {}
+    for one in passes:
+        for name, removed in one["copies"].items():
+            size = int(name)
+            clusters, documents = bins.get((size - 1).bit_length(), (0, 0))
+            bins[(size - 1).bit_length()] = clusters + removed // (size - 1), documents + removed
+    if not bins:
+        return ""
+    rows = []
+    for number, (clusters, documents) in sorted(bins.items()):
+        low, high = (1 << number >> 1) + 1, 1 << number
+        rows.append([f"{low:,}" if low == high else f"{low:,} to {high:,}", f"{clusters:,}", f"{documents:,}"])
+    return (
+        f"<section><h2>Copies, by size of their cluster</h2>{_table(('documents in the cluster', 'clusters', 'removed'), rows)}</section>"
+    )
+
+
+def _examples(passes: Sequence[Pass]) -> str:
+    blocks = []
+    for one, reason, count in _all(passes):
+        items = "".join(_example(example) for example in one["examples"][reason])
+        blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
+    return f"<section><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
+
+
+def _example(example: Mapping[str, Any]) -> str:
+    detail = "".join(f"<dt>{escape(key)}</dt><dd>{escape(_value(value))}</dd>" for key, value in sorted(example["detail"].items()))
+    return f"<h3><code>{escape(example['id'])}</code></h3><dl>{detail}</dl><pre>{escape(_printable(example['example']))}</pre>"
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    """Text that a file of UTF-8 holds: lone surrogates are shown as their code."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _bars(rows: Iterable[tuple[str, int, str]]) -> str:
+    rows = list(rows)
+    most = max((count for _, count, _ in rows), default=0) or 1
+    cells = "".join(
+        f'<span>{name}</span><div><i class="c0" style="width:{100 * count / most:.2f}%"></i></div><span class="soft">{text}</span>'
+        for name, count, text in rows
+    )
+    return f'<div class="bars">{cells}</div>'
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in heads)
+    body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
+    return f'<div class="scroll"><table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(number: int) -> str:
+    for scale, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
+        if number >= scale:
+            return f"{number // scale}{letter}"
+    return str(number)
+
+
+def megabytes(size: int) -> str:
+    """950 -> 0.001 MB; 61400000 -> 61.4 MB; 2100000000 -> 2.1 GB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e6:.3f} MB"
+
+
+def share(part: int, whole: int) -> str:
+    """Percent of the whole, as HTML; a dash where there is none."""
+    if not whole:
+        return "–"
+    return "&lt;0.1%" if 0 < part < whole / 1000 else f"{100 * part / whole:.1f}%"
