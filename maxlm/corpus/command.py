@@ -1,14 +1,13 @@
 """`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
-from maxlm.corpus.local import LocalExecutor
+from maxlm.corpus.executors import make_executor
 from maxlm.corpus.page import megabytes, page, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -16,11 +15,11 @@ from maxlm.telemetry.atomic import write_text
 
 
 def run(settings: CorpusSettings, say: Callable[[str], None]) -> None:
-    """Run a corpus with its executor and show the result. Raises UserError."""
-    workers = settings.run.workers or len(os.sched_getaffinity(0))
+    """Run a corpus and show the result. Raises UserError."""
+    executor = make_executor(settings, say)
     plan = make_plan(settings)
-    say(f"{len(plan.origins):,} files, {len(plan.tasks):,} tasks, {workers} processes")
-    report = run_passes(plan, LocalExecutor(workers, say), workers)
+    say(f"{len(plan.origins):,} files, {len(plan.tasks):,} tasks")
+    report = run_passes(plan, executor)
     render(report, plan.output)
 
 

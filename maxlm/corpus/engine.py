@@ -8,10 +8,10 @@ import hashlib
 import heapq
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
@@ -29,6 +29,7 @@ from maxlm.telemetry.atomic import write_text
 
 FORMAT = 2  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
+OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
 
@@ -78,6 +79,10 @@ class Plan:
             return None
         return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
 
+    def is_combined(self, number: int) -> bool:
+        """True if the search before pass `number` is done."""
+        return shards.finished(self.folder(number) / "combined.json", self.fingerprints[number][0]) is not None
+
     def mark_path(self, number: int, task: Task) -> Path:
         return self.output / "marks" / self.names[number] / f"{task.name}.json"
 
@@ -111,7 +116,7 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
     output = Path(settings.output).expanduser()
     try:
-        ours = not output.exists() or (output / "marks").is_dir() or (output / "removed").is_dir() or not any(output.iterdir())
+        ours = not output.exists() or any((output / name).is_dir() for name in OURS) or not any(output.iterdir())
     except OSError as error:
         raise as_user_error(error) from error
     if not ours:
@@ -196,36 +201,42 @@ def _apply(plan: Plan, number: int, task: Task) -> Stream:
 
 
 def combine(plan: Plan, number: int, threads: int) -> None:
-    """The search before pass `number`, unless its result is there."""
+    """Search over the whole corpus before pass `number`."""
     folder = plan.folder(number)
-    mark = folder / "combined.json"
-    if shards.finished(mark, plan.fingerprints[number][0]) is not None:
-        return
     work = folder / "work"
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         files = [plan.collected(number - 1, task) for task in plan.tasks]
         plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(mark, {"fingerprint": plan.fingerprints[number][0]})
+        shards.finish(folder / "combined.json", {"fingerprint": plan.fingerprints[number][0]})
         shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error
 
 
-def run(plan: Plan, run_tasks: Callable[[Plan, int, list[Task]], None], threads: int) -> dict[str, Any]:
-    """Run all passes and write `report.json`, which is returned, and `report.html`. `run_tasks`: runs tasks of a pass, in any order.
+class Executor(Protocol):
+    """Runs the parts of a pass, in any order and anywhere."""
 
-    Raises UserError.
-    """
+    def run_tasks(self, plan: Plan, number: int, tasks: list[Task]) -> None:
+        """Run `tasks` of pass `number` by run_task()."""
+        ...
+
+    def combine(self, plan: Plan, number: int) -> None:
+        """Run combine() for pass `number`."""
+        ...
+
+
+def run(plan: Plan, executor: Executor) -> dict[str, Any]:
+    """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
     if any(plan.mark(last, task) is None for task in plan.tasks):
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
-            if left and number:
-                combine(plan, number, threads)
+            if left and number and not plan.is_combined(number):
+                executor.combine(plan, number)
             if left:
-                run_tasks(plan, number, left)
+                executor.run_tasks(plan, number, left)
     report = summarize(plan)
     try:
         _remove_stale(plan)

@@ -1,8 +1,8 @@
 """Settings of a corpus file: sources, stages and how they run. A stage whose section is absent is off."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
@@ -30,11 +30,34 @@ class Source(Section):
 class RunSettings(Section):
     """How the work is divided. No setting here changes which documents stay, and only `task_bytes` changes the files they are in."""
 
-    workers: int | None = Field(default=None, ge=1, description="Processes; null: one for each core.")
+    workers: int | None = Field(
+        default=None, ge=1, description="Tasks at once; null: one for each core here, or as many as the cluster runs."
+    )
     task_bytes: int = Field(
         default=256 * MIB, ge=1, description="Bytes of input files, as stored, that one task reads; a larger file is one task."
     )
     memory_mb: int = Field(default=512, ge=64, description="MiB that the search for copies keeps in memory; the rest is on disk.")
+
+
+class SlurmSettings(Section):
+    """Array jobs of Slurm, one task each. Nodes share the folders of the input and the output."""
+
+    partition: str = Field(min_length=1)
+    time: str = Field(default="4:00:00", min_length=1, description="Limit of one task, as sbatch takes it.")
+    memory_gb: int = Field(default=4, ge=1, description="GiB for each CPU of a task.")
+    combine_cpus: int = Field(default=4, ge=1, description="CPUs of the search over the whole corpus between passes.")
+    qos: str | None = None
+    setup: str | None = Field(default=None, description="Shell line before a task, such as `source env/bin/activate`.")
+    max_array: int = Field(default=1001, ge=1, description="Largest array that the cluster takes; larger ones are split.")
+    options: dict[str, str | int] = Field(default={}, description="More options of sbatch, such as account.")
+
+
+class RaySettings(Section):
+    """Tasks of a Ray cluster. Nodes share the folders of the input and the output."""
+
+    address: str = Field(default="auto", min_length=1, description="Of the cluster; `local` starts one on this machine.")
+    memory_gb: float = Field(default=2.0, gt=0, description="GiB reserved for each task.")
+    combine_cpus: int = Field(default=4, ge=1, description="CPUs of the search over the whole corpus between passes.")
 
 
 class CorpusSettings(Section):
@@ -47,3 +70,11 @@ class CorpusSettings(Section):
     deduplicate: DedupSettings | None = None
     decontaminate: DecontaminateSettings | None = None
     run: RunSettings = RunSettings()
+    slurm: SlurmSettings | None = None
+    ray: RaySettings | None = None
+
+    @model_validator(mode="after")
+    def _one_executor(self) -> Self:
+        if self.slurm is not None and self.ray is not None:
+            raise ValueError("slurm and ray are both set; tasks run on one of them: remove the other section")
+        return self

@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.corpus import engine
-from maxlm.corpus.local import LocalExecutor
+from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.shards import read_shard
 
@@ -48,7 +48,7 @@ def settings(tmp_path, output, **run):
 
 def run(config, workers=1, executor=None):
     plan = engine.make_plan(config)
-    return engine.run(plan, executor or LocalExecutor(workers, lambda line: None), 1)
+    return engine.run(plan, executor or LocalExecutor(workers, lambda line: None))
 
 
 def digest(folder):
@@ -89,27 +89,26 @@ def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):
     class CutOffError(Exception):
         pass
 
-    def until(limit):
-        calls = itertools.count()
+    class Until(LocalExecutor):
+        def __init__(self, limit):
+            super().__init__(1, lambda line: None)
+            self.limit, self.calls = limit, itertools.count()
 
-        def execute(plan, number, tasks):
+        def run_tasks(self, plan, number, tasks):
             for task in reversed(tasks):
-                if next(calls) == limit:
+                if next(self.calls) == self.limit:
                     raise CutOffError
                 engine.run_task(plan, number, task)
-
-        return execute
 
     config = settings(tmp_path, tmp_path / "c")
     for limit in (1, 2, 3, 2, 1):
         with pytest.raises(CutOffError):
-            run(config, executor=until(limit))
+            run(config, executor=Until(limit))
     (tmp_path / "c" / "removed" / "filter" / ".000000.jsonl.zst.0123456789abcdef").write_bytes(b"left by a kill")
     run(config)
     assert digest(tmp_path / "a") == digest(tmp_path / "c")
-    ran = []
-    run(config, executor=lambda plan, number, tasks: ran.append(number))
-    assert ran == [] and digest(tmp_path / "a") == digest(tmp_path / "c")
+    run(config, executor=Until(0))  # nothing is left to run
+    assert digest(tmp_path / "a") == digest(tmp_path / "c")
 
 
 def test_other_settings_and_inputs_leave_nothing_of_the_run_before(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from maxlm.config.errors import UserError
 from maxlm.corpus import command, engine
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.local import LocalExecutor
+from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.page import page
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.shards import read_shard
@@ -36,7 +36,7 @@ def finished(tmp_path_factory):
             "run": {"task_bytes": 1, "memory_mb": 64},
         }
     )
-    engine.run(engine.make_plan(config), LocalExecutor(1, lambda line: None), 1)
+    engine.run(engine.make_plan(config), LocalExecutor(1, lambda line: None))
     return folder / "out"
 
 

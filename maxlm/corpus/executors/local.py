@@ -3,15 +3,14 @@
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.corpus.engine import Plan, run_task
-from maxlm.corpus.tally import total
+from maxlm.corpus.engine import Plan, combine, run_task
+from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.tasks import Task, largest_first
 
 ATTEMPTS = 3  # at a task whose process was killed
@@ -23,10 +22,14 @@ class LocalExecutor:
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self.workers, self.say = workers, say
 
-    def __call__(self, plan: Plan, number: int, tasks: list[Task]) -> None:
+    def combine(self, plan: Plan, number: int) -> None:
+        """Search over the whole corpus before pass `number`, in this process."""
+        combine(plan, number, self.workers)
+
+    def run_tasks(self, plan: Plan, number: int, tasks: list[Task]) -> None:
         """Run `tasks` of pass `number`. Raises what a task raises, and UserError if processes are killed again and again."""
         left = {task.number: task for task in tasks}
-        progress = _Progress(plan.names[number], tasks, self.say)
+        progress = Progress(plan.names[number], tasks, self.say)
         for attempt in range(ATTEMPTS):
             try:
                 if self.workers == 1 and attempt == 0:
@@ -43,7 +46,7 @@ class LocalExecutor:
             f"processes were killed {ATTEMPTS} times: memory may be short; use a smaller run.workers and give the same command."
         )
 
-    def _in_processes(self, plan: Plan, number: int, left: dict[int, Task], progress: "_Progress") -> None:
+    def _in_processes(self, plan: Plan, number: int, left: dict[int, Task], progress: Progress) -> None:
         """Remove from `left` what is done. Raises BrokenProcessPool."""
         workers = min(self.workers, len(left))
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
@@ -61,27 +64,6 @@ class LocalExecutor:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
                 child.terminate()
-
-
-class _Progress:
-    """Tasks done, bytes of input a second, and time left."""
-
-    def __init__(self, name: str, tasks: list[Task], say: Callable[[str], None]) -> None:
-        self.name, self.say, self.began = name, say, time.monotonic()
-        self.tasks, self.bytes = len(tasks), sum(task.size for task in tasks)
-        self.done, self.done_bytes, self.documents, self.removed = 0, 0, 0, 0
-
-    def add(self, task: Task, mark: dict[str, Any]) -> None:
-        self.done += 1
-        self.done_bytes += task.size
-        self.documents += total(mark["left"])[0]
-        self.removed += sum(mark["removed"].values())
-        seconds = max(time.monotonic() - self.began, 1e-6)
-        left = seconds * (self.bytes - self.done_bytes) / self.done_bytes if self.done_bytes else 0.0
-        self.say(
-            f"{self.name}: {self.done:,} of {self.tasks:,} tasks, {self.done_bytes / seconds / 1e6:,.1f} MB/s, "
-            f"{self.documents:,} documents kept, {self.removed:,} removed, {left:,.0f} s left"
-        )
 
 
 def _end_with_parent() -> None:

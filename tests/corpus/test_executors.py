@@ -1,0 +1,108 @@
+"""Slurm and Ray give the bytes that processes of this machine give; what fails there is one line."""
+
+import json
+import os
+import random
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlm.config.errors import UserError
+from maxlm.corpus import engine
+from maxlm.corpus.executors import make_executor, slurm
+from maxlm.corpus.settings import CorpusSettings
+
+# sbatch that runs the tasks of an array one after the other, and the commands that a job calls
+FAKES = {
+    "sbatch": """#!/usr/bin/env bash
+script="${@: -1}"
+last=$(grep -- --array= "$script" | sed 's/.*--array=0-\\([0-9]*\\).*/\\1/')
+out=$(grep -- --output= "$script" | sed 's/.*--output=//')
+for number in $(seq 0 "$last"); do
+  file=${out/\\%A/7}; file=${file/\\%a/$number}
+  SLURM_ARRAY_TASK_ID=$number SLURM_NODELIST=here bash "$script" > "$file" 2>&1
+done
+echo "Submitted batch job 7"
+""",
+    "srun": """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done
+exec "$@"
+""",
+    "scontrol": "#!/usr/bin/env bash\necho here\n",
+    "squeue": "#!/usr/bin/env bash\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A folder of fake commands of Slurm at the front of PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in FAKES.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "POLL_S", 0.05)
+    monkeypatch.setattr(slurm, "LATE_S", 0.2)
+    return folder
+
+
+def settings(tmp_path, output, **sections):
+    raw, rng = tmp_path / "raw.jsonl", random.Random(0)
+    texts = [" ".join(rng.choices(["river", "stone", "north", "paper", "green", "seven"], k=40)) for _ in range(8)]
+    if not raw.exists():
+        raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, texts[0]]))
+    source = {"made": {"paths": [str(raw)]}}
+    return CorpusSettings.model_validate({"output": str(tmp_path / output), "sources": source, "deduplicate": {}, **sections})
+
+
+def run(config):
+    said = []
+    engine.run(engine.make_plan(config), make_executor(config, said.append))
+    return said
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "slurm" not in path.parts}
+
+
+def test_slurm_gives_the_same_bytes(tmp_path, cluster):
+    run(settings(tmp_path, "a"))
+    said = run(settings(tmp_path, "b", slurm={"partition": "cpu", "options": {"account": "me"}}))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert said[0].startswith("job 7: 1 tasks of filter, logs in ") and "1 of 1 tasks" in said[1]
+    script = next((tmp_path / "b" / "slurm").glob("filter*/launch_script.slurm")).read_text()
+    assert "#SBATCH --partition=cpu\n" in script and "#SBATCH --account=me\n" in script and "--qos" not in script
+
+
+def test_a_job_of_slurm_without_a_result_is_one_line(tmp_path, cluster):
+    (cluster / "srun").write_text("#!/usr/bin/env bash\necho 'OSError: no space left' >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"1 tasks of job 7 ended without a result; logs in .*; the same command goes on\. .*no space left"):
+        run(settings(tmp_path, "b", slurm={"partition": "cpu"}))
+    (cluster / "sbatch").write_text("#!/usr/bin/env bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"sbatch refused the job"):
+        run(settings(tmp_path, "b", slurm={"partition": "cpu"}))
+
+
+def test_two_clusters_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"slurm and ray are both set"):
+        settings(tmp_path, "a", slurm={"partition": "cpu"}, ray={})
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "maxlm.corpus.executors.ray", raising=False)
+    with pytest.raises(UserError, match=r"ray: needs the package ray: pip install 'maxlm\[corpus-ray\]'"):
+        make_executor(settings(tmp_path, "a", ray={}), print)
+
+
+def test_ray_gives_the_same_bytes(tmp_path):
+    ray = pytest.importorskip("ray")
+    run(settings(tmp_path, "a"))
+    try:
+        run(settings(tmp_path, "b", ray={"address": "local", "memory_gb": 0.2, "combine_cpus": 1}, run={"memory_mb": 64}))
+    finally:
+        ray.shutdown()
+    assert files(tmp_path / "a") == files(tmp_path / "b")
