@@ -72,18 +72,34 @@ def test_slurm_gives_the_same_bytes(tmp_path, cluster):
     run(settings(tmp_path, "a"))
     said = run(settings(tmp_path, "b", slurm={"partition": "cpu", "options": {"account": "me"}}))
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert said[0].startswith("job 7: 1 tasks of filter, logs in ") and "1 of 1 tasks" in said[1]
+    assert said[0].startswith("job 7 (filter): 1 tasks, logs in ") and "1 of 1 tasks" in said[1]
     script = next((tmp_path / "b" / "slurm").glob("filter*/launch_script.slurm")).read_text()
     assert "#SBATCH --partition=cpu\n" in script and "#SBATCH --account=me\n" in script and "--qos" not in script
 
 
-def test_a_job_of_slurm_without_a_result_is_one_line(tmp_path, cluster):
-    (cluster / "srun").write_text("#!/usr/bin/env bash\necho 'OSError: no space left' >&2\nexit 1\n")
-    with pytest.raises(UserError, match=r"1 tasks of job 7 ended without a result; logs in .*; the same command goes on\. .*no space left"):
-        run(settings(tmp_path, "b", slurm={"partition": "cpu"}))
-    (cluster / "sbatch").write_text("#!/usr/bin/env bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+def test_killed_jobs_of_slurm_begin_again(tmp_path, cluster):
+    good = (cluster / "srun").read_text()
+    (cluster / "srun").write_text(good.replace("exec", 'mkdir "$0.once" 2>/dev/null && kill -9 $$\nexec'))
+    said = run(settings(tmp_path, "b", slurm={"partition": "cpu"}))
+    assert sum("1 tasks of job 7 ended without a result" in line for line in said) == 1
+    (cluster / "srun").write_text("#!/usr/bin/env bash\nexit 1\n")
+    with pytest.raises(UserError, match=r"1 tasks ended without a result 3 times; see .*slurm_logs; the same command goes on"):
+        run(settings(tmp_path, "c", slurm={"partition": "cpu"}))
+
+
+def test_what_slurm_or_a_task_refuses_is_one_line(tmp_path, cluster, monkeypatch):
+    config = settings(tmp_path, "b", slurm={"partition": "cpu"}, filters={"language": {}})
+    plan = engine.make_plan(config)
+    (tmp_path / "b" / "removed").mkdir(parents=True)
+    (tmp_path / "b" / "removed" / "filter").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match=r"removed/filter"):
+        engine.run(plan, make_executor(config, print))
+    (cluster / "sbatch").write_text("#!/usr/bin/env bash\nexit 1\n")
     with pytest.raises(UserError, match=r"sbatch refused the job"):
-        run(settings(tmp_path, "b", slurm={"partition": "cpu"}))
+        run(settings(tmp_path, "c", slurm={"partition": "cpu"}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"sbatch is not here"):
+        run(settings(tmp_path, "c", slurm={"partition": "cpu"}))
 
 
 def test_two_clusters_are_refused(tmp_path):

@@ -2,7 +2,8 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import SlurmSettings
 from maxlm.corpus.tasks import Task
+from maxlm.telemetry.atomic import write_text
 
 POLL_S = 5.0
 LATE_S = 60.0  # for which a file written on another node may be invisible here
-TAIL = 300  # characters of a job's log in an error
+ATTEMPTS = 3  # at tasks that end without a result
+REFUSED = ".refused.txt"  # ends the name of a file with the line of a task's UserError
+
+Calls = Mapping[int, Callable[[], Any]]
 
 
 class SlurmExecutor:
-    """Array jobs of Slurm. Jobs that a node lost are queued again by Slurm; what failed otherwise begins again with the same command."""
+    """Array jobs of Slurm. Tasks that are killed begin again in a job of their own."""
 
     def __init__(self, settings: SlurmSettings, workers: int | None, say: Callable[[str], None]) -> None:
         self.settings, self.workers, self.say = settings, workers, say
@@ -31,29 +36,51 @@ class SlurmExecutor:
     def combine(self, plan: Plan, number: int) -> None:
         """Search over the whole corpus before pass `number`, in one job."""
         threads = self.settings.combine_cpus
-        logs = self._submit(plan, f"combine-{plan.names[number]}", [_Combine(plan, number, threads)], 1, threads)
-        self._wait(logs, lambda: [] if plan.is_combined(number) else [0], lambda place: None)
+        call = partial(combine, plan, number, threads)
+        self._run(plan, f"combine-{plan.names[number]}", {0: call}, threads, lambda left: [] if plan.is_combined(number) else left)
 
     def run_tasks(self, plan: Plan, number: int, tasks: list[Task]) -> None:
-        """Run `tasks` of pass `number`, at most `run.workers` at once. Raises UserError for jobs that ended without their result."""
+        """Run `tasks` of pass `number`, at most `run.workers` at once. Raises UserError: what a task raises, or if jobs give no result."""
         progress = Progress(plan.names[number], tasks, self.say)
-        job = self._submit(plan, plan.names[number], [_RunTask(plan, number, tasks)], len(tasks), 1)
-        left = dict(enumerate(tasks))
+        by_number = {task.number: task for task in tasks}
 
-        def unfinished() -> list[int]:
-            return [place for place, task in left.items() if plan.mark(number, task) is None]
+        def unfinished(left: list[int]) -> list[int]:
+            marks = {place: plan.mark(number, by_number[place]) for place in left}
+            for place, mark in marks.items():
+                if mark is not None:
+                    progress.add(by_number[place], mark)
+            return [place for place in left if marks[place] is None]
 
-        def finished(place: int) -> None:
-            task = left.pop(place)
-            progress.add(task, plan.mark(number, task) or {})
+        calls = {place: partial(run_task, plan, number, task) for place, task in by_number.items()}
+        self._run(plan, plan.names[number], calls, 1, unfinished)
 
-        self._wait(job, unfinished, finished)
+    def _run(self, plan: Plan, name: str, calls: Calls, cpus: int, unfinished: Callable[[list[int]], list[int]]) -> None:
+        """Run `calls`, each in a task of an array job, until `unfinished` of their numbers has none left."""
+        left = sorted(calls)
+        for attempt in range(ATTEMPTS):
+            job = self._submit(
+                plan, name if attempt == 0 else f"{name}-again-{attempt}", _Step([calls[number] for number in left]), len(left), cpus
+            )
+            try:
+                left = _wait(job, left, unfinished)
+            except KeyboardInterrupt:
+                self.say(f"job {job.job_id} goes on without this command; `scancel {job.job_id}` ends it")
+                raise
+            if not left:
+                return
+            for refusal in sorted(Path(job.slurm_logs_folder).parent.glob(f"*{REFUSED}")):
+                raise UserError(refusal.read_text("utf-8"))
+            self.say(f"{len(left):,} tasks of job {job.job_id} ended without a result (killed?); logs in {job.slurm_logs_folder}")
+        raise UserError(
+            f"slurm: {len(left):,} tasks ended without a result {ATTEMPTS} times; see {job.slurm_logs_folder}; the same command goes on."
+        )
 
-    def _submit(self, plan: Plan, name: str, pipeline: list[PipelineStep], tasks: int, cpus: int) -> "_Job":
+    def _submit(self, plan: Plan, name: str, step: "_Step", tasks: int, cpus: int) -> "_Job":
         settings = self.settings
         logs = plan.output / "slurm" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        step.folder = str(logs.resolve())
         job = _Job(
-            pipeline,
+            [step],
             tasks=tasks,
             time=settings.time,
             partition=settings.partition,
@@ -65,7 +92,7 @@ class SlurmExecutor:
             env_command=settings.setup,
             sbatch_args=dict(settings.options),
             max_array_size=settings.max_array,
-            logging_dir=str(logs.resolve()),
+            logging_dir=step.folder,
             skip_completed=False,
             randomize_start_duration=0,
         )
@@ -79,26 +106,8 @@ class SlurmExecutor:
             raise UserError(
                 f"slurm: sbatch refused the job (exit code {error.returncode}); its reason is above. {shorten(str(logs))}"
             ) from error
-        self.say(f"job {job.job_id}: {tasks:,} tasks of {name}, logs in {logs}")
+        self.say(f"job {job.job_id} ({name}): {tasks:,} tasks, logs in {logs}")
         return job
-
-    def _wait(self, job: "_Job", unfinished: Callable[[], list[int]], finished: Callable[[int], None]) -> None:
-        known = set(range(job.tasks))
-        gone_since: float | None = None
-        while True:
-            left = set(unfinished())
-            for place in sorted(known - left):
-                finished(place)
-            known = left
-            if not left:
-                return
-            if _in_queue(job.job_id):
-                gone_since = None
-            elif gone_since is None:
-                gone_since = time.monotonic()
-            elif time.monotonic() - gone_since > LATE_S:
-                raise UserError(_failure(job, sorted(left)))
-            time.sleep(POLL_S)
 
 
 class _Job(SlurmPipelineExecutor):
@@ -106,30 +115,35 @@ class _Job(SlurmPipelineExecutor):
         """No job that adds up datatrove's statistics: it would wait in the queue for ever when a task fails."""
 
 
-class _RunTask(PipelineStep):
-    name = "maxlm corpus task"
+class _Step(PipelineStep):
+    """One call for each rank. What it refuses by name is written down for the command that waits."""
 
-    def __init__(self, plan: Plan, number: int, tasks: list[Task]) -> None:
+    name = "maxlm corpus"
+
+    def __init__(self, calls: list[Callable[[], Any]]) -> None:
         super().__init__()
-        self.plan, self.number, self.tasks = plan, number, tasks
+        self.calls, self.folder = calls, ""
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterable[Any]:
         del data, world_size
-        run_task(self.plan, self.number, self.tasks[rank])
+        try:
+            self.calls[rank]()
+        except UserError as error:
+            write_text(Path(self.folder) / f"{rank}{REFUSED}", str(error))
+            raise
         return iter(())
 
 
-class _Combine(PipelineStep):
-    name = "maxlm corpus combine"
-
-    def __init__(self, plan: Plan, number: int, threads: int) -> None:
-        super().__init__()
-        self.plan, self.number, self.threads = plan, number, threads
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterable[Any]:
-        del data, rank, world_size
-        combine(self.plan, self.number, self.threads)
-        return iter(())
+def _wait(job: _Job, left: list[int], unfinished: Callable[[list[int]], list[int]]) -> list[int]:
+    """What is unfinished when the job has left the queue."""
+    gone: float | None = None
+    while True:
+        left = unfinished(left)
+        if not left or (gone is not None and time.monotonic() - gone > LATE_S):
+            return left
+        if gone is None and not _in_queue(job.job_id):
+            gone = time.monotonic()
+        time.sleep(POLL_S)
 
 
 def _in_queue(job: str) -> bool:
@@ -138,10 +152,3 @@ def _in_queue(job: str) -> bool:
     if asked.returncode:
         return "invalid job id" not in asked.stderr.lower()
     return bool(asked.stdout.strip())
-
-
-def _failure(job: "_Job", left: list[int]) -> str:
-    folder = Path(job.slurm_logs_folder)
-    tails = (path.read_text("utf-8", "replace").strip()[-TAIL:] for path in sorted(folder.glob("*.out")))
-    tail = next((" ".join(text.split()) for text in tails if "Error" in text or "error" in text), "")
-    return f"slurm: {len(left):,} tasks of job {job.job_id} ended without a result; logs in {folder}; the same command goes on. {tail}"
