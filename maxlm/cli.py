@@ -165,7 +165,13 @@ def run_corpus(file: Annotated[str, typer.Argument(metavar="FILE", help="A corpu
     with _needs_corpus():
         from maxlm.corpus.command import run
         from maxlm.corpus.settings import CorpusSettings
-    run(load_as(CorpusSettings, file, overrides or []), lambda line: typer.echo(line, err=True))
+    settings, scorer = load_as(CorpusSettings, file, overrides or []), None
+    perplexity = settings.filters and settings.filters.perplexity
+    if perplexity and perplexity.checkpoint:
+        from maxlm.evaluation.text_scorer import find_checkpoint
+
+        scorer = find_checkpoint(perplexity.checkpoint)
+    run(settings, lambda line: typer.echo(line, err=True), scorer)
 
 
 @corpus_app.command("report")

@@ -8,16 +8,17 @@ from typing import Any
 from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
+from maxlm.corpus.filters import ScorerSource
 from maxlm.corpus.page import megabytes, page, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
 from maxlm.telemetry.atomic import write_text
 
 
-def run(settings: CorpusSettings, say: Callable[[str], None]) -> None:
-    """Run a corpus and show the result. Raises UserError."""
+def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSource | None = None) -> None:
+    """Run a corpus and show the result. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
     executor = make_executor(settings, say)
-    plan = make_plan(settings)
+    plan = make_plan(settings, scorer)
     say(f"{len(plan.origins):,} files, {len(plan.tasks):,} tasks")
     report = run_passes(plan, executor)
     render(report, plan.output)

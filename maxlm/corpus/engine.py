@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import build_filters, run_filters
+from maxlm.corpus.filters import BatchFilter, Filter, ScorerSource, build_filters, run_together
 from maxlm.corpus.page import page
 from maxlm.corpus.read import Input, find, read
 from maxlm.corpus.settings import CorpusSettings
@@ -30,6 +30,7 @@ from maxlm.telemetry.atomic import write_text
 FORMAT = 2  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
+TOGETHER = 64  # documents that filters get at once, where one of them is faster so
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
 
@@ -41,6 +42,7 @@ class Plan:
     tasks: tuple[Task, ...]
     origins: dict[str, str]
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
+    scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
 
     @property
     def output(self) -> Path:
@@ -87,8 +89,8 @@ class Plan:
         return self.output / "marks" / self.names[number] / f"{task.name}.json"
 
 
-def make_plan(settings: CorpusSettings) -> Plan:
-    """Find the input files and divide them. Raises UserError."""
+def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> Plan:
+    """Find the input files and divide them. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
     inputs: list[Input] = []
     origins: dict[str, str] = {}
     for name in sorted(settings.sources):
@@ -102,14 +104,17 @@ def make_plan(settings: CorpusSettings) -> Plan:
     stages = build_stages(settings)
     keys = [stage.key for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
-    filters = settings.filters.model_dump(mode="json") if settings.filters else None
+    filters: Any = None
+    if settings.filters is not None:
+        lists = [[path, _state(path)] for path in settings.filters.files]
+        filters = [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key]
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
         fingerprint(FORMAT, reading, filters, [[path, _state(path), origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
         for task in tasks
     ]
     later = [fingerprint(first, keys[: number + 2]) for number in range(len(stages))]
-    return Plan(settings, tasks, origins, (tuple(first), *((one,) * len(tasks) for one in later)))
+    return Plan(settings, tasks, origins, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
 
 
 def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
@@ -181,18 +186,33 @@ def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
 
 
 def _read(plan: Plan, task: Task, tally: Tally) -> Stream:
-    filters = build_filters(plan.settings.filters) if plan.settings.filters else []
+    settings = plan.settings.filters
+    filters = build_filters(settings, plan.scorer.open() if plan.scorer else None) if settings else []
+    size = TOGETHER if any(isinstance(each, BatchFilter) for each in filters) else 1
+    group: list[Document | Removed] = []
+    for one in _records(plan, task):
+        if isinstance(one, Document):
+            tally.come(one)
+        group.append(one)
+        if len(group) == size:
+            yield from _filtered(filters, group)
+            group = []
+    yield from _filtered(filters, group)
+
+
+def _records(plan: Plan, task: Task) -> Stream:
     for path in task.paths:
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
         for one in read(path, plan.settings.read):
-            if isinstance(one, Removed):
-                yield one
-            else:
-                document = Document(one.id, one.text, {**added, **one.metadata})
-                tally.come(document)
-                yield run_filters(filters, document)
+            yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
+
+
+def _filtered(filters: list[Filter], group: list[Document | Removed]) -> Stream:
+    results = iter(run_together(filters, [one for one in group if isinstance(one, Document)]))
+    for one in group:
+        yield one if isinstance(one, Removed) else next(results)
 
 
 def _apply(plan: Plan, number: int, task: Task) -> Stream:

@@ -123,6 +123,16 @@ def test_other_settings_and_inputs_leave_nothing_of_the_run_before(tmp_path):
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
+def test_a_changed_list_is_read_again(tmp_path):
+    write_corpus(tmp_path / "raw")
+    (tmp_path / "bad.txt").write_text("nothing\n")
+    config = settings(tmp_path, tmp_path / "a").model_dump() | {"filters": {"bad_words": {"files": [str(tmp_path / "bad.txt")]}}}
+    config = CorpusSettings.model_validate(config)
+    assert "bad_words" not in str(run(config)["passes"][0]["removed"])
+    (tmp_path / "bad.txt").write_text("word1\nword2\nword3\n")
+    assert "bad_words" in str(run(config)["passes"][0]["removed"])
+
+
 def test_a_file_of_two_sources_is_refused(tmp_path):
     write_corpus(tmp_path / "raw")
     config = settings(tmp_path, tmp_path / "out")

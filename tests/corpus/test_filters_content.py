@@ -338,18 +338,20 @@ class Lengths:
 
 
 def test_perplexity_bounds_with_a_scorer_that_is_passed():
-    section = {"perplexity": {"max_bits_per_byte": 4, "min_bits_per_byte": 2}}
+    section = {"perplexity": {"checkpoint": "runs/x", "max_bits_per_byte": 4, "min_bits_per_byte": 2}}
     assert judge("a b c", section, Lengths()).metadata == {"bits_per_byte": 3.0}
     assert reason("a b c d e", section, Lengths()) == "perplexity_too_high"
     assert reason("a", section, Lengths()) == "perplexity_too_low"
     assert reason("nan", section, Lengths()) == "perplexity_too_high"
-    with pytest.raises(UserError, match="no model"):
-        judge("a", section)
+    for models in ({}, {"checkpoint": "a", "kenlm": "b"}):
+        with pytest.raises(ValidationError, match="set either checkpoint or kenlm"):
+            FilterSettings.model_validate({"perplexity": {"max_bits_per_byte": 4, **models}})
 
 
 def test_documents_are_scored_together():
     scorer = Lengths()
-    [each] = build_filters(FilterSettings.model_validate({"perplexity": {"max_bits_per_byte": 2, "sample_characters": 100}}), scorer)
+    section = {"checkpoint": "runs/x", "max_bits_per_byte": 2, "sample_characters": 100}
+    [each] = build_filters(FilterSettings.model_validate({"perplexity": section}), scorer)
     documents = [Document(f"f#{i}", "a " * i) for i in range(4)] + [Document("f#4", "b" * 1000)]
     results = each.filter_many(documents)
     assert [result.id for result in results] == [document.id for document in documents]

@@ -9,15 +9,15 @@ from maxlm.corpus.filters.lines import BoilerplateFilter, C4Filter
 from maxlm.corpus.filters.lists import BadWordsFilter, UrlFilter
 from maxlm.corpus.filters.perplexity import PerplexityFilter
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
-from maxlm.corpus.filters.protocol import Filter, Scorer, run_filters
+from maxlm.corpus.filters.protocol import BatchFilter, Filter, Scorer, ScorerSource, run_filters, run_together
 from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
 from maxlm.corpus.filters.settings import FilterSettings
 
-__all__ = ["Filter", "FilterSettings", "Scorer", "build_filters", "run_filters"]
+__all__ = ["BatchFilter", "Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "run_filters", "run_together"]
 
 
 def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> list[Filter]:
-    """The filters that `settings` name, in the order of its fields. `scorer`: for perplexity, instead of KenLM. Raises UserError."""
+    """The filters that `settings` name, in the order of its fields. `scorer`: of perplexity.checkpoint. Raises UserError."""
     makers: dict[str, Callable[..., Filter]] = {
         "urls": UrlFilter,
         "length": LengthFilter,

@@ -52,8 +52,7 @@ class PerplexityFilter:
     name = "perplexity"
 
     def __init__(self, settings: PerplexitySettings, scorer: Scorer | None = None) -> None:
-        if scorer is None and settings.kenlm is None:
-            raise UserError("perplexity: there is no model; set perplexity.kenlm, or pass a scorer.")
+        assert scorer is not None or settings.kenlm is not None, "whoever reads perplexity.checkpoint passes its scorer"
         self.settings = settings
         self.scorer: Scorer = scorer if scorer is not None else KenlmScorer(str(settings.kenlm), settings.tokens)
 
@@ -61,7 +60,7 @@ class PerplexityFilter:
         return self.filter_many([document])[0]
 
     def filter_many(self, documents: Sequence[Document]) -> list[Document | Removed]:
-        """The same for several documents, scored together: what a model on an accelerator needs."""
+        """The same for several documents, scored together."""
         scores = self.scorer.score([document.text[: self.settings.sample_characters] for document in documents])
         return [self._judge(document, score) for document, score in zip(documents, scores, strict=True)]
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from maxlm.corpus.document import Document, Removed, Value
 
@@ -19,11 +19,33 @@ class Filter(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchFilter(Protocol):
+    """A filter that is faster with several documents at once."""
+
+    def filter_many(self, documents: Sequence[Document]) -> list[Document | Removed]:
+        """What the filter gives for each of `documents`."""
+        ...
+
+
 class Scorer(Protocol):
     """A language model that scores texts."""
 
     def score(self, texts: Sequence[str]) -> list[float]:
         """Bits per UTF-8 byte of each text; 0.0 for an empty one."""
+        ...
+
+
+class ScorerSource(Protocol):
+    """A scorer that any process can open; it is sent to them pickled."""
+
+    @property
+    def key(self) -> Any:
+        """What decides the scores, as JSON has it."""
+        ...
+
+    def open(self) -> Scorer:
+        """The scorer, in this process. Raises UserError."""
         ...
 
 
@@ -46,3 +68,15 @@ def run_filters(filters: Sequence[Filter], document: Document) -> Document | Rem
             return result
         document = result
     return document
+
+
+def run_together(filters: Sequence[Filter], documents: Sequence[Document]) -> list[Document | Removed]:
+    """What run_filters() gives for each of `documents`, with filters that take several at once where there are such."""
+    results: list[Document | Removed] = list(documents)
+    for each in filters:
+        places = [place for place, one in enumerate(results) if isinstance(one, Document)]
+        left = [one for one in results if isinstance(one, Document)]
+        changed = each.filter_many(left) if isinstance(each, BatchFilter) else map(each, left)
+        for place, one in zip(places, changed, strict=True):
+            results[place] = one
+    return results

@@ -1,6 +1,6 @@
 """Settings of the filters. A section that is absent is off; defaults are the published thresholds (`thresholds.py`)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -176,11 +176,18 @@ class ClassifierSettings(Section):
 class PerplexitySettings(Section):
     """Bits per byte under a language model, within bounds."""
 
-    kenlm: str | None = Field(None, description="Path of a KenLM model; null: the caller passes a scorer (one of our own checkpoints).")
+    checkpoint: str | None = Field(None, description="A model of ours: folder of a run or of an imported model, or a Hugging Face folder.")
+    kenlm: str | None = Field(None, description="Path of a KenLM model instead.")
     tokens: Literal["words", "characters"] = Field("words", description="Units of the KenLM model.")
     max_bits_per_byte: float = Field(gt=0, description="Documents above it are removed: garbage, shuffled text.")
     min_bits_per_byte: float = Field(0.0, ge=0, description="Documents below it are removed: templates, repetition.")
     sample_characters: int = Field(8192, ge=100, description="Characters at the beginning of a document that are scored.")
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if (self.checkpoint is None) == (self.kenlm is None):
+            raise ValueError("set either checkpoint or kenlm, the model that scores")
+        return self
 
 
 class FilterSettings(Section):
@@ -198,3 +205,15 @@ class FilterSettings(Section):
     classifier: ClassifierSettings | None = Field(None, description="Quality classifier.")
     perplexity: PerplexitySettings | None = Field(None, description="Bits per byte under a language model.")
     personal_data: PersonalDataSettings | None = Field(None, description="Masking of personal data.")
+
+    @property
+    def files(self) -> list[str]:
+        """Lists and models that the filters read, but for a checkpoint."""
+        lists = [section.files for section in (self.boilerplate, self.bad_words) if section is not None]
+        lists += [self.urls.domain_files, self.urls.url_files] if self.urls is not None else []
+        models = (
+            self.language and self.language.model,
+            self.classifier and self.classifier.model,
+            self.perplexity and self.perplexity.kenlm,
+        )
+        return [*(file for some in lists for file in some), *(model for model in models if model)]
