@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_every_package_has_a_layer():
     contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     packages = [path.name for path in (ROOT / "maxlm").iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert [name for name in packages if f"maxlm.{name}" not in contracts] == []
+
+
+def test_no_two_test_modules_share_a_name():
+    """Pytest imports a test module by its bare name, so that the second of two would not be collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py"))
+    assert [name for name, count in names.items() if count > 1] == []
