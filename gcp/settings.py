@@ -116,8 +116,8 @@ def _check_stays(config: Config, bucket: str) -> None:
         fix = f"leave it out (then {bucket}/{config.run.name}/checkpoints), or name a bucket"
         raise ConfigError("checkpoint.dir", saved, "is on the disk of one machine, which ends with it and which no other host sees", fix)
     hosts = rules.topology_of(config).hosts
-    for store in [config.data.store, *(entry.store for entry in config.data.mixture)]:
-        if store is not None and not is_remote(store) and (hosts > 1 or config.data.prepare is None):
+    for store in config.data.stores:
+        if not is_remote(store) and (hosts > 1 or config.data.prepare is None):
             fix = "prepare it into a bucket once, with `maxlm data prepare CONFIG data.store=gs://...`"
             raise ConfigError("data.store", store, f"is a folder of this machine, and {hosts} of the cloud would read it", fix)
 

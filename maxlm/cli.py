@@ -205,19 +205,16 @@ def prepare(config: ConfigName, overrides: Overrides = None) -> None:
 
 
 @data_app.command()
-def inspect(store: Annotated[str, typer.Argument(help="A token store: folder or gs://.")], json_: Json = False) -> None:
-    """Count and sample what a token store holds."""
-    from maxlm.config.paths import store_argument
+def inspect(
+    place: Annotated[str, typer.Argument(metavar="PLACE", help="A token store (folder or gs://), the folder of a run, or a config.")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show the documents in the batch of update N of a run.")] = None,
+    json_: Json = False,
+) -> None:
+    """Count and sample what a token store holds; of a run or a config, show the shares of its sources and where a batch comes from."""
+    from maxlm.runtime import inspect_data
 
-    place = store_argument(store)
-    from maxlm.data.inspect import describe, render
-
-    if json_:
-        typer.echo(json.dumps(describe(place)))
-    else:
-        from rich.console import Console
-
-        Console().print(render(describe(place)), highlight=False)
+    raise typer.Exit(inspect_data.run(place, overrides or [], step, as_json=json_))
 
 
 @kernels_app.command(name="report")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from maxlm.config import paths
@@ -25,9 +25,16 @@ def whole(value: Any) -> Any:
     return value
 
 
+def written_with_exponent(value: Any) -> Any:
+    """A number of tokens as people write it: 15e12 is a whole number, 1.5 is none."""
+    return int(value) if isinstance(value, float) and abs(value) <= 2**53 and value.is_integer() else value
+
+
 Int = Annotated[int, Strict(), Field(ge=-INT64, le=INT64)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=INT64)]
 Count = Annotated[int, Strict(), Field(ge=0, le=INT64)]
+Tokens = Annotated[Positive, BeforeValidator(written_with_exponent)]
+NoneOrMoreTokens = Annotated[Count, BeforeValidator(written_with_exponent)]
 Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # jax.random keeps 32 bits, so that larger seeds would repeat smaller ones
 Few = Annotated[int, Strict(), Field(ge=1, le=1024)]  # threads, batches in memory, pods
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False), AfterValidator(in_float32)]

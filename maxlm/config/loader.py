@@ -102,6 +102,8 @@ def _present(section: BaseModel) -> dict[str, Any]:
             del values[name]
         elif isinstance(value, BaseModel):
             values[name] = _present(value)
+        elif isinstance(value, dict):
+            values[name] = {key: _present(inner) if isinstance(inner, BaseModel) else inner for key, inner in value.items()}
     return values
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert, paths, precision_rules
+from maxlm.config import axes, inert, mixture_rules, paths, precision_rules
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    further = (_state, _health, _elastic, _compression, precision_rules.problems)
+    further = (_state, _health, _elastic, _compression, precision_rules.problems, mixture_rules.problems)
     _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
@@ -331,24 +331,23 @@ def _adapted_at_random(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if (data.store is None) == (not data.mixture):
-        fix = "set one of them" if data.store is None else "write data.mixture=[] to train on the store, or data.store=null on the mixture"
+    if (data.store is None) == (data.mixture is None):
+        fix = (
+            "set one of them" if data.store is None else "write data.mixture=null to train on the store, or data.store=null on the mixture"
+        )
         yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", fix
     if data.prepare is not None and data.store is None:
         yield "data.prepare", "set", "prepares data.store, which is not set", "set data.store"
     if data.prepare is not None and data.prepare.conversations is not None and data.prepare.tokenizer.path is None:
         rule = "conversations are read with the tokenizer of the model that is fine-tuned"
         yield "data.prepare.tokenizer.path", None, rule, "name its tokenizer.json, as in runs/NAME/tokenizer/tokenizer.json"
-    stores = [entry.store for entry in data.mixture]
-    if len({paths.same_place(store) for store in stores}) != len(stores):
-        yield "data.mixture", stores, "names a store twice", "add up its weights in one entry"
     written = {"run.dir": f"{config.run.dir.rstrip('/')}/{config.run.name}", "checkpoint.dir": config.checkpoint.dir}
     for field, place in written.items():
-        store = next((store for store in (data.store, *stores) if store and place and paths.is_inside(place, store)), None)
+        store = next((store for store in data.stores if place and paths.is_inside(place, store)), None)
         if store is not None:
             yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
-    for store in (data.store, *stores):
-        if store and config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
+    for store in data.stores:
+        if config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
             rule = f"is inside checkpoint.dir = {config.checkpoint.dir}, which holds checkpoints only"
             yield "data.store", store, rule, "name another folder"
     limit = config.model.max_seq_len

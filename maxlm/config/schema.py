@@ -21,6 +21,7 @@ from maxlm.config.fields import (
     Fraction,
     Int,
     LocalPath,
+    NoneOrMoreTokens,
     NonNegative,
     Positive,
     PositiveFloat,
@@ -29,9 +30,11 @@ from maxlm.config.fields import (
     Seed,
     StoredPath,
     Text,
+    Tokens,
     whole,
 )
 from maxlm.config.memory import OffloadStateConfig
+from maxlm.config.mixture import MixtureConfig, of_list
 from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
 from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
@@ -314,13 +317,6 @@ class PrepareConfig(Section):
     workers: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # processes; 0: one a core
 
 
-class MixtureEntry(Section):
-    """A token store and its share of the samples."""
-
-    store: StoredPath
-    weight: PositiveFloat
-
-
 class SkipConfig(Section):
     """Go on past damaged chunks of a store: samples that touch one become padding, with an alarm. Absent: the first stops training."""
 
@@ -350,7 +346,7 @@ class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
     store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
-    mixture: tuple[MixtureEntry, ...] = ()  # instead of `store`
+    mixture: Annotated[MixtureConfig | None, BeforeValidator(of_list)] = None  # instead of `store`
     seq_len: Positive
     shuffle: Bool = True
     mask_documents: Bool = True  # a token attends only inside its document
@@ -359,6 +355,12 @@ class DataConfig(Section):
     skip_bad_chunks: SkipConfig | None = None
     prepare: PrepareConfig | None = None
     eval: HeldOutConfig | None = None  # beside the held-out documents of the stores above: each has its own curve, eval_loss/NAME
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The stores that are trained on, each once."""
+        named = (source.store for source in self.mixture.sources.values()) if self.mixture is not None else ()
+        return tuple(dict.fromkeys(filter(None, (self.store, *named))))
 
 
 WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
@@ -376,7 +378,7 @@ class TrainConfig(Section):
     """Length of the training and size of a step."""
 
     steps: Positive | None = None  # or `tokens`
-    tokens: Positive | None = None
+    tokens: Tokens | None = None
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
     seed: Seed = 0
@@ -447,9 +449,9 @@ class OptimizerConfig(Section):
     peak_lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
-    warmup_tokens: Count | None = None
+    warmup_tokens: NoneOrMoreTokens | None = None
     decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
-    decay_tokens: Positive | None = None
+    decay_tokens: Tokens | None = None
     end_lr_fraction: Fraction = 0.1  # of peak_lr
     weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
     beta1: Fraction = 0.9

@@ -19,7 +19,7 @@ def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSour
     """Run a corpus and show the result. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
     executor = make_executor(settings, say)
     plan = make_plan(settings, scorer)
-    say(f"{len(plan.origins):,} files, {len(plan.tasks):,} tasks")
+    say(f"files: {len(plan.origins):,}; tasks: {len(plan.tasks):,}")
     report = run_passes(plan, executor)
     render(report, plan.output)
 

@@ -14,12 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from maxlm.config.errors import UserError
+from maxlm.data.metadata import About
 from maxlm.data.readers import Document
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.workers import end_with_parent, workers_without_signals
 
 BATCH_CHARS = 2**20  # of text in a batch for a worker
 QUEUED = 3  # batches a worker
+NOTHING = About("", {})
 
 
 class Encoded(NamedTuple):
@@ -28,6 +30,7 @@ class Encoded(NamedTuple):
     documents: Sequence[np.ndarray | None]  # ids of each, ending with the end-of-document token; None for one that is left out
     held_out: list[bool]  # True for documents of the eval split
     origins: list[str]
+    abouts: list[About]
     bytes_read: int  # of the sources, up to and including the last document
 
 
@@ -86,7 +89,8 @@ def encode_in_order(documents: Iterable[Document], encoder: Encoder, eval_fracti
         while True:
             for batch in itertools.islice(batches, workers * QUEUED - len(pending)):
                 with workers_without_signals():
-                    pending.append((pool.submit(_encode, batch, eval_fraction), batch))
+                    texts = [document._replace(about=NOTHING) for document in batch]  # a process needs no metadata
+                    pending.append((pool.submit(_encode, texts, eval_fraction), batch))
             if not pending:
                 break
             future, batch = pending.popleft()
@@ -126,4 +130,4 @@ def _encode(batch: list[Document], eval_fraction: float) -> _Result:
 
 
 def _joined(batch: list[Document], result: _Result) -> Encoded:
-    return Encoded(*result, [document.origin for document in batch], batch[-1].bytes_read)
+    return Encoded(*result, [document.origin for document in batch], [document.about for document in batch], batch[-1].bytes_read)

@@ -1,14 +1,14 @@
 """Batches: number n holds the same samples on any mesh, any number of hosts, and after any restart.
 
-The token stream of a store is cut in windows of `seq_len` inputs; a window's targets reach one token further, into the
-next window's first input. So every token is an input once an epoch, but for the very last, which is a target only. Long documents
-are split over windows, short ones share one; the last window is padded. Nothing is dropped. Conversations are packed whole instead
-(`samples.PackedRows`), and a window below is a row of them.
+The token stream of a source, a store or some of its documents, is cut in windows of `seq_len` inputs; a window's targets reach one token
+further, into the next window's first input. So every token is an input once an epoch, but for the very last, which is a target only. Long
+documents are split over windows, short ones share one; the last window is padded. Nothing is dropped. Conversations are packed whole
+instead (`samples.PackedRows`), and a window below is a row of them.
 """
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.marks import Content
-from maxlm.data.order import SampleOrder, batch_number
+from maxlm.data.mixture import Source, open_sources
+from maxlm.data.order import PADDING, SampleOrder, batch_number
+from maxlm.data.plan import POSITION, Plan, beginning_anew, from_json, make_plan
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
@@ -33,8 +35,6 @@ MakeBatch = Callable[[np.ndarray, np.ndarray, np.ndarray, int], Any]
 
 # (batch, numbers of the documents in each row) -> the batch with what is known of them
 Annotate = Callable[[Any, list[np.ndarray]], Any]
-
-PADDING = -1  # the sample id of a row that only fills up the last batch of an evaluation
 
 
 class Pipeline:
@@ -55,27 +55,77 @@ class Pipeline:
         """Open the stores of `config` and check that they match each other and the model.
 
         `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction; `field`: the
-        setting that names the store, for errors, None for data.store or data.mixture. Stores of a mixture without held-out documents are
+        setting that names the store, for errors, None for data.store or data.mixture. Sources of a mixture without held-out documents are
         left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
         or of another tokenizer than the others; or the model's vocabulary is too small.
         """
-        opened = _opened(config, split, vocab_size, content, field)
+        context = read_context(config.read_threads)
+        found = open_sources(config, split, context)
+        _check_all(config, found, split, vocab_size, content, field)
         self.global_batch = global_batch
         self._make_batch = make_batch or (
             lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
         )
-        self._config, self._stores = config, list(opened)
         kind = Windows if content == "text" else PackedRows
-        self._samples_of: list[Samples] = [kind(store, config.seq_len) for store in opened]
-        self._first_document = np.concatenate([[0], np.cumsum([store.size.documents for store in opened])])
+        samples: list[Samples] = [kind(source.store, config.seq_len, source.documents) for source in found]
+        self._config, self._seed = config, seed
+        self.sources = [source for source, own in zip(found, samples, strict=True) if own.count]
+        self._samples_of = [own for own in samples if own.count]
+        self._stores = [source.store for source in self.sources]
+        documents = [
+            store.size.documents if source.documents is None else len(source.documents)
+            for source, store in zip(self.sources, self._stores, strict=True)
+        ]
+        self._first_document = np.concatenate([[0], np.cumsum(documents)])
         self.annotate: Annotate | None = None  # adds to every batch what is known of its documents beside the stores
-        windows = [samples.count for samples in self._samples_of]
-        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each store's first window
-        self._order = SampleOrder(windows, list(opened.values()), seed=seed, shuffle=config.shuffle) if split == "train" else None
+        windows = [own.count for own in self._samples_of]
+        self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each source's first window
+        self.plan: Plan | None = None  # of batches that never end
+        self._order: SampleOrder | None = None
         self.left_out: tuple[int, ...] = ()  # numbers of batches that no step trains on, sorted
-        self._bad_chunks: list[set[int]] = [set() for _ in opened]  # seen so far
+        if split == "train":
+            self.go_on({})
+        self._bad_chunks: dict[str, set[int]] = {store.path: set() for store in self._stores}  # seen so far
         self._problems: list[dict[str, Any]] = []
         self._lock = threading.Lock()  # batches are made in a background thread
+
+    def go_on(self, position: Mapping[str, Any], left_out: Sequence[int] = ()) -> list[str]:
+        """Go on from the data position of a checkpoint, {}: from the beginning, with what the config asks for from there on.
+
+        `left_out`: numbers of batches that no step trains on, sorted. Returns a line about each source whose documents may be repeated.
+        Raises ConfigError: a source of the mixture is not what it was.
+        """
+        config, self.left_out = self._config, tuple(left_out)
+        past = from_json(position[POSITION]) if POSITION in position else None
+        sample = batch_number(position.get("next_step", 0), position.get("left_out", ())) * self.global_batch
+        self.plan = make_plan(config.mixture, self.sources, self.sizes, seq_len=config.seq_len, past=past, sample=sample)
+        numbers = {source.identity: number for number, source in enumerate(self.plan.sources)}
+        windows = {numbers[source.identity]: own.count for source, own in zip(self.sources, self._samples_of, strict=True)}
+        self._order = SampleOrder(windows, self.plan.stages, seed=self._seed, shuffle=config.shuffle)
+        if position and past is None and config.mixture is not None:
+            return ["the checkpoint is of a maxlm that recorded no order of samples: they are those of data.mixture as it is now"]
+        return [] if past is None else beginning_anew(past, self.plan, sample)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Entries of the data position of a checkpoint that `step` batches came before."""
+        assert self.plan is not None, "held-out data have no position"
+        return {POSITION: self.plan.to_json(self.first_sample(step))}
+
+    def check_length(self, steps: int) -> None:
+        """Raise UserError if the sources have had their epochs before the end of so many steps."""
+        assert self.plan is not None and self._order is not None, "held-out data have an end"
+        needed, end = self.first_sample(steps - 1) + self.global_batch, self._order.end
+        if end is not None and end < needed:
+            S = self._config.seq_len
+            rule = f"ends at token {end * S:,} of {needed * S:,}, when all sources of its stage have had their epochs"
+            raise ConfigError(
+                "data.mixture", self.plan.names(self.plan.stages[-2].shares), rule, "raise `epochs`, or train for fewer steps"
+            )
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Windows and tokens of every source, by its name."""
+        return {source.name: (own.count, own.tokens) for source, own in zip(self.sources, self._samples_of, strict=True)}
 
     @property
     def tokenizer_hash(self) -> str:
@@ -85,22 +135,49 @@ class Pipeline:
     @property
     def fingerprint(self) -> str:
         """Digest of the manifests of its stores, in hex: equal on hosts with the same tokens."""
-        return manifest.fingerprint({"stores": [store.info.model_dump(mode="json") for store in self._stores]})
+        stated: dict[str, Any] = {"stores": [store.info.model_dump(mode="json") for store in self._stores]}
+        if any(source.documents is not None for source in self.sources):
+            stated["sources"] = [source.identity for source in self.sources]
+        return manifest.fingerprint(stated)
+
+    def first_sample(self, step: int) -> int:
+        """Number of the first sample of batch `step`."""
+        return batch_number(step, self.left_out) * self.global_batch
+
+    @property
+    def seq_len(self) -> int:
+        """Inputs of a row."""
+        return self._config.seq_len
+
+    def documents_of(self, name: str) -> int | None:
+        """Number of documents of a source; None if there is none of this name."""
+        own = [number for number, source in enumerate(self.sources) if source.name == name]
+        return int(np.diff(self._first_document)[own[0]]) if own else None
+
+    def source_of(self, window: int) -> tuple[Source, int]:
+        """Source of a window id, and its number there."""
+        owner = int(np.searchsorted(self._first, window, side="right")) - 1
+        return self.sources[owner], int(window - self._first[owner])
+
+    def token_parts(self, window: int) -> Sequence[tuple[int, int]]:
+        """The parts [start, stop) of its source's store that a window holds, its last target included."""
+        source, number = self.source_of(window)
+        return self._samples_of[self.sources.index(source)].ranges(number)
 
     @property
     def n_windows(self) -> int:
-        """Windows of all stores: samples of an epoch, where there is one store."""
+        """Windows of all sources: samples of an epoch, where there is one source."""
         return int(self._first[-1])
 
     @property
     def n_documents(self) -> int:
-        """Documents of all stores, which `annotate` numbers one store after another."""
+        """Documents of all sources, which `annotate` numbers one source after another."""
         return int(self._first_document[-1])
 
     def in_order(self) -> "Pipeline":
         """The same windows once, in order, in `n_batches` batches, without annotation."""
         ordered = copy.copy(self)
-        ordered._order, ordered.annotate, ordered.left_out = None, None, ()
+        ordered.plan, ordered._order, ordered.annotate, ordered.left_out = None, None, None, ()
         return ordered
 
     def documents(self, step: int) -> list[np.ndarray]:
@@ -110,7 +187,7 @@ class Pipeline:
     def token_ranges(self, ids: np.ndarray) -> dict[str, list[tuple[int, int]]]:
         """Store -> the parts [start, stop) of its tokens that windows hold."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for number in ids:
+        for number in ids[ids != PADDING]:
             owner = int(np.searchsorted(self._first, number, side="right")) - 1
             parts = self._samples_of[owner].ranges(int(number - self._first[owner]))
             found.setdefault(self._stores[owner].path, []).extend(parts)
@@ -130,9 +207,10 @@ class Pipeline:
         return problems
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """Ids of the windows in the batch of `step`, [global_batch] int64: a pure function of (seed, `step`, `left_out`).
+        """Ids of the windows in the batch of `step`, [global_batch] int64: a pure function of (seed, `step`, `left_out`, `plan`).
 
-        An id is unique over the stores of a mixture. -1 is a row of padding, which only the last eval batch has.
+        An id is unique over the sources of a mixture. -1 is a row of padding, which only the last eval batch has, or one of a source that
+        the config names no more.
         """
         return self._ids(self._samples(step))
 
@@ -171,7 +249,7 @@ class Pipeline:
         return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 
     def _samples(self, step: int) -> np.ndarray:
-        return batch_number(step, self.left_out) * self.global_batch + np.arange(self.global_batch)
+        return self.first_sample(step) + np.arange(self.global_batch)
 
     def _ids(self, samples: np.ndarray) -> np.ndarray:
         if self._order is not None:
@@ -227,7 +305,8 @@ class Pipeline:
 
     def _damaged_chunks(self, number: int, sample: int, error: DamagedStoreError) -> set[int]:
         """The damaged chunks of a window. Raises UserError once a store has too many."""
-        store, known = self._stores[number], self._bad_chunks[number]
+        store = self._stores[number]
+        known = self._bad_chunks[store.path]
         found = {chunk for part in self._samples_of[number].ranges(sample) for chunk in store.bad_chunks(*part)}
         known |= found
         assert self._config.skip_bad_chunks is not None, "without it the first damaged chunk stops training"
@@ -246,21 +325,20 @@ class Pipeline:
             self._problems.append({**data, "chunks": chunks, "samples": ids.tolist(), "tokens": tokens})
 
 
-def _opened(config: DataConfig, split: Split, vocab_size: int, content: Content, field: str | None) -> dict[TokenStore, float]:
-    """The stores that have documents of this split, with their weights. Raises UserError if there is none, or not enough to train."""
-    weights = {config.store: 1.0} if config.store else {entry.store: entry.weight for entry in config.mixture}
-    assert weights, "config/rules.py requires a store or a mixture"
-    context = read_context(config.read_threads)
-    stores = {TokenStore(path, split, context=context): weight for path, weight in weights.items()}
+def _check_all(config: DataConfig, sources: Sequence[Source], split: Split, vocab_size: int, content: Content, field: str | None) -> None:
+    """Refuse stores that do not match, or that have no documents of this split, or not enough to train."""
+    stores = list(dict.fromkeys(source.store for source in sources))
     for store in stores:
-        _check(store, next(iter(stores)), vocab_size, content, field or ("data.store" if config.store else "data.mixture"))
-    used = {store: weight for store, weight in stores.items() if store.n_tokens > 1}
-    if not used or (split == "train" and len(used) < len(stores)):
-        empty = next(store for store in stores if store.n_tokens <= 1)
+        _check(store, stores[0], vocab_size, content, field or ("data.store" if config.store else "data.mixture"))
+    empty = [store for store in stores if store.n_tokens <= 1]
+    if empty and (split == "train" or len(empty) == len(stores)):
         off = f"remove {field}" if field else "set train.eval_batches to 0"
         fix = f"raise data.prepare.eval_fraction, or {off}" if split == "eval" else "give it more text"
-        raise UserError(f"{empty.path} has no {split} documents to make a batch of; {fix}.")
-    return used
+        raise UserError(f"{empty[0].path} has no {split} documents to make a batch of; {fix}.")
+    if split == "eval" and not any(source.documents is None or len(source.documents) for source in sources):
+        raise UserError(
+            "data.mixture: no held-out document meets the conditions of a source; loosen `where`, or set train.eval_batches to 0."
+        )
 
 
 def _check(store: TokenStore, first: TokenStore, vocab_size: int, content: Content, field: str) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from maxlm.data import marks
 from maxlm.data.manifest import SPLITS
+from maxlm.data.selection import Metadata, has_metadata, values_line
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -48,12 +49,26 @@ def render(description: dict[str, Any]) -> RenderableType:
     for name in (*LENGTHS, "mean"):
         lengths = [summary.get("document_tokens", {}).get(name) for summary in splits.values()]
         sizes.add_row(f"tokens a document, {name}", *("" if length is None else f"{length:,}" for length in lengths))
+    fields = [_fields_table(split, summary["metadata"]) for split, summary in splits.items() if summary.get("metadata")]
     samples = [
-        Text(f"{split} document {sample['document']:,}, {sample['tokens']:,} tokens: {_quoted(sample)}")
+        Text(f"{split} document {sample['document']:,}{_name(sample)}, {sample['tokens']:,} tokens: {_quoted(sample)}")
         for split, summary in splits.items()
         for sample in summary["samples"]
     ]
-    return Group(facts, sizes, *samples)
+    return Group(facts, sizes, *fields, *samples)
+
+
+def _fields_table(split: str, fields: dict[str, Any]) -> Table:
+    table = Table("metadata", "kind", Column("documents", justify="right"), Column("values", overflow="fold"), box=SIMPLE_HEAD)
+    table.title, table.title_justify = f"{split} metadata", "left"
+    for name, field in fields.items():
+        table.add_row(name, field["kind"], f"{field['documents']:,}", values_line(field))
+    return table
+
+
+def _name(sample: dict[str, Any]) -> str:
+    """Name of the sample's document, where the store keeps it."""
+    return f" ({sample['metadata']['id']})" if "metadata" in sample else ""
 
 
 def _quoted(sample: dict[str, Any]) -> str:
@@ -80,8 +95,14 @@ def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, A
             **{name: int(np.percentile(lengths, percent, method="nearest")) for name, percent in LENGTHS.items()},
             "mean": round(float(lengths.mean()), 1),
         }
+    known = Metadata(store) if documents and has_metadata(store) else None
+    if known is not None:
+        summary["metadata"] = known.summary(MEASURED)
     chosen = np.unique(np.linspace(0, documents - 1, min(samples, documents), dtype=np.int64))
-    summary["samples"] = [_beginning(store, tokenizer, int(document)) for document in chosen]
+    summary["samples"] = [
+        {**_beginning(store, tokenizer, int(document)), **({} if known is None else {"metadata": known.row(int(document))})}
+        for document in chosen
+    ]
     return summary
 
 

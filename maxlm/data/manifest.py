@@ -5,6 +5,7 @@ STORE/tokenizer.json           the tokenizer that made the tokens, and beside it
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
 STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
 STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
+STORE/metadata.json, STORE/<split>/metadata  what is known of the documents, see `metadata`
 STORE/sources.json             digests of the sources: unchanged files are not read again
 STORE/preparing.npz            progress of a prepare that has not finished
 
@@ -31,6 +32,7 @@ MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 # Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+METADATA = "metadata.json"
 PROGRESS = "preparing.npz"
 CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other
 Split = Literal["train", "eval"]
@@ -132,7 +134,7 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
             ]
             storage.write_bytes(path, f"{folder}.shards", np.array(samples, "<u4").tobytes())
             files |= {f"{folder}/zarr.json": "", f"{folder}.shards": ""}
-    for name in [TOKENIZER, *COMPANIONS, *files]:
+    for name in [TOKENIZER, *COMPANIONS, METADATA, *files]:
         content = storage.read_bytes(path, name)
         if content is not None:
             files[name] = hashlib.sha256(content).hexdigest()

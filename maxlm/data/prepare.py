@@ -23,8 +23,9 @@ from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder, find_template
 from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.metadata import write_index
 from maxlm.data.opening import opening_of
-from maxlm.data.readers import documents_in, read_documents
+from maxlm.data.readers import Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
@@ -162,7 +163,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
         save_progress(store, fingerprint)  # drops what was prepared with other settings
-        for name in (manifest.TOKENIZER, *manifest.COMPANIONS):
+        for name in (manifest.TOKENIZER, *manifest.COMPANIONS, manifest.METADATA):
             storage.delete(store, name)
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
@@ -192,23 +193,24 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save, first_left_out = done.documents, time.monotonic(), ""
-    encoder, field = _encoder(job, tokenizer)
-    documents = islice(documents_in(job.files, field), seen, None)
+    encoder, fields = _encoder(job, tokenizer)
+    documents = islice(documents_in(job.files, fields), seen, None)
     bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
     with bar, contextlib.closing(encode_in_order(documents, encoder, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
-            for tokens, held_out, origin in zip(result.documents, result.held_out, result.origins, strict=True):
+            for tokens, held_out, origin, about in zip(result.documents, result.held_out, result.origins, result.abouts, strict=True):
                 if tokens is None:
                     first_left_out = first_left_out or origin
                 else:
-                    router.add(tokens, held_out)
+                    router.add(tokens, held_out, about)
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
             if router.settled and time.monotonic() - last_save >= SAVE_SECONDS:
                 save_progress(job.store, done.fingerprint, seen, router.writers)
                 last_save = time.monotonic()
     splits = router.finish()
+    write_index(job.store, {split: writer.metadata for split, writer in router.writers.items()})
     if left_out := seen - sum(split.documents for split in splits.values()):
         longest = f"longer than data.seq_len = {job.longest - 1}"
         where = f", the first at {first_left_out}" if first_left_out else ""
@@ -219,14 +221,14 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     return splits
 
 
-def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, str | None]:
-    """The encoder of the documents, and the field of the sources that it reads; None for whole lines."""
-    if job.config.conversations is None:
-        return TextEncoder(tokenizer.text, tokenizer.end_of_document), job.config.text_field
-    return (
-        ConversationEncoder(job.config.conversations, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening),
-        None,
-    )
+def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
+    """The encoder of the documents, and the fields of the sources that it reads."""
+    spoken = job.config.conversations
+    if spoken is None:
+        return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
+    content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
+    encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
+    return encoder, Fields(None, frozenset({*content, "tools"}))
 
 
 def _tokenizer(job: _Job) -> Tokenizer:
@@ -250,7 +252,7 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
     left = config.tokenizer.train_bytes
     for number, file in enumerate(files):
         share = left // (len(files) - number)  # bytes that small files do not use go to later files
-        for document in read_documents(file, config.text_field):
+        for document in read_documents(file, Fields.of_text(config.text_field)):
             if is_held_out(document.text.encode(), config.eval_fraction):
                 continue
             piece = document.text.encode()[:share]

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import is_transient
+from maxlm.data.metadata import NESTED, About, about
 from maxlm.data.sources import FIELD, SourceFile, reading, text_of
 
 JSONL = (".jsonl", ".ndjson")
@@ -25,16 +26,29 @@ class Document(NamedTuple):
     text: str
     origin: str  # its file, with line, row or record: for error messages
     bytes_read: int  # of the sources, up to and including it, about
+    about: About
 
 
-def documents_in(files: Sequence[SourceFile], text_field: str | None) -> Iterator[Document]:
-    """Every document of `files` with text in it, in order. A file of text is one document. `text_field`: None for whole lines of JSONL.
+class Fields(NamedTuple):
+    """Fields of a record. `text`: None for conversations, which are whole lines of JSONL; `content`: those that are not metadata."""
+
+    text: str | None
+    content: frozenset[str]
+
+    @classmethod
+    def of_text(cls, name: str) -> "Fields":
+        """Those of texts in the field `name`."""
+        return cls(name, frozenset({name}))
+
+
+def documents_in(files: Sequence[SourceFile], fields: Fields) -> Iterator[Document]:
+    """Every document of `files` with text in it, in order. A file of text is one document.
 
     Raises UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
     """
     done, count = 0, 0
     for number, file in enumerate(files):
-        for document in read_documents(file, text_field):
+        for document in read_documents(file, fields):
             count += 1
             yield document._replace(bytes_read=done + document.bytes_read)
         done += file.size
@@ -44,21 +58,21 @@ def documents_in(files: Sequence[SourceFile], text_field: str | None) -> Iterato
             count = 0
 
 
-def read_documents(file: SourceFile, text_field: str | None) -> Iterator[Document]:
+def read_documents(file: SourceFile, fields: Fields) -> Iterator[Document]:
     """The documents of one file in order, empty ones left out. The ending of its name states the format; any other is text.
 
-    Raises UserError: the file is not what its name says, is damaged, lacks `text_field`, or is no JSONL where that is None.
+    Raises UserError: the file is not what its name says, is damaged, lacks the field of the text, or is no JSONL where that is None.
     """
     suffix, *before = [*reversed(file.suffixes), ""]
     kind = before[0] if suffix in COMPRESSION and before else suffix
     if kind in JSONL:
-        documents = _jsonl(file, text_field)
-    elif text_field is None:
+        documents = _jsonl(file, fields)
+    elif fields.text is None:
         raise UserError(f"{file.path}: conversations are read from JSONL (.jsonl, .ndjson; also .gz, .zst); convert it, or leave it out.")
     elif suffix == ".parquet":
-        documents = _parquet(file, text_field)
+        documents = _parquet(file, fields)
     elif suffix in ARRAY_RECORD:
-        documents = _array_record(file, text_field)
+        documents = _array_record(file, fields)
     else:
         documents = _text(file)
     with reading(file.path):
@@ -73,7 +87,7 @@ def read_documents(file: SourceFile, text_field: str | None) -> Iterator[Documen
 def _text(file: SourceFile) -> Iterator[Document]:
     with file.open() as raw, _decompressed(file, raw) as stream:
         content = stream.read()
-    yield Document(text_of(content, file.path), file.path, file.size)
+    yield Document(text_of(content, file.path), file.path, file.size, About(file.name, {}))
 
 
 def _decompressed(file: SourceFile, raw: BinaryIO) -> BinaryIO:
@@ -86,14 +100,16 @@ def _decompressed(file: SourceFile, raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(cast(io.RawIOBase, pyarrow.CompressedInputStream(raw, COMPRESSION[suffix])), BLOCK)
 
 
-def _jsonl(file: SourceFile, text_field: str | None) -> Iterator[Document]:
+def _jsonl(file: SourceFile, fields: Fields) -> Iterator[Document]:
     with file.open() as raw, _decompressed(file, raw) as stream:
         number = 0
         for number, line in enumerate(stream, start=1):
             if not line.isspace():
                 origin = f"{file.path}, line {number}"
-                text = text_of(line, origin) if text_field is None else _field_of_json(line, text_field, origin)
-                yield Document(text, origin, raw.tell())
+                whole = text_of(line, origin) if fields.text is None else ""
+                record = fields_of(whole or line, origin)
+                text = whole or _field(record, str(fields.text), origin)
+                yield Document(text, origin, raw.tell(), about(f"{file.name}#{number}", record, fields.content))
         if number == 0:
             raise UserError(f"{file.path} is empty.")
 
@@ -109,9 +125,8 @@ def fields_of(content: bytes | str, origin: str) -> dict[str, Any]:
     return record
 
 
-def _field_of_json(content: bytes, text_field: str, origin: str) -> str:
-    """The field `text_field` of one JSON object."""
-    record = fields_of(content, origin)
+def _field(record: dict[str, Any], text_field: str, origin: str) -> str:
+    """The text of a JSON object."""
     if text_field not in record:
         raise _missing(text_field, origin, list(record))
     return _checked(record[text_field], text_field, origin)
@@ -134,40 +149,68 @@ def _checked(value: Any, text_field: str, origin: str) -> str:
     return value
 
 
-def _parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
+def _parquet(file: SourceFile, fields: Fields) -> Iterator[Document]:
     import pyarrow
     from pyarrow import parquet
 
+    assert fields.text is not None, "conversations are JSONL"
     try:
         with file.open() as raw, parquet.ParquetFile(raw, page_checksum_verification=True) as table:
-            if text_field not in table.schema_arrow.names:
-                raise _missing(text_field, file.path, table.schema_arrow.names)
+            if fields.text not in table.schema_arrow.names:
+                raise _missing(fields.text, file.path, table.schema_arrow.names)
             rows, row = table.metadata.num_rows, 0
-            for batch in table.iter_batches(RECORDS_AT_ONCE, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
+            for batch in table.iter_batches(RECORDS_AT_ONCE, columns=_columns(table.schema_arrow, fields.text)):
+                for record in batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist():
                     row += 1
                     origin = f"{file.path}, row {row}"
-                    yield Document(_checked(value, text_field, origin), origin, file.size * row // rows)
+                    text = _checked(record[fields.text], fields.text, origin)
+                    yield Document(text, origin, file.size * row // rows, about(f"{file.name}#{row}", record, fields.content))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         if is_transient(error):
             raise
         raise UserError(f"{file.path} is not a whole Parquet file: {str(error).rstrip('.')}.") from error
 
 
-def _array_record(file: SourceFile, text_field: str) -> Iterator[Document]:
-    """Records are JSON objects with `text_field`, else plain text. The library reads local files only: a remote one is copied."""
+def _columns(schema: Any, text_field: str) -> list[str]:
+    """The columns of a Parquet file that are the text, or may be metadata: those of one value a row, and `metadata`."""
+    from pyarrow import types
+
+    numbers = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
+    one_value = (*numbers, types.is_string, types.is_large_string, types.is_dictionary, types.is_timestamp, types.is_date)
+    return [
+        field.name
+        for field in schema
+        if field.name == text_field
+        or any(is_so(field.type) for is_so in one_value)
+        or (field.name in NESTED and types.is_struct(field.type))
+    ]
+
+
+def _in_microseconds(schema: Any) -> Any:
+    """`schema` with times as fine as Python's."""
+    import pyarrow
+
+    for number, field in enumerate(schema):
+        if pyarrow.types.is_timestamp(field.type):
+            schema = schema.set(number, field.with_type(pyarrow.timestamp("us", field.type.tz)))
+    return schema
+
+
+def _array_record(file: SourceFile, fields: Fields) -> Iterator[Document]:
+    """Records are JSON objects with a field of text, else plain text. The library reads local files only: a remote one is copied."""
     if file.filesystem is None:
-        yield from _local_array_record(file.path, file, text_field)
+        yield from _local_array_record(file.path, file, fields)
         return
     with tempfile.TemporaryDirectory() as folder:
         with file.open() as raw, Path(folder, "copy").open("wb") as copy:
             shutil.copyfileobj(raw, copy, BLOCK)
-        yield from _local_array_record(f"{folder}/copy", file, text_field)
+        yield from _local_array_record(f"{folder}/copy", file, fields)
 
 
-def _local_array_record(path: str, file: SourceFile, text_field: str) -> Iterator[Document]:
+def _local_array_record(path: str, file: SourceFile, fields: Fields) -> Iterator[Document]:
     from array_record.python.array_record_module import ArrayRecordReader
 
+    assert fields.text is not None, "conversations are JSONL"
     size, row = Path(path).stat().st_size, 0
     if size == 0:
         raise UserError(f"{file.path} is empty.")
@@ -181,8 +224,9 @@ def _local_array_record(path: str, file: SourceFile, text_field: str) -> Iterato
                 for content in reader.read(start, min(start + RECORDS_AT_ONCE, rows)):
                     row += 1
                     origin = f"{file.path}, record {row}"
-                    text = _field_of_json(content, text_field, origin) if content.startswith(b"{") else text_of(content, origin)
-                    yield Document(text, origin, size * row // rows)
+                    record = fields_of(content, origin) if content.startswith(b"{") else {}
+                    text = _field(record, fields.text, origin) if content.startswith(b"{") else text_of(content, origin)
+                    yield Document(text, origin, size * row // rows, about(f"{file.name}#{row}", record, fields.content))
         finally:
             reader.close()
     except (RuntimeError, ValueError, IndexError) as error:

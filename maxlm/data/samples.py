@@ -1,4 +1,4 @@
-"""The samples of one store: windows of a stream of text, or rows of packed conversations."""
+"""The samples of one source, all documents of a store or some: windows of the stream of its text, or rows of packed conversations."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.data import marks
+from maxlm.data import marks, storage
 from maxlm.data.packing import pack
 from maxlm.data.token_store import TokenStore
 
@@ -15,6 +15,7 @@ class Samples(Protocol):
     """Samples of T = seq_len + 1 tokens, numbered from 0 to `count`."""
 
     count: int
+    tokens: int  # in all
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, T] in the store's dtype, zero where padded, and how many of each row are real [B]. Raises as `TokenStore.read`."""
@@ -29,29 +30,78 @@ class Samples(Protocol):
 class Windows:
     """Windows of `seq_len` inputs; a window's last target is the next one's first input."""
 
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, documents: np.ndarray | None = None) -> None:
+        """`documents`: numbers of those to read, ascending, of which the stream then consists; None: all."""
         self._store, self._seq_len = store, seq_len
-        self.count = -(-(store.n_tokens - 1) // seq_len)
+        self._starts, self._ends = np.zeros(1, np.int64), np.array([store.n_tokens])  # stretches of the store that are read
+        if documents is not None and not len(documents):
+            self._ends = np.zeros(1, np.int64)
+        elif documents is not None:
+            firsts, lasts = (documents[edge] for edge in _stretches(documents))
+            offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
+            self._starts, self._ends = offsets[firsts], offsets[lasts + 1]
+        self._first = np.concatenate([[0], np.cumsum(self._ends - self._starts)])  # token of the stream that begins each stretch
+        self.tokens = int(self._first[-1])
+        self.count = -(-max(self.tokens - 1, 0) // seq_len)
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._store.read_windows(numbers * self._seq_len, self._seq_len + 1)
+        if len(self._starts) == 1:
+            return self._store.read_windows(self._starts[0] + numbers * self._seq_len, self._seq_len + 1, int(self._ends[0]))
+        ranges = [self.ranges(int(number)) for number in numbers]
+        windows, lengths = np.zeros((len(numbers), self._seq_len + 1), self._store.info.dtype), np.zeros(len(numbers), np.int64)
+        read = self._store.read_marked([(first, last) for parts in ranges for first, last, _ in _near(parts)])
+        stretches = iter(read)
+        for row, parts in enumerate(ranges):
+            for first, _, inside in _near(parts):
+                tokens = next(stretches)
+                for start, stop in inside:
+                    windows[row, lengths[row] : lengths[row] + stop - start] = tokens[start - first : stop - first]
+                    lengths[row] += stop - start
+        return windows, lengths
 
     def ranges(self, number: int) -> list[tuple[int, int]]:
         start = number * self._seq_len
-        return [(start, min(start + self._seq_len + 1, self._store.n_tokens))]
+        stop, parts = min(start + self._seq_len + 1, self.tokens), []
+        stretch = int(np.searchsorted(self._first, start, side="right")) - 1
+        while start < stop:
+            end = min(stop, int(self._first[stretch + 1]))
+            at = int(self._starts[stretch] - self._first[stretch])
+            parts.append((at + start, at + end))
+            start, stretch = end, stretch + 1
+        return parts
 
     def inputs(self, number: int) -> int:
-        return min(self._store.n_tokens - 1 - number * self._seq_len, self._seq_len)
+        return min(self.tokens - 1 - number * self._seq_len, self._seq_len)
+
+
+def _stretches(documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the first and of the last document of each stretch of neighbours."""
+    breaks = np.flatnonzero(np.diff(documents) != 1)
+    return np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(documents) - 1]])
+
+
+def _near(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Parts in groups that are read at once, (start, stop, parts): a gap of less than a chunk costs less than another read."""
+    groups: list[tuple[int, int, list[tuple[int, int]]]] = []
+    for start, stop in parts:
+        if groups and start - groups[-1][1] < storage.TOKENS.chunk:
+            groups[-1] = (groups[-1][0], stop, [*groups[-1][2], (start, stop)])
+        else:
+            groups.append((start, stop, [(start, stop)]))
+    return groups
 
 
 class PackedRows:
     """Rows of whole documents, with marks in their ids. The packing is a function of the documents' lengths."""
 
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
-        """Raises UserError: a document is longer than a row."""
+    def __init__(self, store: TokenStore, seq_len: int, documents: np.ndarray | None = None) -> None:
+        """`documents`: numbers of those to pack; None: all. Raises UserError: a document is longer than a row."""
         self._store, self._width = store, seq_len + 1
-        self._offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
-        lengths = np.diff(self._offsets)
+        offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
+        chosen = slice(None) if documents is None else documents
+        self._starts, self._ends = offsets[:-1][chosen], offsets[1:][chosen]
+        lengths = self._ends - self._starts
+        self.tokens = int(lengths.sum())
         if (long := np.flatnonzero(lengths > self._width)).size:
             rule = f"{len(long):,} conversations are longer than data.seq_len = {seq_len}, the longest of {lengths.max():,} tokens"
             fix = f"raise data.seq_len to {lengths.max() - 1}, or prepare them with data.prepare.conversations.too_long=leave_out"
@@ -60,9 +110,10 @@ class PackedRows:
         self._documents = np.argsort(row_of, kind="stable")  # row after row
         self._first = np.searchsorted(row_of[self._documents], np.arange(row_of.max(initial=-1) + 2))
         self.count = len(self._first) - 1
+        self.n_documents = len(lengths)
 
     def documents(self, number: int) -> np.ndarray:
-        """Numbers of the documents in a row, in their order."""
+        """Numbers of the documents in a row among those that are packed, in their order."""
         return self._documents[self._first[number] : self._first[number + 1]]
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +127,7 @@ class PackedRows:
         return tokens, lengths
 
     def ranges(self, number: int) -> list[tuple[int, int]]:
-        return [(int(self._offsets[document]), int(self._offsets[document + 1])) for document in self.documents(number)]
+        return [(int(self._starts[document]), int(self._ends[document])) for document in self.documents(number)]
 
     def inputs(self, number: int) -> int:
         return sum(stop - start for start, stop in self.ranges(number)) - 1

@@ -6,6 +6,7 @@ fsspec and not etils.epath, though orbax and grain bring both: epath reads neith
 import contextlib
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ class SourceFile:
     path: str
     size: int  # bytes; 0 if a server does not state it
     source: str  # the entry of data.prepare.sources that lists it
+    name: str  # its path from the last folder that the entry names on, which documents are named by
     filesystem: Any = None  # of fsspec; None: local
 
     @property
@@ -124,25 +126,27 @@ def _digest(file: SourceFile, known: Digests) -> tuple[list[int | str], str]:
 def _local_files(source: str) -> list[SourceFile]:
     path, paths = Path(source).expanduser(), []
     if source == STDLIB:
-        return _sized(_stdlib(), source)
+        return _sized(_stdlib(), source, Path(sysconfig.get_paths()["stdlib"]))
+    root = path.parent
     if path.is_file():
-        return _sized([path], source)
+        return _sized([path], source, root)
     if path.is_dir():
         paths = [file for file in path.rglob("*") if not _hidden(file.relative_to(path).parts)]
         problem = "is a folder without files"
     elif glob.has_magic(source):
         paths = [Path(name) for name in glob.iglob(str(path), recursive=True)]  # noqa: PTH207 - Path.glob takes no absolute pattern
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)).parent
         problem = "matches no file"
     else:
         problem = "does not exist"
-    return _sized(sorted(path for path in paths if path.is_file()), source) or _no_file(source, problem)
+    return _sized(sorted(path for path in paths if path.is_file()), source, root) or _no_file(source, problem)
 
 
-def _sized(paths: Iterable[Path], source: str) -> list[SourceFile]:
+def _sized(paths: Iterable[Path], source: str, root: Path) -> list[SourceFile]:
     files = []
     for path in paths:
         with reading(str(path)):
-            files.append(SourceFile(str(path), path.stat().st_size, source))
+            files.append(SourceFile(str(path), path.stat().st_size, source, path.relative_to(root).as_posix()))
     return files
 
 
@@ -161,7 +165,9 @@ def _remote_files(url: str) -> list[SourceFile]:
         elif info is not None:
             infos = {path: info}
     names = sorted((name for name, item in infos.items() if item["type"] == "file"), key=PurePosixPath)
-    files = [SourceFile(filesystem.unstrip_protocol(name), infos[name].get("size") or 0, url, filesystem) for name in names]
+    fixed = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), path.rstrip("/").split("/")))
+    start = fixed.rfind("/") + 1
+    files = [SourceFile(filesystem.unstrip_protocol(name), infos[name].get("size") or 0, url, name[start:], filesystem) for name in names]
     return files or _no_file(url, problem)
 
 

@@ -102,6 +102,12 @@ def delete(folder: str, key: str) -> None:
         open_folder(folder).write(key, None).result()
 
 
+def delete_folder(folder: str) -> None:
+    """Delete all objects in `folder`, if there are any."""
+    with failures_named(folder, "delete it"):
+        open_folder(folder).delete_range(ts.KvStore.KeyRange()).result()
+
+
 SAMPLES = 8  # a shard
 _SAMPLE_BYTES = 32
 

@@ -1,5 +1,6 @@
 """Read a token store: ranges and windows of the flat token stream, from a disk or a bucket."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -73,19 +74,26 @@ class TokenStore:
         assert 0 <= start <= stop <= self.size.documents + 1, (start, stop, self.size)
         return self._documents.read([(start, stop)])[0]
 
-    def read_windows(self, starts: Sequence[int] | np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows read together: tokens [B, width] in the store's dtype, zero beyond the end of the stream, and how many of each row are
-        real [B]. For stores of text. Raises as `read`.
+    def document_at(self, token: int) -> int:
+        """Number of the document that holds a token of the stream. Raises as `read`."""
+        assert 0 <= token < self.n_tokens, (token, self.n_tokens)
+        numbers = range(self.size.documents)
+        return bisect_right(numbers, token, key=lambda number: int(self.read_documents(number, number + 1)[0])) - 1
+
+    def read_windows(self, starts: Sequence[int] | np.ndarray, width: int, end: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Windows read together: tokens [B, width] in the store's dtype, zero from token `end` of the stream on (None: its own end), and
+        how many of each row are real [B]. For stores of text. Raises as `read`.
         """
         assert self.info.content == "text", "conversations are packed"
         starts = np.asarray(starts, np.int64)
-        lengths = np.clip(self.n_tokens - starts, 0, width)
+        end = self.n_tokens if end is None else end
+        lengths = np.clip(end - starts, 0, width)
         windows = np.zeros((len(starts), width), self.info.dtype)
         whole = np.flatnonzero(lengths == width)
         if len(whole):
             windows[whole] = self._tokens.read([(int(start), int(start) + width) for start in starts[whole]])
         for row in np.flatnonzero((lengths > 0) & (lengths < width)):
-            windows[row, : lengths[row]] = self.read(int(starts[row]), self.n_tokens)
+            windows[row, : lengths[row]] = self.read(int(starts[row]), end)
         return windows, lengths
 
     def bad_chunks(self, start: int, stop: int) -> list[int]:

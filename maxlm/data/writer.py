@@ -15,6 +15,7 @@ import numpy as np
 from maxlm.config.errors import UserError
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
+from maxlm.data.metadata import About, MetadataWriter
 from maxlm.data.storage import ArrayLayout
 
 
@@ -73,10 +74,11 @@ class SavedProgress:
     documents: int = 0  # of the sources, in the arrays
     written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
     buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
+    metadata: dict[str, Any] = field(default_factory=dict)  # split -> `MetadataWriter.state`
 
 
 class SplitWriter:
-    """Tokens and document offsets of one split."""
+    """Tokens, document offsets and metadata of one split."""
 
     def __init__(self, store: str, split: str, dtype: np.dtype, done: SavedProgress | None = None) -> None:
         """`done`: continue from there, if it has arrays."""
@@ -88,14 +90,17 @@ class SplitWriter:
         self._tokens, self._documents = self.arrays.values()
         if self._documents.size == 0:
             self._documents.append(np.zeros(1, np.uint64))
+        self.metadata = MetadataWriter(store, split, done.metadata.get(split) if done is not None else None)
 
     @property
     def info(self) -> SplitInfo:
         """Tokens and documents appended so far."""
         return SplitInfo(tokens=self._tokens.size, documents=self._documents.size - 1)
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append one document."""
+    def add(self, tokens: np.ndarray, about: About | None = None) -> None:
+        """Append one document. `about`: of all documents or of none."""
+        if about is not None:
+            self.metadata.add(about)
         self._tokens.append(tokens)
         self._documents.append(np.array([self._tokens.size], np.uint64))
 
@@ -103,6 +108,7 @@ class SplitWriter:
         """Write what is buffered."""
         self._tokens.finish()
         self._documents.finish()
+        self.metadata.finish()
 
 
 class Router:
@@ -114,27 +120,27 @@ class Router:
     def __init__(self, writers: dict[str, SplitWriter], eval_fraction: float) -> None:
         self.writers = writers
         self.settled = eval_fraction == 0 or all(writer.info.documents for writer in writers.values())  # nothing is held back
-        self._spare: tuple[str, np.ndarray] | None = None
+        self._spare: tuple[str, np.ndarray, About] | None = None
 
-    def add(self, tokens: np.ndarray, held_out: bool) -> None:
+    def add(self, tokens: np.ndarray, held_out: bool, about: About) -> None:
         """Add a document to its split, or hold it back."""
         split = SPLITS[held_out]
         if self.settled:
-            self.writers[split].add(tokens)
+            self.writers[split].add(tokens, about)
             return
         if self._spare is not None:
-            self.writers[self._spare[0]].add(self._spare[1])
-        self._spare = (split, tokens)
+            self.writers[self._spare[0]].add(*self._spare[1:])
+        self._spare = (split, tokens, about)
         if any(writer.info.documents for name, writer in self.writers.items() if name != split):
-            self.writers[split].add(tokens)
+            self.writers[split].add(tokens, about)
             self._spare, self.settled = None, True
 
     def finish(self) -> dict[Split, SplitInfo]:
         """Place the document held back, write everything, and return the size of each split."""
         if self._spare is not None:
-            split, tokens = self._spare
+            split, tokens, about = self._spare
             alone = not any(writer.info.documents for writer in self.writers.values())
-            self.writers["train" if alone or split == "eval" else "eval"].add(tokens)
+            self.writers["train" if alone or split == "eval" else "eval"].add(tokens, about)
         for writer in self.writers.values():
             writer.finish()
         return {split: self.writers[split].info for split in SPLITS}
@@ -144,6 +150,7 @@ def save_progress(store: str, fingerprint: str, documents: int = 0, writers: dic
     """Save that the first `documents` documents of the sources are in `writers`; without writers, mark the store as begun."""
     arrays = {name: array for writer in (writers or {}).values() for name, array in writer.arrays.items()}
     state = {"fingerprint": fingerprint, "documents": documents, "written": {name: array.written for name, array in arrays.items()}}
+    state["metadata"] = {split: writer.metadata.state for split, writer in (writers or {}).items()}
     content = io.BytesIO()
     buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
     np.savez(content, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **buffered)
@@ -158,6 +165,9 @@ def load_progress(store: str) -> SavedProgress | None:
     try:
         with np.load(io.BytesIO(content)) as arrays:
             buffered = dict(arrays)
-        return SavedProgress(**json.loads(buffered.pop("state").tobytes()), buffered=buffered)
+        state = json.loads(buffered.pop("state").tobytes())
+        if "metadata" not in state:  # of a maxlm that kept none
+            return None
+        return SavedProgress(**state, buffered=buffered)
     except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error

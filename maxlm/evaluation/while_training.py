@@ -36,7 +36,7 @@ class TrainingTasks:
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
         source, own = config.train.start_from, Path(config.run.dir) / config.run.name / TOKENIZER
         frame = started_frame(None if source is None else Path(source.path) / TOKENIZER, own)
-        self._tokenizer = open_tokenizer(config.data.store or config.data.mixture[0].store, frame)
+        self._tokenizer = open_tokenizer(config.data.stores[0], frame)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
         self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}

@@ -1,6 +1,7 @@
 """Batches of a run: for training, held out, and of further held-out sets."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,23 @@ class OpenedData(NamedTuple):
 
 def open_data(config: Config) -> OpenedData:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
-    create = functools.partial(
+    create = _create(config)
+    data, named = create(config.data), {}
+    for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": None}), split="eval", field=f"data.eval.{name}")
+        if named[name].tokenizer_hash != data.tokenizer_hash:
+            fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
+            raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
+    return OpenedData(data, create(config.data, split="eval") if config.train.eval_batches > 0 else None, named)
+
+
+def open_training_data(config: Config) -> Pipeline:
+    """Open the training batches alone. Raises UserError for an unusable store."""
+    return _create(config)(config.data)
+
+
+def _create(config: Config) -> Callable[..., Pipeline]:
+    return functools.partial(
         Pipeline,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
@@ -39,13 +56,6 @@ def open_data(config: Config) -> OpenedData:
         make_batch=build_objective(config).make_batch,
         content=CONTENT[kind_of(config)],
     )
-    data, named = create(config.data), {}
-    for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
-        named[name] = create(config.data.model_copy(update={"store": store, "mixture": ()}), split="eval", field=f"data.eval.{name}")
-        if named[name].tokenizer_hash != data.tokenizer_hash:
-            fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
-            raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
-    return OpenedData(data, create(config.data, split="eval") if config.train.eval_batches > 0 else None, named)
 
 
 def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:

@@ -3,6 +3,7 @@ found here, on all hosts alike, before anything is written.
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from maxlm.training.rollback import Journal
 from maxlm.training.session import Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
 from maxlm.training.step import TrainState
+
+_log = logging.getLogger(__name__)
 
 # Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
 IDENTITY = (
@@ -108,6 +111,11 @@ def open_run(
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here):
         start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
+    if start.step < config.total_steps:
+        for line in data.train.go_on(start.position, start.left_out):
+            if phases.primary:
+                _log.warning("%s", line)
+        data.train.check_length(config.total_steps)
     return OpenRun(asked, config, data, program, directory, tasks, checkpoints, server, journal, start, init, flips)
 
 
@@ -180,7 +188,7 @@ def _start(
     if source is not None and latest is None:
         require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        stored = None if source is None else open_tokenizer(config.data.store or config.data.mixture[0].store)
+        stored = None if source is None else open_tokenizer(config.data.stores[0])
         init = program.init if source is None else functools.partial(begin_from, program, source, stored)
         start = restore_or_init(program, checkpoints, init, journal, goodput)
         if start.step < config.total_steps:

@@ -154,7 +154,7 @@ def _stores(config: Config, name: str) -> tuple[str, Any]:
     own = name.removeprefix("eval/")
     if own != name:
         return f"data.eval.{own}", config.data.eval.stores[own] if config.data.eval is not None else None
-    return ("data.store", config.data.store) if config.data.store else ("data.mixture", [entry.store for entry in config.data.mixture])
+    return ("data.store", config.data.store) if config.data.store else ("data.mixture", list(config.data.stores))
 
 
 def _check_source(kept: Source, named: StartFromConfig) -> None:

@@ -220,7 +220,7 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary:
         source = config.train.start_from
         beside = Path(source.path) / "tokenizer" if source is not None else None
-        copy_tokenizer(config.data.store or config.data.mixture[0].store, directory.path / "tokenizer", beside)
+        copy_tokenizer(config.data.stores[0], directory.path / "tokenizer", beside)
     return start
 
 

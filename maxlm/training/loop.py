@@ -107,7 +107,7 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped)
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
-    session.data.left_out = start.left_out
+    session.data.go_on(start.position, start.left_out)
     with jax.set_mesh(session.program.mesh):
         try:
             end = _run(session, meter, saving, start)

@@ -135,7 +135,7 @@ class Saving:
     def _position(self, step: int) -> dict[str, Any]:
         session, health = self._session, self._meter.health
         position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
-        return position | session.journal.position(session.data.left_out)
+        return position | session.data.position(step) | session.journal.position(session.data.left_out)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))

@@ -106,6 +106,14 @@ def test_a_number_on_the_command_line_is_text_where_text_is_wanted(write):
     assert (config.run.name, config.run.dir, config.data.store, config.checkpoint.dir) == ("5", "1e3", "2024-01-01", None)
 
 
+def test_a_number_of_tokens_may_have_an_exponent_and_no_fraction(write):
+    write(base=BASE)
+    train = load("base", ["train.steps=null", "train.tokens=1e4"]).config.train
+    assert train.tokens == 10_000 and isinstance(train.tokens, int)
+    with pytest.raises(UserError, match=r"train\.tokens = 1\.5 .*must be a whole number"):
+        load("base", ["train.steps=null", "train.tokens=1.5"])
+
+
 def test_a_default_that_does_nothing_may_be_written(write):
     """So that what `dump` writes can be read: only another value than the default would mislead."""
     write(base=BASE + "optimizer: {muon: null}\nmesh: {zero: 3}\nprecision: {float32_matmul: default}")

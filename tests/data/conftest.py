@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.data import storage
+from maxlm.data import metadata, storage
 from maxlm.data.storage import ArrayLayout
 
 
@@ -10,3 +10,4 @@ from maxlm.data.storage import ArrayLayout
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "TOKENS", ArrayLayout(chunk=16, shard=64))
     monkeypatch.setattr(storage, "DOCUMENTS", ArrayLayout(chunk=4, shard=16))
+    monkeypatch.setattr(metadata, "ROWS", 16)

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.config.mixture import MixtureConfig
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.metadata import About, write_index
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.writer import SplitWriter
 
@@ -24,17 +26,24 @@ def random_documents(count: int, *, seed: int = 0, vocab_size: int = 100, longes
 
 
 def write_store(
-    path: Path, train: Sequence[np.ndarray], evaluation: Sequence[np.ndarray] = (), *, vocab_size: int = 100, tokenizer_hash: str = "t"
+    path: Path,
+    train: Sequence[np.ndarray],
+    evaluation: Sequence[np.ndarray] = (),
+    *,
+    vocab_size: int = 100,
+    tokenizer_hash: str = "t",
+    about: Sequence[About] = (),
 ) -> str:
-    """A whole store of these documents; returns its path."""
+    """A whole store of these documents; returns its path. `about`: of those to train on, and then of the others."""
     dtype = manifest.smallest_dtype(vocab_size)
-    splits = {}
+    splits, known, metadata = {}, iter(about), {}
     for split, documents in (("train", train), ("eval", evaluation)):
         writer = SplitWriter(str(path), split, dtype)
         for document in documents:
-            writer.add(document)
+            writer.add(document, next(known) if about else None)
         writer.finish()
-        splits[split] = writer.info
+        splits[split], metadata[split] = writer.info, writer.metadata
+    write_index(str(path), metadata)
     info = {"tokenizer_hash": tokenizer_hash, "vocab_size": vocab_size, "end_of_document_id": END, "dtype": dtype.name}
     manifest.save(str(path), StoreInfo(**info, fingerprint="f", settings={}, splits=splits))
     return str(path)
@@ -43,6 +52,11 @@ def write_store(
 def config_of(store: str | None = None, **settings: Any) -> DataConfig:
     """A data section of windows of 16 tokens."""
     return DataConfig(**{"seq_len": 16, "store": store, **settings})
+
+
+def mixture_of(sources: dict[str, dict[str, Any]], **settings: Any) -> MixtureConfig:
+    """A data.mixture section."""
+    return MixtureConfig(sources=sources, **settings)  # type: ignore[arg-type]
 
 
 def prepare_config(store: Path, *sources: Any, **settings: Any) -> DataConfig:

@@ -112,7 +112,7 @@ def test_errors_name_the_setting_of_the_store(store, tmp_path):
         with pytest.raises(UserError, match=said):
             open_data(tiny_config(**sections, model={"vocab_size": 100}, data={"store": store[0], "eval": {"wiki": own}}))
     with pytest.raises(ConfigError, match=r"data.mixture = .*t\b.*holds text"):
-        pipeline(None, mixture=[{"store": path, "weight": 1.0} for path in (store[0], text)])
+        pipeline(None, mixture={"sources": {"a": {"store": store[0]}, "b": {"store": text}}})
 
 
 def test_damaged_offsets_are_not_said_to_be_left_out(store, tmp_path):

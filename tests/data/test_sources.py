@@ -14,14 +14,14 @@ from data_cases import some_texts
 from pyarrow import parquet
 
 from maxlm.config.errors import UserError
-from maxlm.data.readers import documents_in
+from maxlm.data.readers import Fields, documents_in
 from maxlm.data.sources import combined, digests, find_files
 
 TEXTS = some_texts(300)
 
 
 def documents(sources: list[str], text_field: str):
-    return documents_in(find_files(sources), text_field)
+    return documents_in(find_files(sources), Fields.of_text(text_field))
 
 
 def jsonl(texts: list[str], field: str = "text") -> bytes:

@@ -1,0 +1,63 @@
+"""Conditions on the metadata of documents, as `language == en` or `quality >= 0.7`."""
+
+import math
+import re
+from typing import Literal, NamedTuple, NoReturn
+
+from maxlm.config import paths
+
+Operator = Literal["==", "!=", ">=", "<=", ">", "<", "in"]
+Kind = Literal["bool", "int", "float", "text"]  # of a field of the metadata
+_FORM = re.compile(r"\s*(?P<field>[^\s=!<>|]+)\s*(?P<operator>==|!=|>=|<=|>|<|\sin\s)\s*(?P<value>[^=<>!\s].*?)\s*")
+BOOLEANS = {"true": True, "false": False}
+
+
+class Condition(NamedTuple):
+    """`field operator value`; with `in` one of several values. A document that lacks the field meets no condition on it."""
+
+    field: str
+    operator: Operator
+    values: tuple[str, ...]
+
+    def typed(self, kind: Kind) -> list[str | float | bool]:
+        """Its values as those of a field of this kind. Raises ValueError with what is wrong with them."""
+        if kind == "text":
+            return list(self.values)
+        if kind == "bool":
+            if self.operator not in ("==", "!=", "in") or not set(self.values) <= set(BOOLEANS):
+                raise ValueError("the field is true or false")
+            return [BOOLEANS[value] for value in self.values]
+        return [_number(value) for value in self.values]
+
+
+def parse(text: str) -> Condition:
+    """A condition. Raises PydanticCustomError if `text` is none."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        refuse_form("be a condition, `FIELD OPERATOR VALUE` with one of == != < <= > >= in")
+    operator = match["operator"].strip()
+    values = [value.strip() for value in match["value"].split("|")] if operator == "in" else [match["value"]]
+    if not all(values):
+        refuse_form("name its values, with | between them")
+    return Condition(match["field"], operator, tuple(values))  # type: ignore[arg-type]  # one of them, as the pattern says
+
+
+def checked(text: str) -> str:
+    """`text` if it is a condition, in its one spelling. Raises PydanticCustomError."""
+    condition = parse(text)
+    return f"{condition.field} {condition.operator} {' | '.join(condition.values)}"
+
+
+def refuse_form(rule: str) -> NoReturn:
+    """Reject a condition."""
+    paths.refuse(rule, "write for example `language == en`, `quality >= 0.7` or `licence in mit | apache-2.0`")
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("the field is a number")
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else number

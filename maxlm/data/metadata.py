@@ -1,0 +1,153 @@
+"""Metadata of the documents of a token store: source, licence, URL, date, language, scores, as far as their files state them.
+
+STORE/metadata.json                    kinds of all fields, and digests of the files below
+STORE/<split>/metadata/<number>.parquet  `id` and fields of ROWS documents, in the order of the split
+
+A training run reads none of it unless `data.mixture` selects by it or splits by it.
+"""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeVar
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from maxlm.config.conditions import Kind
+from maxlm.config.errors import UserError
+from maxlm.data import storage
+from maxlm.data.manifest import METADATA
+
+Value = str | int | float | bool
+Name = TypeVar("Name", bound=str)
+ROWS = 2**16  # documents a file
+ID, TOKENS = "id", "tokens"  # fields of every document: its name, and its length, which the store knows itself
+NESTED = ("metadata", "meta")  # objects whose fields are those of the document
+LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
+MOST_FIELDS = 1000
+INT64 = 2**63
+KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
+TYPES: dict[Kind, pa.DataType] = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
+
+
+class About(NamedTuple):
+    """Name of a document, FILE#NUMBER unless it has an `id` of its own, and its metadata."""
+
+    id: str
+    fields: Mapping[str, Value]
+
+
+def about(id: str, fields: Mapping[str, Any], content: frozenset[str]) -> About:
+    """What a record's fields say beside its content: all that are a number, a truth value or a short text, those of an object `metadata`
+    or `meta` as well where no field has their name. `id`: its name if it has none of its own; `content`: fields that are not metadata.
+    """
+    found: dict[str, Value] = {}
+    for name in NESTED:
+        if name not in content and isinstance(inner := fields.get(name), dict):
+            found |= _scalars(inner.items())
+    found |= _scalars((name, value) for name, value in fields.items() if name not in content)
+    own = found.pop(ID, None)
+    found.pop(TOKENS, None)
+    return About(id if own is None or own == "" else str(own), found)
+
+
+def join(*kinds: Kind) -> Kind:
+    """The kind that holds values of all of these: a field of numbers and of text is one of text."""
+    distinct = set(kinds)
+    return kinds[0] if len(distinct) == 1 else "float" if distinct == {"int", "float"} else "text"
+
+
+class MetadataWriter:
+    """Append the metadata of one split's documents: whole files are written at once, the rest is buffered in memory."""
+
+    def __init__(self, store: str, split: str, resume: Mapping[str, Any] | None = None) -> None:
+        """`resume`: continue from there, from `state`."""
+        self._folder, state = f"{store}/{split}/metadata", resume or {}
+        self.digests: list[str] = list(state.get("digests", []))  # of the files written
+        self.kinds: dict[str, Kind] = dict(state.get("kinds", {}))
+        self._rows = [About(*row) for row in state.get("rows", [])]
+        if not resume:
+            storage.delete_folder(self._folder)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON value from which another writer continues."""
+        return {"digests": self.digests, "kinds": self.kinds, "rows": self._rows}
+
+    def add(self, document: About) -> None:
+        """Append one document. Raises UserError: there are more than MOST_FIELDS fields."""
+        for name, value in document.fields.items():
+            kind = KINDS[type(value)]
+            known = self.kinds.get(name)
+            if kind != known:
+                self.kinds[name] = kind if known is None else join(known, kind)
+        if len(self.kinds) > MOST_FIELDS:
+            rule = f"has metadata of more than {MOST_FIELDS:,} names, with those before it"
+            raise UserError(f"{document.id} {rule}: metadata are fields that many documents share; keep the others out of `metadata`.")
+        self._rows.append(document)
+        if len(self._rows) == ROWS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is buffered."""
+        if self._rows:
+            content = _as_parquet(self._rows)
+            storage.write_bytes(self._folder, f"{len(self.digests)}.parquet", content)
+            self.digests.append(hashlib.sha256(content).hexdigest())
+            self._rows = []
+
+
+def write_index(store: str, writers: Mapping[Name, MetadataWriter]) -> None:
+    """Write metadata.json, after everything was added; nothing if there are no metadata."""
+    kinds: dict[str, Kind] = {}
+    for writer in writers.values():
+        writer.finish()
+        for name, kind in writer.kinds.items():
+            kinds[name] = join(kinds.get(name, kind), kind)
+    if any(writer.digests for writer in writers.values()):
+        index = {"rows": ROWS, "kinds": kinds, "files": {split: writer.digests for split, writer in writers.items()}}
+        storage.write_bytes(store, METADATA, json.dumps(index, indent=1, sort_keys=True).encode())
+
+
+def as_text(value: Value) -> str:
+    """A value in a field of text, as a cast of Arrow writes it."""
+    return value if isinstance(value, str) else str(pa.scalar(value, TYPES[KINDS[type(value)]]).cast(pa.string()).as_py())
+
+
+def _as_parquet(rows: list[About]) -> bytes:
+    columns: dict[str, pa.Array] = {ID: pa.array([row.id for row in rows], pa.string())}
+    for name in sorted({name for row in rows for name in row.fields}):
+        values = [row.fields.get(name) for row in rows]
+        kind = join(*{KINDS[type(value)] for value in values if value is not None})
+        if kind == "text":
+            values = [None if value is None else as_text(value) for value in values]
+        columns[f"f:{name}"] = pa.array(values, TYPES[kind])
+    stream = io.BytesIO()
+    parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
+    return stream.getvalue()
+
+
+def _scalars(items: Iterable[tuple[str, Any]]) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for name, value in items:
+        kind = type(value)
+        if kind is str:
+            if len(value) <= LONGEST_VALUE:
+                found[_encodable(name)] = _encodable(value)
+        elif kind is bool or (kind is int and -INT64 <= value < INT64) or (kind is float and math.isfinite(value)):
+            found[_encodable(name)] = value
+        elif isinstance(value, datetime | date | time):
+            found[_encodable(name)] = value.isoformat()
+        elif isinstance(value, Decimal):
+            found[_encodable(name)] = str(value)
+    return found
+
+
+def _encodable(text: str) -> str:
+    """`text` with halves of surrogate pairs written out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

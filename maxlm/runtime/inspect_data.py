@@ -1,0 +1,72 @@
+"""`maxlm data inspect`: the contents of a token store; or of a run or a config the shares of its sources, and where a batch comes from."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import find, load
+from maxlm.config.paths import is_remote, store_argument
+
+ROWS = 8  # of a batch that are printed
+RUN_CONFIG = "config.yml"
+
+
+def run(place: str, overrides: Sequence[str], step: int | None, *, as_json: bool) -> int:
+    """Print what `place` holds: a token store, the folder of a run, or a config. `step`: an update, whose samples are looked up. Returns
+    the exit code. Raises UserError.
+    """
+    described, rendered = _store(place, overrides, step) if _is_store(place) else _run_or_config(place, overrides, step, all_rows=as_json)
+    if as_json:
+        sys.stdout.write(json.dumps(described) + "\n")
+    else:
+        Console().print(rendered, highlight=False)
+    return 0
+
+
+def _is_store(place: str) -> bool:
+    """True unless `place` is a run or a config, so that what is nothing is said to be no store."""
+    if is_remote(place) or "://" in place or (Path(place).expanduser() / "store.json").is_file():
+        return True
+    if (Path(place).expanduser() / RUN_CONFIG).is_file():
+        return False
+    try:
+        find(place)
+    except UserError:
+        return True
+    return False
+
+
+def _store(place: str, overrides: Sequence[str], step: int | None) -> tuple[dict[str, Any], RenderableType]:
+    from maxlm.data.inspect import describe, render
+
+    described = describe(store_argument(place))
+    if step is not None or overrides:
+        asked = "--step" if step is not None else overrides[0]
+        raise UserError(f"{asked}: {place} is a token store, which has no steps and no settings; give the folder of a run, or a config.")
+    return described, render(described)
+
+
+def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, all_rows: bool) -> tuple[dict[str, Any], RenderableType]:
+    from maxlm.data.shares import describe_batch, describe_shares, render_batch, render_shares
+    from maxlm.runtime.open_data import open_training_data
+
+    folder = Path(place).expanduser()
+    is_run = (folder / RUN_CONFIG).is_file()
+    config = load(str((folder / RUN_CONFIG).absolute()) if is_run else place, overrides, any_mesh=True).config
+    pipeline, position = open_training_data(config), dict[str, Any]()
+    if is_run:
+        from maxlm.training.saved_run import SavedRun
+
+        positions = SavedRun(folder, config).checkpoints.positions()
+        position = positions[max(positions)] if positions else {}
+    pipeline.go_on(position, tuple(position.get("left_out", ())))
+    if step is not None:
+        batch = describe_batch(pipeline, step, None if all_rows else ROWS)
+        return batch, render_batch(batch)
+    shares = describe_shares(pipeline, config.total_steps, position.get("next_step", 0))
+    return shares, render_shares(shares)
