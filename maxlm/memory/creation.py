@@ -1,4 +1,4 @@
-"""Arrays made in host memory, some at a time: together they may be larger than a device's memory."""
+"""Arrays made in host memory, some at a time: together they may be larger than a device's memory, or, kept in files, than the host's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,15 @@ from maxlm.memory.spaces import is_on_host
 GROUP_BYTES = 1 << 30  # of host arrays that one program makes, on a device
 
 
-def create(make: Callable[..., Any], shardings: Any, *arguments: Any) -> Any:
-    """`make(*arguments)` on these shardings. It is traced once for each group of leaves, and makes only those."""
+def create(make: Callable[..., Any], shardings: Any, *arguments: Any, keep: Callable[[Any, jax.Array], Any]) -> Any:
+    """`make(*arguments)` on these shardings. It is traced once for each group of leaves, and makes only those.
+
+    `keep`: given a leaf's path in the tree and the leaf, what stands for it in the result; called before other leaves are made.
+    """
     shapes = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(make, *arguments), shardings
     )
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     leaves: dict[int, Any] = {}
     for group in _groups(jax.tree.leaves(shapes)):
 
@@ -24,7 +28,9 @@ def create(make: Callable[..., Any], shardings: Any, *arguments: Any) -> Any:
             return [made[i] for i in group]
 
         out = [jax.tree.leaves(shapes)[i].sharding for i in group]
-        leaves |= dict(zip(group, jax.jit(some, out_shardings=out)(*arguments), strict=True))
+        made = jax.jit(some, out_shardings=out)(*arguments)
+        for i in reversed(group):
+            leaves[i] = keep(paths[i], made.pop())
     return jax.tree.unflatten(jax.tree.structure(shapes), [leaves[i] for i in range(len(leaves))])
 
 

@@ -106,6 +106,7 @@ class DiskState:
         self._writes: list[list[Future[None]]] = [[], []]  # by buffer
         self._written = 0  # units
         self._failed: UserError | None = None
+        self._adopted, self._adopting, self._warned = 0, 0.0, False  # bytes, seconds
 
     def array(self, path: Path) -> DiskArray:
         """The leaf of this path."""
@@ -117,18 +118,19 @@ class DiskState:
             with contextlib.suppress(UserError):
                 self._file.wait(requests)
         self._reads, self._writes, self._failed = {}, [[], []], None
-        began, moved = time.monotonic(), 0
+        began = time.monotonic()
         for unit in self.units:
             parts = [part for part in unit.parts if part.path in leaves]
-            moved += sum(part.bytes for part in parts)
+            self._adopted += sum(part.bytes for part in parts)
             if parts:
                 self._write(unit, parts, [[_piece(part, unit.piece, tile) for tile in _by_slot(part, leaves[part.path])] for part in parts])
         self.flush()
-        seconds = time.monotonic() - began
-        if moved > 2**28 and moved / max(seconds, 1e-9) < SLOW_BYTES_PER_S:
-            least = 2 * self.bytes * seconds / moved
-            speed, place = moved / seconds / 1e6, self._settings.dir
-            _log.warning("%s = %s is slow: it writes %.0f MB/s, so an update takes %.0f s or more", FIELD, place, speed, least)
+        self._adopting += time.monotonic() - began
+        speed = self._adopted / max(self._adopting, 1e-9)
+        if self._adopted > 2**28 and speed < SLOW_BYTES_PER_S and not self._warned:
+            self._warned = True
+            least, place = 2 * self.bytes / speed, self._settings.dir
+            _log.warning("%s = %s is slow: it writes %.0f MB/s, so an update takes %.0f s or more", FIELD, place, speed / 1e6, least)
 
     def start_read(self, number: int) -> None:
         """Start to read a unit, if there is one of this number. At most two may be read and not yet taken."""

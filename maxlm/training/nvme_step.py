@@ -35,15 +35,14 @@ class NvmeStep:
         self._gradients: jax.stages.Compiled | None = None
         self._copies: Leaves = {}  # of masters in the file, in the dtype of the matmuls, on the device
 
-    def adopt(self, state: TrainState) -> TrainState:
-        """`state` with its leaves for the file written there. Only one state has one at a time: the last."""
-        flat = flat_state(state)
-        self.disk.adopt({path: flat[path] for paths in self._filed for path in paths})
-        masters = [path for path in self._filed_paths if path[0] == "params"]
-        if masters:
-            copies = flat_params(self._streamed.readable(state).params)
-            self._copies = {path[1:]: copies[path[1:]] for path in masters}
-        return self._with({path: self.disk.array(path) for path in self._filed_paths}, state)
+    def keep(self, path: Name, leaf: jax.Array) -> jax.Array | DiskArray:
+        """What stands for a leaf of a state: itself, or, for the file, what was written there. Only one state has one: the last."""
+        if path not in self._filed_paths:
+            return leaf
+        self.disk.adopt({path: leaf})
+        if path[0] == "params":
+            self._copies[path[1:]] = self._streamed.copy_of(path[1:], leaf)
+        return self.disk.array(path)
 
     @cached_property
     def disk(self) -> DiskState:

@@ -7,7 +7,7 @@ updated and written back.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -110,6 +110,12 @@ class StreamedStep:
         return nested(
             {name: copy_to_device(leaf, dtype, pieces[name]) if self.offloading.is_copied(name) else leaf for name, leaf in flat.items()}
         )
+
+    def copy_of(self, name: Name, leaf: jax.Array) -> Any:
+        """A master of this name as matmuls read it, on the device."""
+        pieces = next(group.pieces for group in self.groups if name in group.names)
+        copy = partial(copy_to_device, dtype=self.config.precision.compute, pieces=pieces)
+        return jax.jit(copy, out_shardings=on_device(flat_params(self._abstract.params)[name].sharding))(leaf)
 
     def readable(self, state: TrainState) -> TrainState:
         """`state` with its parameters on the device: those that are elsewhere as `compute_copy`."""

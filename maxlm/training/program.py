@@ -36,6 +36,7 @@ from maxlm.training.optimizer import build_optimizer
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
+from maxlm.training.state_paths import keys_of
 from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
 
 
@@ -120,7 +121,10 @@ class Program:
 
     def adopt(self, state: TrainState) -> TrainState:
         """A state that lies on `state_shardings`, with what belongs in files written there. The same state, if nothing does."""
-        return state if self.nvme is None else self.nvme.adopt(state)
+        return state if self.nvme is None else jax.tree_util.tree_map_with_path(self._keep, state)
+
+    def _keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        return leaf if self.nvme is None else self.nvme.keep(keys_of(path), leaf)
 
     @cached_property
     def batch_sharding(self) -> Any:
@@ -153,7 +157,7 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return self._initialization() if self.streamed is None else self.adopt(create(self._first_state, self.state_shardings))
+            return self._initialization() if self.streamed is None else create(self._first_state, self.state_shardings, keep=self._keep)
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
@@ -164,7 +168,7 @@ class Program:
 
         with jax.set_mesh(self.mesh):
             if self.streamed is not None:
-                return self.adopt(create(make, self.state_shardings, params, model_state))
+                return create(make, self.state_shardings, params, model_state, keep=self._keep)
             made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
             return made(params, model_state)
 
