@@ -33,6 +33,12 @@ class Data:
 
     fingerprint, left_out = "f" * 64, ()
 
+    def go_on(self, position, left_out):
+        self.left_out = left_out
+
+    def position(self, step):
+        return {}
+
     def batches(self, start, sharding, stop):
         return Prefetcher(lambda step: batch_number(step, self.left_out), range(start, stop), 2)
 

@@ -33,7 +33,12 @@ MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
 class Data:
     """Batches that are their own numbers."""
 
-    fingerprint = "f" * 64
+    fingerprint, left_out = "f" * 64, ()
+
+    def go_on(self, position, left_out): ...
+
+    def position(self, step):
+        return {}
 
     def batches(self, start, sharding, stop):
         return Prefetcher(lambda n: n, range(start, stop), 2)
