@@ -72,6 +72,14 @@ def test_legacy_encodings_are_detected(encoding):
     assert decoded is not None and decoded.text == text and decoded.replaced == 0
 
 
+@pytest.mark.parametrize("encoding", ["cp1251", "koi8-r"])
+@pytest.mark.parametrize("case", [str.upper, str.lower, str.capitalize])
+def test_cyrillic_capitals_are_not_taken_for_small_letters_of_another_encoding(encoding, case):
+    for text in ("отношение, друг и отец в городе на реке", SENTENCES["koi8-r"]):
+        decoded = decode(case(text).encode(encoding))
+        assert decoded is not None and decoded.text == case(text)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
 def test_unicode_encodings(encoding):
     text = "A text with an é and a € in it, long enough."

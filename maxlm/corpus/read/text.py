@@ -33,6 +33,9 @@ _OTHER_SCRIPTS = {
     *("cp874", "cp1251", "cp1253", "cp1255", "cp1256", "koi8-r", "koi8-u", "tis-620"),
     *(f"iso8859-{part}" for part in (3, 4, 5, 6, 7, 8, 10, 11, 14, 16)),
 }
+# Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not their case.
+_CYRILLIC = ("cp1251", "koi8-r", "koi8-u")
+_FREQUENT = "оаеинтрсвлкі"  # three quarters of the letters of Russian, Ukrainian, Bulgarian and Belarusian texts
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
 # UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text
@@ -214,7 +217,14 @@ def _detected(data: bytes) -> str | None:
     if not found:
         return None
     western = next((share for codec, share in found if codec == "cp1252"), 0.0)
-    return "cp1252" if western and western >= 0.97 * found[0][1] else found[0][0]
+    best = "cp1252" if western and western >= 0.97 * found[0][1] else found[0][0]
+    return max((best, *_CYRILLIC), key=lambda codec: _frequent(sample, codec)) if best in _CYRILLIC else best
+
+
+def _frequent(sample: bytes, encoding: str) -> int:
+    """Letters of `sample` that are among the most frequent ones of Cyrillic texts, in any case."""
+    text = sample.decode(encoding, "replace").lower()
+    return sum(text.count(letter) for letter in _FREQUENT)
 
 
 def _codec(name: str | None) -> str | None:
