@@ -8,14 +8,15 @@ import hashlib
 import heapq
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config import directory_lock
+from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import BatchFilter, Filter, ScorerSource, build_filters, run_together
@@ -41,6 +42,7 @@ class Plan:
     settings: CorpusSettings
     tasks: tuple[Task, ...]
     origins: dict[str, str]
+    states: dict[str, list[int]]  # of each input file, when the plan was made
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
     scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
 
@@ -108,20 +110,22 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     if settings.filters is not None:
         lists = [[path, _state(path)] for path in settings.filters.files]
         filters = [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key]
+    states = {one.path: _state(one.path) or [one.size] for one in inputs}
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
-        fingerprint(FORMAT, reading, filters, [[path, _state(path), origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
+        fingerprint(FORMAT, reading, filters, [[path, states[path], origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
         for task in tasks
     ]
     later = [fingerprint(first, keys[: number + 2]) for number in range(len(stages))]
-    return Plan(settings, tasks, origins, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
+    return Plan(settings, tasks, origins, states, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
 
 
 def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
     output = Path(settings.output).expanduser()
     try:
-        ours = not output.exists() or any((output / name).is_dir() for name in OURS) or not any(output.iterdir())
+        ours = not output.exists() or any((output / name).is_dir() for name in OURS)
+        ours = ours or all(entry.name == directory_lock.NAME for entry in output.iterdir())
     except OSError as error:
         raise as_user_error(error) from error
     if not ours:
@@ -144,8 +148,15 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
-    """Run one task of a pass; returns its mark. Raises UserError, UnavailableError."""
+Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are done, and documents that came out of them
+
+
+def _ignore(size: int, documents: int) -> None:
+    """Tell nobody."""
+
+
+def run_task(plan: Plan, number: int, task: Task, tell: Tell = _ignore) -> dict[str, Any]:
+    """Run one task of a pass; returns its mark. `tell`: how far it is. Raises UserError, UnavailableError."""
     tally = Tally(plan.origins)
     examples: dict[str, list[tuple[str, str]]] = {}
 
@@ -163,7 +174,7 @@ def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
             best = [*examples.get(reason, []), (rank, json.dumps(asdict(one)))]
             examples[reason] = heapq.nsmallest(EXAMPLES, best)
 
-    stream = _read(plan, task, tally) if number == 0 else _apply(plan, number, task)
+    stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
         with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
             documents = survivors(stream, kept, dropped)
@@ -185,12 +196,12 @@ def run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
     return mark
 
 
-def _read(plan: Plan, task: Task, tally: Tally) -> Stream:
+def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
     settings = plan.settings.filters
     filters = build_filters(settings, plan.scorer.open() if plan.scorer else None) if settings else []
     size = TOGETHER if any(isinstance(each, BatchFilter) for each in filters) else 1
     group: list[Document | Removed] = []
-    for one in _records(plan, task):
+    for one in _records(plan, task, tell):
         if isinstance(one, Document):
             tally.come(one)
         group.append(one)
@@ -200,13 +211,25 @@ def _read(plan: Plan, task: Task, tally: Tally) -> Stream:
     yield from _filtered(filters, group)
 
 
-def _records(plan: Plan, task: Task) -> Stream:
+def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
+    before, documents = 0, 0
     for path in task.paths:
+        _check_unchanged(plan, path)
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
-        for one in read(path, plan.settings.read):
+        for place, one in read(path, plan.settings.read):
+            documents += 1
+            tell(before + place, documents)
             yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
+        before += plan.states[path][0]
+        _check_unchanged(plan, path)
+
+
+def _check_unchanged(plan: Plan, path: str) -> None:
+    """Refuse a file that grows while it is read: what was read of it would be of no state that it ever had."""
+    if "://" not in path and _state(path) != plan.states[path] and plan.states[path] != [0]:
+        raise UnavailableError(f"{shorten(path)}: it changed since this command began; give the same command again when it is whole.")
 
 
 def _filtered(filters: list[Filter], group: list[Document | Removed]) -> Stream:
@@ -215,9 +238,16 @@ def _filtered(filters: list[Filter], group: list[Document | Removed]) -> Stream:
         yield one if isinstance(one, Removed) else next(results)
 
 
-def _apply(plan: Plan, number: int, task: Task) -> Stream:
-    documents = shards.read_documents(plan.documents(number - 1, task))
-    return plan.stages[number - 1].apply(documents, plan.folder(number), task)
+def _apply(plan: Plan, number: int, task: Task, tell: Tell) -> Stream:
+    before = plan.mark(number - 1, task)
+    count = max(1, total(before["left"])[0]) if before else 1
+
+    def documents() -> Iterator[Document]:
+        for place, document in enumerate(shards.read_documents(plan.documents(number - 1, task)), start=1):
+            tell(task.size * place // count, place)
+            yield document
+
+    return plan.stages[number - 1].apply(documents(), plan.folder(number), task)
 
 
 def combine(plan: Plan, number: int, threads: int) -> None:
@@ -251,6 +281,7 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
     if any(plan.mark(last, task) is None for task in plan.tasks):
+        _remove_report(plan)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
             if left and number and not plan.is_combined(number):
@@ -268,14 +299,23 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     return report
 
 
+def _remove_report(plan: Plan) -> None:
+    """Remove the report of an earlier run, so that there is none beside what is not whole."""
+    try:
+        for name in ("report.json", "report.html"):
+            (plan.output / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise as_user_error(error) from error
+
+
 def _remove_stale(plan: Plan) -> None:
     """Remove shards of an earlier run with more tasks or other stages, which would be taken for a part of this one."""
     folders = {plan.output / "documents": shards.ENDING}
     for kind, ending in (("removed", shards.ENDING), ("marks", ".json")):
         for folder in (plan.output / kind).iterdir():
-            if folder.name not in plan.names:
+            if folder.is_dir() and folder.name not in plan.names:
                 shutil.rmtree(folder)
-            else:
+            elif folder.is_dir():
                 folders[folder] = ending
     for folder, ending in folders.items():
         wanted = {f"{task.name}{ending}" for task in plan.tasks}

@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from corpora.made_corpus import edited, jaccard
@@ -35,7 +36,7 @@ def check_same_clusters(folder: Path, python: str | None, seed: int, count: int)
     rows = [Row(f"same clusters as datatrove ({split:,} texts, {len(sizes):,} clusters)", "equal", "equal" if same else "not equal", same)]
     found: dict[tuple[float, float], list[tuple[bool, bool, float]]] = defaultdict(list)
     for place in range(split, len(ours), 2):
-        similar = jaccard([text for text in (certain + between)[place : place + 2]], MinHashSettings(ngram=NGRAM))[0][1]
+        similar = jaccard((certain + between)[place : place + 2], MinHashSettings(ngram=NGRAM))[0][1]
         for low, high in BINS:
             if low <= similar < high:
                 chance = 1 - (1 - similar**ROWS) ** BANDS
@@ -93,7 +94,7 @@ def _clusters(folder: Path, python: str, texts: list[str]) -> tuple[list[str], l
     return ours, theirs["clusters"], float(theirs["seconds"])
 
 
-def _partition(labels: list[str] | list[int]) -> set[frozenset[int]]:
+def _partition(labels: Sequence[str | int]) -> set[frozenset[int]]:
     out: dict[str | int, list[int]] = defaultdict(list)
     for place, label in enumerate(labels):
         out[label].append(place)

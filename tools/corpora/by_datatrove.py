@@ -35,7 +35,8 @@ def main() -> None:
 
     logger.remove()
     config = MinhashConfig(int(ngram), int(bands), int(rows), hash_config=HashConfig(precision=64))
-    documents = [Document(text=json.loads(line), id=str(number)) for number, line in enumerate(Path(texts).open(encoding="utf-8"))]
+    lines = Path(texts).read_text("utf-8").splitlines()
+    documents = [Document(text=json.loads(line), id=str(number)) for number, line in enumerate(lines)]
     began = time.monotonic()
     base = Path(folder)
     MinhashDedupSignature(str(base / "signatures"), config, language=Words()).run(iter(documents))

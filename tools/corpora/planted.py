@@ -8,12 +8,13 @@ import textwrap
 from dataclasses import dataclass
 from itertools import accumulate
 
-FUNCTION_WORDS = (
+_WORDS = (
     "the of and to in a is that for it as was with be by on not he this are or his from at which but have an they you had we her all she "
     "there would their one so if about who when what can more no out up into do any your than then some could them other these may its only"
-).split()
-ONSETS = "b bl c ch cr d dr f fl g gl gr h j k kl l m n p pl pr qu r s sh sk sl sp st t th tr v w y z".split()
-VOWELS = "a e i o u ai ea ee ie oa oo ou".split()
+)
+_ONSETS = "b bl c ch cr d dr f fl g gl gr h j k kl l m n p pl pr qu r s sh sk sl sp st t th tr v w y z"
+_VOWELS = "a e i o u ai ea ee ie oa oo ou"
+FUNCTION_WORDS, ONSETS, VOWELS = _WORDS.split(), _ONSETS.split(), _VOWELS.split()
 CODAS = ["", "b", "ck", "d", "g", "l", "ll", "m", "n", "nd", "ng", "nt", "p", "r", "rd", "rm", "s", "sh", "ss", "st", "t", "x"]
 FAMOUS = (
     "Ask not what your country can do for you, ask what you can do for your country, and pass on the torch to a new generation.",
@@ -74,10 +75,7 @@ class Author:
         return " ".join(out)
 
     def prose(self, subject: int, sentences: int) -> str:
-        lines = [
-            self.phrase(subject, self.draw.randint(8, 24)).capitalize() + self.draw.choice(("." * 1, ".", "?", ";"))
-            for _ in range(sentences)
-        ]
+        lines = [self.phrase(subject, self.draw.randint(8, 24)).capitalize() + self.draw.choice("..?;") for _ in range(sentences)]
         return "\n\n".join(" ".join(lines[start : start + 4]) for start in range(0, len(lines), 4))
 
     def item(self, kind: str) -> Item:

@@ -72,8 +72,7 @@ def run(folder: Path, *arguments: str, limit: float = 1800, prefix: list[str] | 
         [*(prefix or []), *command(*arguments)],
         cwd=folder,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         timeout=limit,
         env=environment(**env),
     )

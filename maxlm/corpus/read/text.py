@@ -33,7 +33,7 @@ _OTHER_SCRIPTS = {
     *("cp874", "cp1251", "cp1253", "cp1255", "cp1256", "koi8-r", "koi8-u", "tis-620"),
     *(f"iso8859-{part}" for part in (3, 4, 5, 6, 7, 8, 10, 11, 14, 16)),
 }
-# Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not their case.
+# Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not case.
 _CYRILLIC = ("cp1251", "koi8-r", "koi8-u")
 _FREQUENT = "оаеинтрсвлкі"  # three quarters of the letters of Russian, Ukrainian, Bulgarian and Belarusian texts
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
