@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
@@ -14,13 +15,19 @@ from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
 from maxlm.telemetry.atomic import write_text
 
+LOCK_SECONDS = 5.0  # for which a run that is about to end may still use the output
+
 
 def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSource | None = None) -> None:
     """Run a corpus and show the result. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
     executor = make_executor(settings, say)
     plan = make_plan(settings, scorer)
     say(f"files: {len(plan.origins):,}; tasks: {len(plan.tasks):,}")
-    report = run_passes(plan, executor)
+    try:
+        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder"):
+            report = run_passes(plan, executor)
+    except OSError as error:  # of the lock: the folder cannot be made or written
+        raise as_user_error(error) from error
     render(report, plan.output)
 
 

@@ -28,7 +28,7 @@ from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 2  # of the output: raise it when the same settings would give other documents
+FORMAT = 3  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
@@ -148,14 +148,10 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are done, and documents that came out of them
+Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are read, and documents that came out of them
 
 
-def _ignore(size: int, documents: int) -> None:
-    """Tell nobody."""
-
-
-def run_task(plan: Plan, number: int, task: Task, tell: Tell = _ignore) -> dict[str, Any]:
+def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, documents: None) -> dict[str, Any]:
     """Run one task of a pass; returns its mark. `tell`: how far it is. Raises UserError, UnavailableError."""
     tally = Tally(plan.origins)
     examples: dict[str, list[tuple[str, str]]] = {}
@@ -213,14 +209,17 @@ def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
 
 def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
     before, documents = 0, 0
+
+    def reach(place: int) -> None:
+        tell(before + place, documents)
+
     for path in task.paths:
         _check_unchanged(plan, path)
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
-        for place, one in read(path, plan.settings.read):
+        for one in read(path, plan.settings.read, reach):
             documents += 1
-            tell(before + place, documents)
             yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
         before += plan.states[path][0]
         _check_unchanged(plan, path)

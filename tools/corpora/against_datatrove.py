@@ -23,9 +23,9 @@ BINS = ((0.5, 0.6), (0.6, 0.7), (0.7, 0.75), (0.75, 0.8), (0.8, 0.85), (0.85, 0.
 
 
 def check_same_clusters(folder: Path, python: str | None, seed: int, count: int) -> list[Row]:
-    """`python`: an interpreter with datatrove 0.10.1; None leaves the comparison out."""
+    """`python`: an interpreter with datatrove 0.10; None leaves the comparison out."""
     if python is None:
-        return [Row("same clusters as datatrove", "equal", "left out: give --datatrove PYTHON", None)]
+        return [Row("same clusters as datatrove", "equal", "left out: pip install 'datatrove' 'xxhash<4'", None)]
     draw = random.Random(seed)
     certain, between = _certain(draw, count), _between(draw, count)
     folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """The same bytes for any number of workers, and after kills at random moments; nothing is lost and nothing is there twice."""
 
+import importlib.util
 import os
 import random
 import signal
@@ -42,10 +43,23 @@ def check_same(folder: Path, corpus: Corpus, kills: int, seed: int) -> list[Row]
         )
     ]
     rows.append(_complete("  each document once", corpus, folder / f"workers{WORKERS[0]}"))
+    rows.append(_by_ray(folder, first))
     draw = random.Random(seed)
     for kind in KINDS:
         rows += _killed(folder, kind, kills, seconds, draw, first)
     return rows
+
+
+def _by_ray(folder: Path, expected: dict[str, str]) -> Row:
+    """The same corpus by a Ray cluster of this machine."""
+    name = "same bytes for Ray"
+    if importlib.util.find_spec("ray") is None:
+        return Row(name, "equal", "left out: pip install ray", None)
+    ended = run(folder, "corpus.yaml", "output=ray", "ray.address=local", "ray.memory_gb=0.5", "ray.combine_cpus=1", limit=LIMIT)
+    if ended.code:
+        return Row(name, "equal", f"exit code {ended.code}: {ended.last}", False)
+    same = digest(folder / "ray") == expected
+    return Row(name, "equal", f"{'equal' if same else 'not equal'}, {ended.seconds:.0f} s", same)
 
 
 def _complete(name: str, corpus: Corpus, output: Path) -> Row:

@@ -3,14 +3,15 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.corpus.engine import Plan, combine, run_task
-from maxlm.corpus.executors.progress import Progress
+from maxlm.corpus.executors.progress import SECONDS, Progress
 from maxlm.corpus.tasks import Task, largest_first
 
 ATTEMPTS = 3  # at a task whose process was killed
@@ -34,7 +35,7 @@ class LocalExecutor:
             try:
                 if self.workers == 1 and attempt == 0:
                     for place in largest_first(list(left.values())):
-                        progress.add(left[place], run_task(plan, number, left[place]))
+                        progress.add(left[place], run_task(plan, number, left[place], partial(progress.reach, place)))
                         del left[place]
                 else:
                     self._in_processes(plan, number, left, progress)
@@ -48,26 +49,35 @@ class LocalExecutor:
 
     def _in_processes(self, plan: Plan, number: int, left: dict[int, Task], progress: Progress) -> None:
         """Remove from `left` what is done. Raises BrokenProcessPool."""
-        workers = min(self.workers, len(left))
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+        workers, context = min(self.workers, len(left)), multiprocessing.get_context("spawn")
+        reached: MutableSequence[int] = context.RawArray("q", 2 * len(plan.tasks))  # bytes and documents of each task
+        pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(reached,))
         try:
             running: dict[Future[dict[str, Any]], int] = {}
             for place in largest_first(list(left.values())):
-                running[pool.submit(run_task, plan, number, left[place])] = place
+                running[pool.submit(_run_task, plan, number, left[place])] = place
             while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                done, _ = wait(running, timeout=SECONDS, return_when=FIRST_COMPLETED)
                 for future in done:
                     place = running.pop(future)
                     progress.add(left[place], future.result())
                     del left[place]
+                for place in running.values():
+                    if reached[2 * place]:
+                        progress.reach(place, reached[2 * place], reached[2 * place + 1])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
                 child.terminate()
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent has ended, however that was."""
+_reached: MutableSequence[int] | None = None  # in a process of the pool: memory that it shares with its parent
+
+
+def _begin(reached: MutableSequence[int]) -> None:
+    """Prepare a process of the pool: it ends when its parent has ended, however that was."""
+    global _reached
+    _reached = reached
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -76,3 +86,11 @@ def _end_with_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
+    def tell(size: int, documents: int) -> None:
+        if _reached is not None:
+            _reached[2 * task.number], _reached[2 * task.number + 1] = size, documents
+
+    return run_task(plan, number, task, tell)

@@ -7,23 +7,45 @@ from typing import Any
 from maxlm.corpus.tally import total
 from maxlm.corpus.tasks import Task
 
+SECONDS = 1.0  # between two lines, at least; the last one of a pass is always shown
+
 
 class Progress:
-    """Tasks done, bytes of input a second, and time left."""
+    """Tasks done, bytes of input a second, documents, and time left. Bytes and documents count tasks that are under way, too."""
 
     def __init__(self, name: str, tasks: list[Task], say: Callable[[str], None]) -> None:
         self.name, self.say, self.began = name, say, time.monotonic()
         self.tasks, self.bytes = len(tasks), sum(task.size for task in tasks)
         self.done, self.done_bytes, self.documents, self.removed = 0, 0, 0, 0
+        self._sizes = {task.number: task.size for task in tasks}
+        self._under_way: dict[int, tuple[int, int]] = {}
+        self._shown = self.began
+
+    def reach(self, number: int, size: int, documents: int) -> None:
+        """Note that task `number` has read `size` bytes of its input, and `documents` from them."""
+        self._under_way[number] = min(size, self._sizes[number]), documents
+        self._show()
 
     def add(self, task: Task, mark: dict[str, Any]) -> None:
+        """Note that `task` is done."""
+        self._under_way.pop(task.number, None)
+        removed = sum(mark["removed"].values())
         self.done += 1
         self.done_bytes += task.size
-        self.documents += total(mark["left"])[0]
-        self.removed += sum(mark["removed"].values())
-        seconds = max(time.monotonic() - self.began, 1e-6)
-        left = seconds * (self.bytes - self.done_bytes) / self.done_bytes if self.done_bytes else 0.0
+        self.documents += total(mark["left"])[0] + removed
+        self.removed += removed
+        self._show(last=self.done == self.tasks)
+
+    def _show(self, last: bool = False) -> None:
+        now = time.monotonic()
+        if not last and now - self._shown < SECONDS:
+            return
+        self._shown = now
+        size = self.done_bytes + sum(size for size, _ in self._under_way.values())
+        documents = self.documents + sum(documents for _, documents in self._under_way.values())
+        seconds = max(now - self.began, 1e-6)
+        left = f"{seconds * (self.bytes - size) / size:,.0f} s left" if size else "time left unknown"
         self.say(
-            f"{self.name}: {self.done:,} of {self.tasks:,} tasks, {self.done_bytes / seconds / 1e6:,.1f} MB/s, "
-            f"{self.documents:,} documents kept, {self.removed:,} removed, {left:,.0f} s left"
+            f"{self.name}: {self.done:,} of {self.tasks:,} tasks, {size / seconds / 1e6:,.1f} MB/s, "
+            f"{documents:,} documents, {self.removed:,} removed, {left}"
         )

@@ -43,10 +43,11 @@ PASSING = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, er
 Found = Iterator[Document | Removed]
 
 
-def read(path: str, settings: ReadSettings = DEFAULTS) -> Found:
+def read(path: str, settings: ReadSettings = DEFAULTS, tell: Callable[[int], None] | None = None) -> Found:
     """Documents of a file or URL, in order, and a Removed for each record that is none and for the rest of a file that cannot be read.
 
-    A pure function of the bytes, the path and `settings`. Holds one record and a few blocks in memory.
+    A pure function of the bytes, the path and `settings`. Holds one record and a few blocks in memory. `tell`: called before each result
+    with the place in the file, in bytes as stored.
 
     Raises:
         UserError: `path` does not exist.
@@ -57,6 +58,8 @@ def read(path: str, settings: ReadSettings = DEFAULTS) -> Found:
         with contextlib.closing(open_input(path)) as raw:
             for found in _documents(path, raw, settings):
                 count += 1
+                if tell is not None:
+                    tell(raw.tell())
                 yield found
     except FileNotFoundError as error:
         if count == 0 and "://" not in path and not Path(path).is_symlink():
