@@ -52,6 +52,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="of the made corpus (right: 12,000; same: 2,500), or real texts to score (4,000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="new or empty; kept. Without it a temporary one, removed if all is reached")
+    has_datatrove = all(importlib.util.find_spec(name) for name in ("datatrove", "regex"))
+    parser.add_argument("--datatrove", default=sys.executable if has_datatrove else None, help="a Python that has datatrove, for `right`")
     parser.add_argument("--kills", type=int, default=20, help="of each kind, for `same`")
     parser.add_argument("--lmplz", default=shutil.which("lmplz"), help="KenLM's program that trains, for `shuffled`")
     parser.add_argument("--steps", type=int, default=1500, help="for which the model of `shuffled` is trained")
@@ -74,8 +76,7 @@ def _right(folder: Path, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     formats = sorted({one.format.partition(".")[0] for one in corpus.written.values()})
     yield [Row("made corpus", "", f"{len(corpus.documents):,} documents in {', '.join(formats)}", None)]
     yield check_right(folder / "made", corpus)
-    python = sys.executable if importlib.util.find_spec("datatrove") else None
-    yield check_same_clusters(folder / "datatrove", python, arguments.seed, 6000)
+    yield check_same_clusters(folder / "datatrove", arguments.datatrove, arguments.seed, 6000)
 
 
 def _same(folder: Path, arguments: argparse.Namespace) -> Iterator[list[Row]]:
