@@ -7,6 +7,7 @@ that was cut off goes on where it was when the same command is given again.
 import hashlib
 import heapq
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -133,7 +134,7 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
             f"output = {shorten(str(output))}: there are files in it that are not of `maxlm corpus run`; give a new or empty folder."
         )
     for one in inputs:
-        if "://" not in one.path and Path(one.path).resolve().is_relative_to(output.resolve()):
+        if "://" not in one.path and Path(os.path.realpath(one.path)).is_relative_to(os.path.realpath(output)):  # resolve() refuses loops
             raise UserError(
                 f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
             )

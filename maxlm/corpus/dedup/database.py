@@ -22,23 +22,23 @@ class Database:
     """
 
     def __init__(self, folder: Path, memory_mb: int, threads: int) -> None:
-        self._stack = contextlib.ExitStack()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
-        except OSError as error:
-            raise as_user_error(error) from error
-        self._connection = duckdb.connect(
-            str(self.folder / "tables.duckdb"),
-            config={
+        with contextlib.ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
+            except OSError as error:
+                raise as_user_error(error) from error
+            config = {
                 "memory_limit": f"{memory_mb}MB",
                 "threads": threads,
                 "temp_directory": str(self.folder / "spill"),
                 "autoinstall_known_extensions": False,
                 "autoload_known_extensions": False,
-            },
-        )
-        self._stack.callback(self._connection.close)
+            }
+            with _one_line():
+                self._connection = duckdb.connect(str(self.folder / "tables.duckdb"), config=config)
+            stack.callback(self._connection.close)
+            self._stack = stack.pop_all()
 
     def run(self, sql: str) -> None:
         """Execute a statement."""

@@ -61,6 +61,8 @@ def read(path: str, settings: ReadSettings = DEFAULTS, tell: Callable[[int], Non
                 if tell is not None:
                     tell(raw.tell())
                 yield found
+        if count == 0:  # lines that are all blank, a table without rows
+            yield removed(path, "empty")
     except FileNotFoundError as error:
         if count == 0 and "://" not in path and not Path(path).is_symlink():
             raise UserError(f"{path} does not exist.") from error
