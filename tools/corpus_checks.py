@@ -85,7 +85,7 @@ def _same(folder: Path, arguments: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def _shuffled(folder: Path, arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    yield check_shuffled(folder / "shuffled", arguments)
+    yield from check_shuffled(folder / "shuffled", arguments)
 
 
 _CHECKS: dict[str, Callable[[Path, argparse.Namespace], Iterator[list[Row]]]] = {"right": _right, "same": _same, "shuffled": _shuffled}
