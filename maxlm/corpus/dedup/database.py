@@ -28,7 +28,7 @@ class Database:
                 self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
             except OSError as error:
                 raise as_user_error(error) from error
-            config = {
+            config: dict[str, str | bool | int | float | list[str]] = {
                 "memory_limit": f"{memory_mb}MB",
                 "threads": threads,
                 "temp_directory": str(self.folder / "spill"),
