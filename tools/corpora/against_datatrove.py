@@ -15,7 +15,6 @@ from pathlib import Path
 from corpora.made_corpus import edited, jaccard
 from corpora.made_text import Text, made_text
 from corpora.runs import Row, records, run, save
-
 from maxlm.corpus.dedup.settings import MinHashSettings
 
 NGRAM, BANDS, ROWS = 5, 20, 8

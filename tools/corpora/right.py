@@ -9,7 +9,6 @@ from typing import Any
 from corpora.made_corpus import Corpus, Made
 from corpora.planted import NEGATIVES, PLANTS, Item
 from corpora.runs import Row, records, run, save
-
 from maxlm.corpus.dedup.words import normalise
 
 NEAR = 0.8

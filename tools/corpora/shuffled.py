@@ -20,7 +20,6 @@ from typing import Any
 
 from corpora.ngram_model import write_model
 from corpora.runs import Row, environment, records, run, save
-
 from maxlm.corpus.filters.perplexity import kenlm_units
 
 PACKAGES = ("numpy", "scipy", "jax", "pyarrow", "duckdb", "matplotlib", "flax", "optax")
