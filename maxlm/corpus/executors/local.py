@@ -1,8 +1,6 @@
 """Run tasks on the cores of this machine."""
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, MutableSequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -10,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from maxlm.config.errors import UserError
+from maxlm.corpus import worker
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import SECONDS, Progress
 from maxlm.corpus.tasks import Task, largest_first
@@ -51,7 +50,7 @@ class LocalExecutor:
         """Remove from `left` what is done. Raises BrokenProcessPool."""
         workers, context = min(self.workers, len(left)), multiprocessing.get_context("spawn")
         reached: MutableSequence[int] = context.RawArray("q", 2 * len(plan.tasks))  # bytes and documents of each task
-        pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(reached,))
+        pool = ProcessPoolExecutor(workers, context, initializer=worker.begin, initargs=(reached,))
         try:
             running: dict[Future[dict[str, Any]], int] = {}
             for place in largest_first(list(left.values())):
@@ -71,26 +70,5 @@ class LocalExecutor:
                 child.terminate()
 
 
-_reached: MutableSequence[int] | None = None  # in a process of the pool: memory that it shares with its parent
-
-
-def _begin(reached: MutableSequence[int]) -> None:
-    """Prepare a process of the pool: it ends when its parent has ended, however that was."""
-    global _reached
-    _reached = reached
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
-    def tell(size: int, documents: int) -> None:
-        if _reached is not None:
-            _reached[2 * task.number], _reached[2 * task.number + 1] = size, documents
-
-    return run_task(plan, number, task, tell)
+    return run_task(plan, number, task, partial(worker.tell, task.number))
