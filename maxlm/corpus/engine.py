@@ -4,8 +4,8 @@ The result is a pure function of the input files and the settings of the stages:
 that was cut off goes on where it was when the same command is given again.
 """
 
+import bisect
 import hashlib
-import heapq
 import json
 import os
 import shutil
@@ -20,7 +20,7 @@ from maxlm.config import directory_lock
 from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import BatchFilter, Filter, ScorerSource, build_filters, run_together
+from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
 from maxlm.corpus.page import page
 from maxlm.corpus.read import Input, find, read
 from maxlm.corpus.settings import CorpusSettings
@@ -29,7 +29,7 @@ from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 3  # of the output: raise it when the same settings would give other documents
+FORMAT = 4  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
@@ -107,10 +107,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     stages = build_stages(settings)
     keys = [stage.key for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
-    filters: Any = None
-    if settings.filters is not None:
-        lists = [[path, _state(path)] for path in settings.filters.files]
-        filters = [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key]
+    filters = _filters_key(settings, scorer)
     states = {one.path: _state(one.path) or [one.size] for one in inputs}
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
@@ -168,8 +165,10 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             tally.remove(one)
             reason = f"{one.stage}/{one.reason}"
             rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
-            best = [*examples.get(reason, []), (rank, json.dumps(asdict(one)))]
-            examples[reason] = heapq.nsmallest(EXAMPLES, best)
+            best = examples.setdefault(reason, [])
+            if len(best) < EXAMPLES or rank < best[-1][0]:
+                bisect.insort(best, (rank, json.dumps(asdict(one))))
+                del best[EXAMPLES:]
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
@@ -194,9 +193,8 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
 
 
 def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
-    settings = plan.settings.filters
-    filters = build_filters(settings, plan.scorer.open() if plan.scorer else None) if settings else []
-    size = TOGETHER if any(isinstance(each, BatchFilter) for each in filters) else 1
+    filters = _filters(plan)
+    size = TOGETHER if any(map(takes_many, filters)) else 1
     group: list[Document | Removed] = []
     for one in _records(plan, task, tell):
         if isinstance(one, Document):
@@ -206,6 +204,25 @@ def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
             yield from _filtered(filters, group)
             group = []
     yield from _filtered(filters, group)
+
+
+def _filters_key(settings: CorpusSettings, scorer: ScorerSource | None) -> Any:
+    """What decides the results of the filters, as JSON has it."""
+    if settings.filters is None:
+        return None
+    lists = [[path, _state(path)] for path in settings.filters.files]
+    return [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key]
+
+
+_built: tuple[Any, list[Filter]] = (None, [])  # key and filters of this process's last task: models and lists are loaded once
+
+
+def _filters(plan: Plan) -> list[Filter]:
+    global _built
+    key = _filters_key(plan.settings, plan.scorer)
+    if plan.settings.filters is not None and _built[0] != key:
+        _built = key, build_filters(plan.settings.filters, plan.scorer.open() if plan.scorer else None)
+    return _built[1] if key is not None else []
 
 
 def _records(plan: Plan, task: Task, tell: Tell) -> Stream:

@@ -15,11 +15,15 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-from maxlm.corpus.document import Document, Removed
+import orjson
+
+from maxlm.corpus.document import Document, Removed, Value
 from maxlm.telemetry.atomic import replacing, write_text
 
 LEVEL = 3  # of zstd: one thread, so that the bytes depend on nothing else
 ENDING = ".jsonl.zst"
+
+_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 class ShardWriter:
@@ -29,11 +33,7 @@ class ShardWriter:
         self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
-        values = asdict(record)
-        try:
-            line = json.dumps(values, ensure_ascii=False, sort_keys=True).encode() + b"\n"
-        except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
-            line = json.dumps(values, sort_keys=True).encode() + b"\n"
+        line = line_of(record)
         self._digest.update(line)
         self._stream.write(line)
         self.records += 1
@@ -42,6 +42,26 @@ class ShardWriter:
     def digest(self) -> str:
         """SHA-256 of the lines written so far, in hex."""
         return self._digest.hexdigest()
+
+
+def line_of(record: Document | Removed) -> bytes:
+    """A record as a line of JSON with sorted keys: the bytes of json.dumps(), most of them by orjson, which is ten times as fast."""
+    try:
+        if isinstance(record, Document):
+            parts = _string(record.id), _object(record.metadata), _string(record.text)
+            return b'{"id": %b, "metadata": %b, "text": %b}\n' % parts
+        texts = map(_string, (record.example, record.id, record.reason, record.stage))
+        return b'{"detail": %b, "example": %b, "id": %b, "reason": %b, "stage": %b}\n' % (_object(record.detail), *texts)
+    except (UnicodeEncodeError, orjson.JSONEncodeError):  # a lone surrogate, which only an escape can hold
+        return json.dumps(asdict(record), sort_keys=True).encode() + b"\n"
+
+
+def _string(text: str) -> bytes:
+    return orjson.dumps(text)
+
+
+def _object(values: Mapping[str, Value]) -> bytes:
+    return _encode(values).encode()  # orjson writes numbers in another way
 
 
 @contextlib.contextmanager
@@ -59,7 +79,10 @@ def read_shard(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a shard, in order."""
     with zstd.ZstdFile(path) as stream:
         for line in io.BufferedReader(stream, 1 << 20):
-            yield json.loads(line)
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError:  # an escape of a lone surrogate, or a number that is none in JSON
+                yield json.loads(line)
 
 
 def read_documents(path: Path) -> Iterator[Document]:

@@ -81,4 +81,5 @@ def _length(document: Document) -> str:
 def _count(sizes: Sizes, name: str, document: Document) -> None:
     entry = sizes.setdefault(name, [0, 0])
     entry[0] += 1
-    entry[1] += len(document.text.encode("utf-8", "surrogatepass"))
+    text = document.text
+    entry[1] += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

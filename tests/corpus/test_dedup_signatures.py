@@ -88,6 +88,10 @@ def test_golden_signature():
 GOLDEN = (6913475846290718465, 14251092092231728957, [10997691696482256036, 14626627113891010786], [776615684, 1078065879], 8)
 
 
+def spread(values: np.ndarray) -> np.ndarray:
+    return np.array([words.scalar_mix(int(value)) for value in values], np.uint64)
+
+
 @pytest.mark.parametrize("size", [20, 200])
 def test_slots_agree_with_the_probability_of_jaccard(size: int):
     pairs, rng = 200, np.random.default_rng(0)
@@ -97,7 +101,7 @@ def test_slots_agree_with_the_probability_of_jaccard(size: int):
         for _ in range(pairs):
             base = rng.integers(0, 2**63, 2 * size - both).astype(np.uint64)
             sets += [base[:size], np.concatenate((base[:both], base[size:]))]
-        flat, offsets = words.mix(np.concatenate(sets), 9), np.append(0, np.cumsum([len(one) for one in sets]))
+        flat, offsets = spread(np.concatenate(sets)), np.append(0, np.cumsum([len(one) for one in sets]))
         slots = minhash.sketch(flat, offsets, 160).reshape(pairs, 2, 160)
         truth = both / (2 * size - both)
         assert abs((slots[:, 0] == slots[:, 1]).mean() - truth) < 0.012
@@ -106,7 +110,7 @@ def test_slots_agree_with_the_probability_of_jaccard(size: int):
 def test_similarity_from_samples_is_exact_below_their_size_and_close_above():
     rng = np.random.default_rng(1)
     for size, tolerance in ((4096, 1e-12), (512, 0.1)):
-        base = words.mix(rng.permutation(3000).astype(np.uint64), 4)
+        base = spread(rng.permutation(3000))
         left, right = base[:2000], base[500:]
         one, two = (minhash.samples(side, np.array([0, len(side)]), size) for side in (left, right))
         assert abs(minhash.jaccard(one, two, size)[0] - 1500 / 3000) <= tolerance

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.dedup.components import connect
@@ -21,7 +20,7 @@ from maxlm.corpus.dedup.database import BATCH_ROWS, Database
 from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, VerifySettings
 from maxlm.corpus.dedup.signatures import open_signatures, read_columns
-from maxlm.telemetry.atomic import replacing
+from maxlm.corpus.dedup.writing import parquet
 
 VERIFY_VALUES = 1 << 21  # sample values compared at once
 
@@ -222,16 +221,13 @@ def _write(database: Database, output: Path) -> None:
         "SELECT removed.id, least(kept.id, others.id), kept.id, kind, others.count + 1 FROM removed JOIN ranked kept ON kept.node = root "
         "JOIN (SELECT root, min(id) AS id, count(*) AS count FROM removed GROUP BY root) others USING (root) ORDER BY removed.id"
     )
-    try:
-        with replacing(output) as file, pq.ParquetWriter(file, REMOVED, compression="zstd", compression_level=1) as writer:
-            waiting: list[pa.Table] = []
-            for table in database.tables(query):
-                waiting.append(table.rename_columns(REMOVED.names).cast(REMOVED))
-                if sum(map(len, waiting)) >= BATCH_ROWS:
-                    joined = pa.concat_tables(waiting)
-                    writer.write_table(joined.slice(0, BATCH_ROWS).combine_chunks())
-                    waiting = [joined.slice(BATCH_ROWS)]
-            if sum(map(len, waiting)):
-                writer.write_table(pa.concat_tables(waiting).combine_chunks())
-    except OSError as error:
-        raise as_user_error(error) from error
+    with parquet(output, REMOVED, compression="zstd", compression_level=1) as writer:
+        waiting: list[pa.Table] = []
+        for table in database.tables(query):
+            waiting.append(table.rename_columns(REMOVED.names).cast(REMOVED))
+            if sum(map(len, waiting)) >= BATCH_ROWS:
+                joined = pa.concat_tables(waiting)
+                writer.write_table(joined.slice(0, BATCH_ROWS).combine_chunks())
+                waiting = [joined.slice(BATCH_ROWS)]
+        if sum(map(len, waiting)):
+            writer.write_table(pa.concat_tables(waiting).combine_chunks())

@@ -19,8 +19,8 @@ from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
+from maxlm.corpus.dedup.writing import groups, parquet
 from maxlm.corpus.document import Document
-from maxlm.telemetry.atomic import replacing
 
 Unit = Literal["lines", "paragraphs"]
 
@@ -58,15 +58,10 @@ def without(text: str, positions: Collection[int], unit: Unit) -> str:
 def write_occurrences(documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit) -> int:
     """Write the hashes of a shard's lines to `path`, atomically, and return the number of documents. Raises UserError."""
     schema, count = OCCURRENCES.with_metadata({METADATA: _key(settings, unit).encode()}), 0
-    try:
-        with replacing(path) as file, pq.ParquetWriter(file, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
-            for group in _groups(documents):
-                writer.write_table(_occurrences(group, count, settings, unit).cast(schema))
-                count += len(group)
-    except UnicodeEncodeError as error:
-        raise UserError(f"{shorten(str(path))}: a document's id is not valid Unicode: {ascii(error.object)[:80]}.") from None
-    except OSError as error:
-        raise as_user_error(error) from error
+    with parquet(path, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
+        for group in groups(documents, GROUP_CHARS, each=64):
+            writer.write_table(_occurrences(group, count, settings, unit).cast(schema))
+            count += len(group)
     return count
 
 
@@ -113,19 +108,6 @@ def find_repeated(
 
 def _key(settings: RepeatSettings, unit: Unit) -> str:
     return json.dumps({"format": FORMAT, "unit": unit, "min_length": settings.min_length})
-
-
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document.text) + 64
-        if size > GROUP_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit) -> pa.Table:
@@ -184,9 +166,6 @@ def _write(database: Database, shard: int, output: Path) -> None:
         f"SELECT removed.row, any_value(id), list(position ORDER BY position) FROM removed "  # noqa: S608
         f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
     )
-    try:
-        with replacing(output) as file, pq.ParquetWriter(file, REMOVED_LINES) as writer:
-            for table in database.tables(query):
-                writer.write_table(table.rename_columns(REMOVED_LINES.names).cast(REMOVED_LINES))
-    except OSError as error:
-        raise as_user_error(error) from error
+    with parquet(output, REMOVED_LINES) as writer:
+        for table in database.tables(query):
+            writer.write_table(table.rename_columns(REMOVED_LINES.names).cast(REMOVED_LINES))

@@ -6,14 +6,15 @@ MinHash, two sets agree in a slot with a probability equal to their Jaccard simi
 each slot.
 """
 
+from functools import cache
+
 import numpy as np
 
+from maxlm.corpus.dedup import compiled
 from maxlm.corpus.dedup.settings import MinHashSettings
-from maxlm.corpus.dedup.words import mix, scalar_mix
+from maxlm.corpus.dedup.words import scalar_mix
 
 ROUNDS = 4
-FILL = 1 << 18  # hashes computed at once for slots that are still empty
-_LOW = np.uint64((1 << 56) - 1)
 
 
 def ngram_hashes(words: np.ndarray, offsets: np.ndarray, settings: MinHashSettings) -> tuple[np.ndarray, np.ndarray]:
@@ -21,65 +22,27 @@ def ngram_hashes(words: np.ndarray, offsets: np.ndarray, settings: MinHashSettin
 
     A document of fewer words has none: it has exact copies only.
     """
-    size, width = len(words), settings.ngram
-    counts = np.maximum(np.diff(offsets) - width + 1, 0)
-    out = np.append(0, np.cumsum(counts))
-    if out[-1] == 0:
-        return np.zeros(0, np.uint64), out
-    total = np.zeros(size - width + 1, np.uint64)
-    for place in range(width):
-        total += words[place : size - width + 1 + place] * np.uint64(scalar_mix(1000 + place) | 1)
-    first = np.repeat(offsets[:-1] - out[:-1], counts) + np.arange(out[-1])
-    return mix(total[first], settings.seed), out
+    factors = np.array([scalar_mix(1000 + place) | 1 for place in range(settings.ngram)], np.uint64)
+    return compiled.hash_ngrams(words, offsets, factors, np.uint64(scalar_mix(settings.seed)))
 
 
 def band_hashes(ngrams: np.ndarray, offsets: np.ndarray, settings: MinHashSettings) -> np.ndarray:
     """Hashes of the bands, uint64 (D, bands). The row of a document without n-grams means nothing."""
-    bands, rows = settings.bands, settings.rows
-    slots = sketch(ngrams, offsets, bands * rows).reshape(-1, bands, rows)
-    out = np.broadcast_to(np.arange(bands, dtype=np.uint64), slots.shape[:2])
-    for row in range(rows):
-        out = mix(out * np.uint64(0xD6E8FEB86659FD93) + slots[:, :, row], 2)
-    return out
+    slots = sketch(ngrams, offsets, settings.bands * settings.rows)
+    return compiled.chain_rows(slots, settings.bands, np.uint64(scalar_mix(2)))
 
 
 def sketch(ngrams: np.ndarray, offsets: np.ndarray, slots: int) -> np.ndarray:
-    """Sketch of each document's set of n-grams, uint64 (D, slots)."""
-    counts = np.diff(offsets)
-    table = np.full(len(counts) * slots, ~np.uint64(0))
-    documents = np.flatnonzero(counts)
-    for turn in range(ROUNDS):
-        if not len(documents):
-            break
-        which = np.repeat(documents, counts[documents])
-        tokens = ngrams if len(which) == len(ngrams) else ngrams[_spans(offsets[documents], counts[documents])]
-        values = mix(tokens, 100 + turn) if turn else tokens
-        slot = ((values >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
-        values = (values & _LOW) | np.uint64(turn << 56)
-        np.minimum.at(table, which * slots + slot.astype(np.int64), values)
-        empty = (table.reshape(-1, slots)[documents] == ~np.uint64(0)).any(axis=1)
-        documents = documents[empty]
-    _fill(table, ngrams, offsets, slots)
-    return table.reshape(-1, slots)
+    """Sketch of each document's set of n-grams, uint64 (D, slots). The row of a document without n-grams has no value."""
+    table = np.full((len(offsets) - 1, slots), compiled.EMPTY)
+    rounds = np.array([scalar_mix(100 + turn) for turn in range(ROUNDS)], np.uint64)
+    compiled.fill_sketches(ngrams, offsets, table, rounds, _slot_seeds(slots), np.uint64(scalar_mix(3)))
+    return table
 
 
-def _fill(table: np.ndarray, ngrams: np.ndarray, offsets: np.ndarray, slots: int) -> None:
-    """Give each slot that is still empty the smallest value of its own hash over all n-grams of the document."""
-    empty = np.flatnonzero(table == ~np.uint64(0))
-    counts = np.diff(offsets)
-    empty = empty[counts[empty // slots] > 0]
-    seeds = np.fromiter((scalar_mix(10_000 + slot) for slot in range(slots)), np.uint64, slots)
-    costs = np.cumsum(counts[empty // slots])
-    begin = 0
-    while begin < len(empty):
-        spent = costs[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(costs, spent + FILL, side="right")))
-        part = empty[begin:end]
-        lengths = counts[part // slots]
-        values = ngrams[_spans(offsets[part // slots], lengths)] ^ np.repeat(seeds[part % slots], lengths)
-        values = (mix(values, 3) & _LOW) | np.uint64(ROUNDS << 56)
-        table[part] = np.minimum.reduceat(values, np.cumsum(lengths) - lengths)
-        begin = end
+@cache
+def _slot_seeds(slots: int) -> np.ndarray:
+    return np.array([scalar_mix(10_000 + slot) for slot in range(slots)], np.uint64)
 
 
 def samples(ngrams: np.ndarray, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,8 +13,8 @@ from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.dedup.minhash import band_hashes, ngram_hashes, samples
 from maxlm.corpus.dedup.settings import FORMAT, DedupSettings, signature_key
 from maxlm.corpus.dedup.words import hash_words
+from maxlm.corpus.dedup.writing import groups, parquet
 from maxlm.corpus.document import Document
-from maxlm.telemetry.atomic import replacing
 
 METADATA = b"maxlm.dedup"
 GROUP_ROWS = 4096  # documents of a row group, or fewer where they hold more than GROUP_CHARS
@@ -69,19 +69,11 @@ def write_signatures(documents: Iterable[Document], path: Path, settings: DedupS
     """
     stored = json.dumps({"format": FORMAT, "settings": signature_key(settings)}).encode()
     count = 0
-    try:
-        with (
-            replacing(path) as file,
-            pq.ParquetWriter(file, SCHEMA.with_metadata({METADATA: stored}), **_ENCODING) as writer,
-        ):
-            for group in _groups(documents):
-                ids = [document.id for document in group]
-                writer.write_table(signatures(ids, [document.text for document in group], settings).replace_schema_metadata(None))
-                count += len(group)
-    except UnicodeEncodeError as error:
-        raise UserError(f"{shorten(str(path))}: a document's id is not valid Unicode: {ascii(error.object)[:80]}.") from None
-    except OSError as error:
-        raise as_user_error(error) from error
+    with parquet(path, SCHEMA.with_metadata({METADATA: stored}), **_ENCODING) as writer:
+        for group in groups(documents, GROUP_CHARS, rows=GROUP_ROWS):
+            ids = [document.id for document in group]
+            writer.write_table(signatures(ids, [document.text for document in group], settings).replace_schema_metadata(None))
+            count += len(group)
     return count
 
 
@@ -115,19 +107,6 @@ def read_columns(path: Path, settings: DedupSettings, columns: Sequence[str]) ->
                 yield file.read_row_group(group, columns=list(columns), use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 raise UserError(f"{shorten(str(path))}: damaged signatures ({error}); make them again.") from None
-
-
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document.text)
-        if len(group) == GROUP_ROWS or size > GROUP_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _lists(rows: list[Any], dtype: type) -> pa.ListArray:

@@ -15,13 +15,12 @@ from functools import cache
 import numpy as np
 
 from maxlm.corpus.dedup import unicode_ranges
+from maxlm.corpus.dedup.compiled import BASE, SPACE, split_words
 
-SPACE = 32
 SINGLE = 1 << 24  # flag of a character that is a word by itself
 SINGLE_ASCII = 1 << 7
 BLOCK_CHARS = 1 << 18  # characters hashed at once: the arrays of a block stay within a core's cache
 LONGEST = 1 << 22  # characters of a document that are split into words: near copies of a longer one are found by its beginning
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
 @dataclass(frozen=True)
@@ -42,20 +41,9 @@ class _Block:
     ascii: bool
 
 
-def mix(values: np.ndarray, seed: int) -> np.ndarray:
-    """Return a bijection of uint64 that spreads every bit (the finaliser of SplitMix64, Steele et al. 2014), chosen by `seed`."""
-    out = values + np.uint64(scalar_mix(seed))
-    out ^= out >> np.uint64(30)
-    out *= np.uint64(0xBF58476D1CE4E5B9)
-    out ^= out >> np.uint64(27)
-    out *= np.uint64(0x94D049BB133111EB)
-    out ^= out >> np.uint64(31)
-    return out
-
-
 def scalar_mix(value: int) -> int:
     """Return SplitMix64's output number `value`: 64 bits."""
-    value = (value + 1) * _BASE % 2**64
+    value = (value + 1) * int(BASE) % 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)
@@ -82,9 +70,8 @@ def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
 
 def normalise(text: str) -> str:
     """Return the normalised text. Slow: for tests, and for a person to read."""
-    characters, _ = _fold(_Block([0], [unicodedata.normalize("NFC", text)], False))
-    kept, _ = _collapse(characters, characters != SPACE, np.zeros(1, np.int64))
-    return _utf8(kept & np.uint32(SINGLE - 1)).decode("utf-8", "surrogatepass").strip(" ")
+    kept, *_ = split_words(*_fold(_Block([0], [unicodedata.normalize("NFC", text)], False)), np.uint32(SINGLE), np.uint64(0))
+    return _utf8(kept).decode("utf-8", "surrogatepass").strip(" ")
 
 
 def _blocks(texts: Sequence[str]) -> Iterator[_Block]:
@@ -118,42 +105,9 @@ def _fold(block: _Block) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hash_block(characters: np.ndarray, offsets: np.ndarray, is_ascii: bool) -> Words:
-    flag = SINGLE_ASCII if is_ascii else SINGLE
-    is_word = characters != SPACE
-    single = characters >= flag
-    plain = characters & characters.dtype.type(flag - 1) if single.any() else characters
-    kept, lengths = _collapse(plain, is_word, offsets)
-    exact = _exact_hashes(kept, lengths, is_ascii)
-    starts, ends = _bounds(is_word, single)
-    powers, inverses = _powers(len(characters))
-    sums = np.zeros(len(characters) + 1, np.uint64)
-    np.cumsum(plain * powers[: len(characters)], out=sums[1:])
-    hashes = (sums[ends] - sums[starts]) * inverses[starts]
-    return Words(mix(hashes, 1), np.append(np.searchsorted(starts, offsets), len(starts)), exact)
-
-
-def _bounds(is_word: np.ndarray, single: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First character and end of each word; the last character of a block is a space."""
-    edge = np.empty(len(is_word), bool)
-    edge[0] = is_word[0]
-    np.not_equal(is_word[1:], is_word[:-1], out=edge[1:])
-    if not single.any():
-        edges = np.flatnonzero(edge)
-        return edges[0::2], edges[1::2]
-    touches = single.copy()
-    touches[1:] |= single[:-1]
-    cut = edge | touches
-    starts = np.flatnonzero(cut & is_word)
-    before = np.zeros(len(is_word), bool)
-    before[1:] = is_word[:-1]
-    return starts, np.flatnonzero(cut & before)
-
-
-def _collapse(characters: np.ndarray, is_word: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Characters with one space after each run of words, and how many each document has."""
-    keep = is_word.copy()
-    keep[1:] |= is_word[:-1]
-    return characters[keep], np.add.reduceat(keep, offsets, dtype=np.int64)
+    flag = np.uint32(SINGLE_ASCII if is_ascii else SINGLE)
+    kept, lengths, hashes, bounds = split_words(characters, offsets, flag, np.uint64(scalar_mix(1)))
+    return Words(hashes, bounds, _exact_hashes(kept, lengths, is_ascii))
 
 
 def _digest(text: str) -> bytes:
@@ -213,16 +167,3 @@ def _ascii_table() -> bytes:
 def _ranges(text: str) -> list[tuple[int, int]]:
     bounds = [part.split("-") for part in text.split()]
     return [(int(part[0], 16), int(part[-1], 16) + 1) for part in bounds]
-
-
-_POWERS: list[np.ndarray] = []
-
-
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """At least `count` powers of the base and of its inverse, modulo 2^64."""
-    if not _POWERS or len(_POWERS[0]) < count:
-        size = max(count, 2 * BLOCK_CHARS)
-        factors = np.full((2, size), [[_BASE], [pow(_BASE, -1, 2**64)]], np.uint64)
-        factors[:, 0] = 1
-        _POWERS[:] = list(np.cumprod(factors, axis=1))
-    return _POWERS[0], _POWERS[1]

@@ -9,11 +9,11 @@ from maxlm.corpus.filters.lines import BoilerplateFilter, C4Filter
 from maxlm.corpus.filters.lists import BadWordsFilter, UrlFilter
 from maxlm.corpus.filters.perplexity import PerplexityFilter
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
-from maxlm.corpus.filters.protocol import BatchFilter, Filter, Scorer, ScorerSource, run_filters, run_together
+from maxlm.corpus.filters.protocol import Filter, Scorer, ScorerSource, run_filters, run_together, takes_many
 from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
 from maxlm.corpus.filters.settings import FilterSettings
 
-__all__ = ["BatchFilter", "Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "run_filters", "run_together"]
+__all__ = ["Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "run_filters", "run_together", "takes_many"]
 
 
 def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> list[Filter]:

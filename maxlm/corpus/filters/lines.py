@@ -1,6 +1,7 @@
 """Rules that remove lines: C4, and boilerplate."""
 
 import re
+from itertools import compress
 
 import numpy as np
 
@@ -13,7 +14,24 @@ from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
 
 CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed)\]")
 COUNTER = re.compile(rf"[\d.,]{{1,12}}\s?[kKmM]?\s{{0,3}}(?:{'|'.join(thresholds.REFINEDWEB_COUNTERS)})s?")
-NUMERICAL = re.compile(r"[\d\s.,:;%€$£+/()#-]+")
+NUMERICAL_SIGNS = ".,:;%€$£+/()#-"
+NUMERICAL = re.compile(rf"[\d\s{re.escape(NUMERICAL_SIGNS)}]+")
+
+
+class Phrases:
+    """Strings of bytes that are looked for together: three times as fast as one after the other."""
+
+    def __init__(self, phrases: list[bytes]) -> None:
+        self.short = [phrase for phrase in phrases if len(phrase) < 2]
+        longer = [phrase for phrase in phrases if len(phrase) > 1]
+        self.lengths = np.array([len(phrase) for phrase in longer], np.int64)
+        self.rows = np.zeros((len(longer), max(map(len, longer), default=2)), np.uint8)
+        for row, phrase in zip(self.rows, longer, strict=True):
+            row[: len(phrase)] = np.frombuffer(phrase, np.uint8)
+
+    def any_in(self, data: bytes) -> bool:
+        """True if one of them is in `data`."""
+        return scan.has_any(np.frombuffer(data, np.uint8), self.rows, self.lengths) or any(phrase in data for phrase in self.short)
 
 
 class C4Filter:
@@ -28,16 +46,18 @@ class C4Filter:
         self.settings = settings
         self.line_phrases = [phrase.encode().lower() for phrase in settings.line_phrases]
         self.page_phrases = [(phrase.encode().lower(), _page_reason(phrase)) for phrase in settings.page_phrases]
+        self.phrases = Phrases([*self.line_phrases, *(phrase for phrase, _ in self.page_phrases)])
 
     def __call__(self, document: Document) -> Document | Removed:
         settings, statistics = self.settings, statistics_of(document.text)
         lower = statistics.lower_bytes
-        for phrase, reason in self.page_phrases:
+        has_phrase = self.phrases.any_in(lower)
+        for phrase, reason in self.page_phrases if has_phrase else ():
             if phrase in lower:
                 return removed(document, self.name, reason)
         if settings.curly_bracket and thresholds.C4_CURLY_BRACKET in document.text:
             return removed(document, self.name, "c4_curly_bracket")
-        kept_L = self._kept(statistics)
+        kept_L = self._kept(statistics, has_phrase)
         sentences = int(statistics.lines[kept_L, scan.SENTENCES].sum())
         if sentences < settings.min_sentences:
             return removed(document, self.name, "c4_too_few_sentences", sentences=sentences, limit=settings.min_sentences)
@@ -49,15 +69,14 @@ class C4Filter:
             return replace_text(document, text, c4_lines_removed=n_removed)
         return document if text == document.text else replace_text(document, text)
 
-    def _kept(self, statistics: TextStatistics) -> np.ndarray:
+    def _kept(self, statistics: TextStatistics, has_phrase: bool) -> np.ndarray:
         """Which lines stay. Lines without text do: they separate paragraphs."""
         settings, lines = self.settings, statistics.lines
         kept_L = (lines[:, scan.WORDS] >= settings.min_words_in_line) & (lines[:, scan.LONGEST] <= settings.max_word_length)
         if settings.terminal_punctuation:
             kept_L &= lines[:, scan.FLAGS] & (scan.ENDS_WITH_MARK | scan.ENDS_WITH_ELLIPSIS) == scan.ENDS_WITH_MARK
-        lower = statistics.lower_bytes
-        if any(phrase in lower for phrase in self.line_phrases):
-            for number, line in enumerate(lower.split(b"\n")):
+        if has_phrase:
+            for number, line in enumerate(statistics.lower_bytes.split(b"\n")):
                 kept_L[number] &= not any(phrase in line for phrase in self.line_phrases)
         kept_L |= lines[:, scan.END] == 0
         return kept_L
@@ -78,7 +97,14 @@ class BoilerplateFilter:
     def __init__(self, settings: BoilerplateSettings) -> None:
         self.settings = settings
         self.listed = frozenset(" ".join(entry.lower().split()) for path in settings.files for entry in read_entries(path))
-        self.longest = max(map(len, self.listed), default=0)
+        phrases = (*thresholds.REFINEDWEB_LINE_STARTS, *thresholds.REFINEDWEB_LINE_ENDS, *thresholds.REFINEDWEB_LINE_PARTS)
+        self.phrases = np.zeros((len(phrases) if settings.patterns else 0, 1 + max(map(len, phrases))), np.uint32)
+        for row, phrase in zip(self.phrases, phrases, strict=False):
+            row[: len(phrase)] = TextStatistics(phrase).codes
+        self.signs = TextStatistics(NUMERICAL_SIGNS).codes
+        listed = [TextStatistics(entry).codes for entry in sorted(self.listed)]
+        hashes = [scan.hash_without_space(codes, 0, len(codes), *scan.tables()) for codes in listed]
+        self.table = scan.table_of(np.array(hashes, np.uint64)) if hashes else np.zeros(0, np.uint64)
 
     def __call__(self, document: Document) -> Document | Removed:
         statistics = statistics_of(document.text)
@@ -93,15 +119,14 @@ class BoilerplateFilter:
 
     def _kept(self, statistics: TextStatistics) -> np.ndarray:
         lines = statistics.lines
-        length_L = lines[:, scan.END] - lines[:, scan.START]
         kept_L = np.ones(len(lines), bool)
-        candidate_L = length_L <= self.longest
         if self.settings.patterns:
-            candidate_L |= (lines[:, scan.WORDS] <= thresholds.REFINEDWEB_SHORT_WORDS) | (lines[:, scan.LETTERS] == 0)
-            upper_L = lines[:, scan.UPPERCASE] > thresholds.REFINEDWEB_MAX_UPPERCASE * lines[:, scan.LETTERS]
-            kept_L &= ~upper_L
-        candidate_L &= kept_L & (length_L > 0)
-        for number, start, end in zip(*_columns(lines, candidate_L), strict=True):
+            kept_L = lines[:, scan.UPPERCASE] <= thresholds.REFINEDWEB_MAX_UPPERCASE * lines[:, scan.LETTERS]
+            kept_L &= lines[:, scan.WORDS] != 1
+        short = thresholds.REFINEDWEB_SHORT_WORDS
+        found_L = scan.find_candidates(statistics.codes, lines, *scan.tables(), self.phrases, self.signs, short, self.table)
+        kept_L &= found_L != scan.SURE
+        for number, start, end in zip(*_columns(lines, (found_L == scan.MAYBE) & kept_L), strict=True):
             line = " ".join(statistics.text[start:end].lower().split())
             kept_L[number] = not (line in self.listed or (self.settings.patterns and is_pattern(line)))
         return kept_L
@@ -121,9 +146,9 @@ def is_pattern(line: str) -> bool:
 
 def keep_lines(statistics: TextStatistics, kept_L: np.ndarray) -> str:
     """The lines that stay, without more than one empty line between two and without any at the ends."""
-    text = "\n".join(line for line, keep in zip(statistics.line_texts(), kept_L.tolist(), strict=True) if keep)
-    if "\n\n\n" in text:
-        text = re.sub(r"\n{3,}", "\n\n", text)
+    text = "\n".join(compress(statistics.text.split("\n"), kept_L.tolist()))
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
     return text.strip("\n")
 
 

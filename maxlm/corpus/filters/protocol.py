@@ -1,8 +1,7 @@
 """Filters of documents: what each one is, and how a list of them runs."""
 
-import re
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from maxlm.corpus.document import Document, Removed, Value
 
@@ -19,13 +18,17 @@ class Filter(Protocol):
         ...
 
 
-@runtime_checkable
-class BatchFilter(Protocol):
+class BatchFilter(Filter, Protocol):
     """A filter that is faster with several documents at once."""
 
     def filter_many(self, documents: Sequence[Document]) -> list[Document | Removed]:
         """What the filter gives for each of `documents`."""
         ...
+
+
+def takes_many(each: Filter) -> TypeGuard[BatchFilter]:
+    """True for a BatchFilter. isinstance() with a protocol takes 14 microseconds, which is as long as a filter."""
+    return hasattr(each, "filter_many")
 
 
 class Scorer(Protocol):
@@ -52,7 +55,7 @@ class ScorerSource(Protocol):
 def removed(document: Document, stage: str, reason: str, example: str | None = None, **detail: Value) -> Removed:
     """`document`, left out by `stage`; the example is the beginning of `example` (the document's text), in one line."""
     beginning = (document.text if example is None else example)[: 4 * EXAMPLE_CHARACTERS]
-    return Removed(document.id, stage, reason, re.sub(r"\s+", " ", beginning).strip()[:EXAMPLE_CHARACTERS], detail)
+    return Removed(document.id, stage, reason, " ".join(beginning.split())[:EXAMPLE_CHARACTERS], detail)
 
 
 def replace_text(document: Document, text: str, **metadata: Value) -> Document:
@@ -72,11 +75,13 @@ def run_filters(filters: Sequence[Filter], document: Document) -> Document | Rem
 
 def run_together(filters: Sequence[Filter], documents: Sequence[Document]) -> list[Document | Removed]:
     """What run_filters() gives for each of `documents`, with filters that take several at once where there are such."""
+    if len(documents) == 1 and not any(map(takes_many, filters)):
+        return [run_filters(filters, documents[0])]
     results: list[Document | Removed] = list(documents)
     for each in filters:
         places = [place for place, one in enumerate(results) if isinstance(one, Document)]
         left = [one for one in results if isinstance(one, Document)]
-        changed = each.filter_many(left) if isinstance(each, BatchFilter) else map(each, left)
+        changed = each.filter_many(left) if takes_many(each) else map(each, left)
         for place, one in zip(places, changed, strict=True):
             results[place] = one
     return results

@@ -30,7 +30,10 @@ N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS
 HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_LABELLED_PHONE, HINT_TOKEN = 1, 2, 4, 8, 16
 ALL_HINTS = 31
 
-NEWLINE, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x2E, 0x2026, 0x23
+NEWLINE, SPACE_SIGN, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x20, 0x2E, 0x2026, 0x23
+UNDERSCORE = 0x5F
+MAYBE, SURE = 1, 2  # of a line that is boilerplate
+DOTTED_I = 0x130  # the one character whose lower case is two
 SEED = np.uint64(0xCBF29CE484222325)  # FNV-1a's, over code points instead of bytes
 PRIME = np.uint64(0x100000001B3)
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash over a table's slots
@@ -83,7 +86,7 @@ def class_of(code: np.uint32, classes: NDArray[np.uint8]) -> int:
 
 
 @njit(cache=True, nogil=True)
-def flags_of(codes: CodePoints, classes: NDArray[np.uint8], start: int, end: int) -> int:
+def flags_of(codes: CodePoints, classes: NDArray[np.uint8], start: np.int64, end: np.int64) -> int:
     """Flags of the line codes[start:end], which has no white space at its ends."""
     final, flags = codes[end - 1], 0
     if class_of(codes[start], classes) & BULLET:
@@ -102,60 +105,65 @@ def scan_text(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) 
     A word stands between white space; its hash and length leave out what is no letter or digit at its ends, and case, unless nothing
     would be left. A line stands between newlines; white space at its ends does not count.
     """
-    n_lines = 1
-    for i in range(codes.size):
-        if codes[i] == NEWLINE:
-            n_lines += 1
+    n_lines, size, one = 1, np.uint64(codes.size), np.uint64(1)
+    for code in codes:
+        n_lines += code == NEWLINE
     hashes_W, lengths_W = np.empty(codes.size // 2 + 1, np.uint64), np.empty(codes.size // 2 + 1, np.int32)
     lines, hashes_L = np.zeros((n_lines, 8), np.int32), np.zeros(n_lines, np.uint64)
-    n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses, dots = 0, 0, 0, 0, 0, 0
-    word_start, first, last, has_letter, word_hash, end_hash = -1, -1, 0, False, SEED, SEED
-    line, line_start, line_end, line_words, longest, sentences, letters, uppercase, pending = 0, -1, 0, 0, 0, 0, 0, 0, 0
-    line_hash, line_end_hash = SEED, SEED
-    for i in range(codes.size + 1):
-        code = codes[i] if i < codes.size else np.uint32(NEWLINE)
-        kind = class_of(code, classes)
-        if kind & SPACE:
-            dots = 0
-            if word_start >= 0:
-                length = last - first + 1 if first >= 0 else i - word_start
-                hashes_W[n_words], lengths_W[n_words] = (end_hash if first >= 0 else word_hash), length
-                n_words, n_characters, n_with_letter = n_words + 1, n_characters + length, n_with_letter + has_letter
-                line_words, longest = line_words + 1, max(longest, i - word_start)
-                sentences, pending, word_start = sentences + (pending > 0), 0, -1
-            if line_start >= 0:
-                line_hash = (line_hash ^ np.uint64(code)) * PRIME
-            if code == NEWLINE:
-                if line_start >= 0:
-                    row, flags = lines[line], flags_of(codes, classes, line_start, line_end)
-                    row[START], row[END], row[WORDS], row[LONGEST] = line_start, line_end, line_words, longest
-                    row[SENTENCES], row[LETTERS], row[UPPERCASE], row[FLAGS] = sentences, letters, uppercase, flags
-                    hashes_L[line] = line_end_hash
-                line, line_start, line_words, longest, sentences, letters, uppercase = line + 1, -1, 0, 0, 0, 0, 0
-            continue
-        if word_start < 0:
-            word_start, first, has_letter, word_hash = i, -1, False, SEED
-        if line_start < 0:
-            line_start, line_hash = i, SEED
-        line_hash = (line_hash ^ np.uint64(code)) * PRIME
-        line_end, line_end_hash = i + 1, line_hash
-        if kind & WORD and first < 0:
-            first, word_hash = i, SEED
-        word_hash = (word_hash ^ np.uint64(lower[code] if code < TABLE else code)) * PRIME
-        if kind & WORD:
-            last, end_hash, dots = i, word_hash, 0
-            if kind & LETTER:
-                has_letter, letters, uppercase = True, letters + 1, uppercase + ((kind & UPPER) != 0)
-            sentences, pending = sentences + (pending == 2), 0  # "3.14" ends no sentence, "。" ends one wherever it stands
-        elif kind & SENTENCE_END:
-            pending = max(pending, 2 if code > 0x7F and code != ELLIPSIS else 1)
-            dots = dots + 1 if code == FULL_STOP else 0
-            if code == ELLIPSIS or dots == 3:
-                n_ellipses, dots = n_ellipses + 1, 0
-        else:
-            dots = 0
-            n_hash_signs += code == HASH_SIGN
-    counts = np.array([n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses], np.int64)
+    n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses = np.uint64(0), np.int64(0), 0, 0, 0
+    i = np.uint64(0)  # places are unsigned: a sign costs a test at each use, since Python counts negative ones from the end
+    for line in range(n_lines):
+        line_start, line_end, line_words, longest, sentences, letters, uppercase = size, size, 0, np.uint64(0), 0, 0, 0
+        line_hash, line_end_hash = SEED, SEED
+        while i < size and codes[i] != NEWLINE:
+            code = codes[i]
+            kind = class_of(code, classes)
+            if kind & SPACE:
+                line_hash, i = (line_hash ^ np.uint64(code)) * PRIME, i + one
+                continue
+            if line_start == size:
+                line_start, line_hash = i, SEED
+            word_start, first, last, word_hash, end_hash, pending, dots, has_letter = i, size, size, SEED, SEED, 0, 0, False
+            while i < size and not kind & SPACE:  # signs, then letters and digits, in turn
+                while i < size and not kind & (WORD | SPACE):
+                    line_hash = (line_hash ^ np.uint64(code)) * PRIME
+                    word_hash = (word_hash ^ np.uint64(lower[code] if code < TABLE else code)) * PRIME
+                    if kind & SENTENCE_END:
+                        pending = max(pending, 2 if code > 0x7F and code != ELLIPSIS else 1)
+                        dots = dots + 1 if code == FULL_STOP else 0
+                        if code == ELLIPSIS or dots == 3:
+                            n_ellipses, dots = n_ellipses + 1, 0
+                    else:
+                        n_hash_signs, dots = n_hash_signs + (code == HASH_SIGN), 0
+                    i += one
+                    code = codes[i] if i < size else np.uint32(NEWLINE)
+                    kind = class_of(code, classes)
+                if i == size or kind & SPACE:
+                    break
+                if first == size:
+                    first, word_hash = i, SEED
+                sentences, pending, dots = sentences + (pending == 2), 0, 0  # "3.14" ends no sentence, "。" ends one wherever it stands
+                while i < size and kind & WORD:
+                    line_hash = (line_hash ^ np.uint64(code)) * PRIME
+                    word_hash = (word_hash ^ np.uint64(lower[code] if code < TABLE else code)) * PRIME
+                    is_letter = (kind & LETTER) != 0
+                    has_letter, letters, uppercase = has_letter | is_letter, letters + is_letter, uppercase + ((kind & UPPER) != 0)
+                    i += one
+                    code = codes[i] if i < size else np.uint32(NEWLINE)
+                    kind = class_of(code, classes)
+                last, end_hash = i, word_hash
+            length = last - first if first != size else i - word_start
+            hashes_W[n_words], lengths_W[n_words] = (end_hash if first != size else word_hash), length
+            n_words, n_characters, n_with_letter = n_words + one, n_characters + np.int64(length), n_with_letter + has_letter
+            line_words, longest, sentences = line_words + 1, max(longest, i - word_start), sentences + (pending > 0)
+            line_end, line_end_hash = i, line_hash
+        if line_words:
+            row, flags = lines[line], flags_of(codes, classes, np.int64(line_start), np.int64(line_end))
+            row[START], row[END], row[WORDS], row[LONGEST] = line_start, line_end, line_words, longest
+            row[SENTENCES], row[LETTERS], row[UPPERCASE], row[FLAGS] = sentences, letters, uppercase, flags
+            hashes_L[line] = line_end_hash
+        i += one
+    counts = np.array([np.int64(n_words), n_characters, n_with_letter, n_hash_signs, n_ellipses], np.int64)
     return hashes_W[:n_words], lengths_W[:n_words], lines, hashes_L, counts
 
 
@@ -223,23 +231,29 @@ def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
     """Fraction of the words' characters, by n-gram length: for 2 to 4 in the most frequent n-gram, the longest of equals, if it
     comes twice; for 5 to 10 in n-grams that repeat an earlier one, from left to right and without overlap.
     """
-    n_words, total, shares = hashes_W.size, 0, np.zeros(11)
-    for i in range(n_words):
+    total, shares = 0, np.zeros(11)
+    for i in range(lengths_W.size):
         total += lengths_W[i]
     grams_W, characters_W = hashes_W.copy(), lengths_W.astype(np.int64)
-    table = table_for(n_words)
-    counts = np.zeros(table.size, np.int64)
+    places = np.arange(hashes_W.size + 1)  # of the n-grams that may come twice, and an end
+    slots = np.empty(hashes_W.size, np.uint64)
+    n_places = hashes_W.size
     for n in range(2, 11):
-        table[:] = 0
-        best, best_characters, repeated, i, free = 1, 0, 0, 0, 0
-        if n < 5:
-            counts[:] = 0
-        for i in range(n_words - n + 1):
+        n_before, n_places = n_places, 0
+        places[n_before] = -1
+        for k in range(n_before):  # both (n - 1)-grams of an n-gram that comes twice do
+            if places[k + 1] == places[k] + 1:
+                places[n_places], n_places = places[k], n_places + 1
+        table = table_for(n_places)
+        counts = np.zeros(table.size if n < 5 else 0, np.int64)
+        best, best_characters, repeated, free = 1, 0, 0, 0
+        for k in range(n_places):
+            i = places[k]
             grams_W[i] = max(grams_W[i] * STEP + hashes_W[i + n - 1], np.uint64(1))
             characters_W[i] += lengths_W[i + n - 1]
             if n >= 5 and i < free:
                 continue
-            slot = slot_of(table, grams_W[i])
+            slot = slots[k] = slot_of(table, grams_W[i])
             if n >= 5:
                 if table[slot] != 0:
                     repeated, free = repeated + characters_W[i], i + n
@@ -251,6 +265,11 @@ def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
         shares[n] = min(1.0, best * best_characters / total) if n < 5 and total else repeated / max(total, 1)
         if (n < 5 and best == 1) or (n >= 5 and repeated == 0):
             break  # no n-gram comes twice: no longer one does
+        if n < 5:
+            n_before, n_places = n_places, 0
+            for k in range(n_before):
+                if counts[slots[k]] > 1:
+                    places[n_places], n_places = places[k], n_places + 1
     return shares
 
 
@@ -299,7 +318,7 @@ def find_members(hashes_T: Hashes, table: Hashes) -> Counts:
 def is_digit(code: np.uint32, classes: NDArray[np.uint8]) -> bool:
     """True for characters of class WORD that are no letter and no underscore: every decimal digit, and a few more."""
     kind = class_of(code, classes)
-    return kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+    return kind & WORD != 0 and kind & LETTER == 0 and code != UNDERSCORE
 
 
 @njit(cache=True, nogil=True)
@@ -314,7 +333,7 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
     for i in range(codes.size + 1):
         code = codes[i] if i < codes.size else np.uint32(NEWLINE)
         kind = class_of(code, classes)
-        digit = kind & WORD != 0 and kind & LETTER == 0 and code != 0x5F
+        digit = kind & WORD != 0 and kind & LETTER == 0 and code != UNDERSCORE
         if digit:
             digits, gap, length = (digits + 1 if gap <= 5 else 1), 0, length + 1
             if digits >= 6:
@@ -339,3 +358,136 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
         else:
             run, run_has_digit = 0, False
     return hints
+
+
+@njit(cache=True, nogil=True)
+def _lower_case(code: np.uint32, lower: CodePoints) -> np.uint32:
+    """Lower case; of the three sigmas, one: which of them is lower case depends on the place in the word."""
+    code = lower[code] if code < TABLE else code
+    return np.uint32(0x3C3) if code == 0x3C2 else code
+
+
+@njit(cache=True, nogil=True)
+def hash_without_space(codes: CodePoints, start: int, end: int, classes: NDArray[np.uint8], lower: CodePoints) -> np.uint64:
+    """Hash of codes[start:end] without case and without white space; never zero."""
+    value = SEED
+    for i in range(start, end):
+        if not class_of(codes[i], classes) & SPACE:
+            value = (value ^ np.uint64(_lower_case(codes[i], lower))) * PRIME
+    return max(value, np.uint64(1))
+
+
+@njit(cache=True, nogil=True)
+def _has_phrase(codes: CodePoints, start: int, end: int, classes: NDArray[np.uint8], lower: CodePoints, phrases: CodePoints) -> bool:
+    """True if one of `phrases` may be in codes[start:end]: rows of lower-case letters and zeros, a space for any white space.
+
+    True also where a character's lower case is two (U+0130).
+    """
+    begins = np.zeros(128, np.uint32)  # of a first letter: bits for the second letters that follow it
+    for k in range(phrases.shape[0]):
+        begins[phrases[k, 0]] |= np.uint32(1) << (phrases[k, 1] & np.uint32(31))
+    following = _lower_case(codes[start], lower)
+    if following == DOTTED_I:
+        return True
+    for i in range(start, end - 1):
+        code, following = following, _lower_case(codes[i + 1], lower)
+        if following == DOTTED_I:
+            return True
+        if code >= 128 or not (begins[code] >> (following & np.uint32(31))) & np.uint32(1):
+            continue
+        for k in range(phrases.shape[0]):
+            at, j = i, 0
+            while at < end and phrases[k, j] != 0:
+                if phrases[k, j] == SPACE_SIGN and class_of(codes[at], classes) & SPACE:
+                    while at < end and class_of(codes[at], classes) & SPACE:
+                        at += 1
+                elif _lower_case(codes[at], lower) == phrases[k, j]:
+                    at += 1
+                else:
+                    break
+                j += 1
+            if phrases[k, j] == 0:
+                return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _is_numerical(code: np.uint32, classes: NDArray[np.uint8], signs: CodePoints) -> bool:
+    """True for digits, white space and `signs`."""
+    kind = class_of(code, classes)
+    if kind & LETTER:
+        return False
+    if kind & (SPACE | WORD):
+        return True
+    for sign in signs:  # noqa: SIM110 - no generators in compiled code
+        if code == sign:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _numerical_line(codes: CodePoints, start: int, end: int, classes: NDArray[np.uint8], signs: CodePoints) -> int:
+    """SURE for a line of ASCII digits, white space and `signs`, MAYBE with other digits and marks, else 0."""
+    result = SURE
+    for i in range(start, end):
+        if not _is_numerical(codes[i], classes, signs):
+            return 0
+        if codes[i] == UNDERSCORE or (codes[i] > 0x7F and class_of(codes[i], classes) & WORD):
+            result = MAYBE
+    return result
+
+
+@njit(cache=True, nogil=True)
+def find_candidates(
+    codes: CodePoints,
+    lines: Lines,
+    classes: NDArray[np.uint8],
+    lower: CodePoints,
+    phrases: CodePoints,
+    signs: CodePoints,
+    short: int,
+    listed: Hashes,
+) -> NDArray[np.uint8]:
+    """Lines that may be boilerplate (MAYBE: a necessary condition, not a sufficient one), or are (SURE).
+
+    With `phrases` (see _has_phrase): lines of digits and `signs` (SURE in ASCII), lines of up to three words that begin with one of them
+    and have a letter, and lines of up to `short` words with a phrase. With `listed`, a table of hash_without_space(): lines in it.
+    """
+    found_L = np.zeros(lines.shape[0], np.uint8)
+    for line in range(lines.shape[0]):
+        start, end, words = lines[line, START], lines[line, END], lines[line, WORDS]
+        if end == 0:
+            continue
+        no_letters = lines[line, LETTERS] == 0
+        if phrases.shape[0] and (no_letters or words <= 3) and _is_numerical(codes[start], classes, signs):
+            found_L[line] = MAYBE
+            if no_letters:
+                found_L[line] = _numerical_line(codes, start, end, classes, signs)
+        is_short = phrases.shape[0] > 0 and words <= short
+        if listed.size and not found_L[line]:
+            key, dotted = hash_without_space(codes, start, end, classes, lower), False
+            for i in range(start, end):
+                dotted |= codes[i] == DOTTED_I
+            found_L[line] = MAYBE if dotted or listed[slot_of(listed, key)] == key else 0
+        if is_short and not found_L[line] and _has_phrase(codes, start, end, classes, lower, phrases):
+            found_L[line] = MAYBE
+    return found_L
+
+
+@njit(cache=True, nogil=True)
+def has_any(data: NDArray[np.uint8], phrases: NDArray[np.uint8], lengths: Counts) -> bool:
+    """True if one of `phrases` (rows, with their lengths of at least two) is in `data`."""
+    begins = np.zeros(256, np.uint32)  # of a first byte: bits for the second bytes that follow it
+    for k in range(phrases.shape[0]):
+        begins[phrases[k, 0]] |= np.uint32(1) << np.uint32(phrases[k, 1] & 31)
+    for i in range(data.size - 1):
+        if not (begins[data[i]] >> np.uint32(data[i + 1] & 31)) & np.uint32(1):
+            continue
+        for k in range(phrases.shape[0]):
+            if i + lengths[k] <= data.size:
+                j = 0
+                while j < lengths[k] and data[i + j] == phrases[k, j]:
+                    j += 1
+                if j == lengths[k]:
+                    return True
+    return False

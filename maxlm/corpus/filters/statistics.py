@@ -85,9 +85,6 @@ class TextStatistics:
         """scan.HINT_IPV4 and so on: what the text may contain."""
         return scan.find_hints(self.codes, scan.tables()[0])
 
-    def line_texts(self) -> list[str]:
-        return self.text.split("\n")
-
 
 _last = TextStatistics("")  # of the text asked for last: filters that follow each other share it
 

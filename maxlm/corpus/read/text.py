@@ -23,6 +23,7 @@ _RARE = re.compile("[\x80-\x9f\u2028\u2029\u206a-\u206f\ufeff\ufff9-\ufffc\ud800
 _DELETED = dict.fromkeys([*(set(range(32)) - {9, 10}), 0x7F, *range(0x80, 0xA0), *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
 # A C1 control is a byte of Windows-1252 taken for Latin-1 (WHATWG Encoding, "windows-1252"), NEL among them.
 _C1 = {code: bytes([code]).decode("cp1252") for code in range(0x80, 0xA0) if code not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
+_C1_SIGN = re.compile("[\x80-\x9f]")
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
 # Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
@@ -45,6 +46,7 @@ _CYRILLIC_TAIL = "".join(sorted({bytes([code]).decode("cp1251", "ignore") for co
 _LATIN_MOJIBAKE = re.compile(f"[\u00c2-\u00f4][{_LATIN_TAIL}]")
 _CYRILLIC_MOJIBAKE = re.compile(f"[РС][{re.escape(_CYRILLIC_TAIL)}][РС]")
 _MAC_MOJIBAKE = re.compile("√[©†°§¶ß®™´¨≠ÆØ]|‚Ä")
+_MOJIBAKE = (_LATIN_MOJIBAKE, _CYRILLIC_MOJIBAKE, _MAC_MOJIBAKE)
 # Bytes in UTF-8 without which an expression cannot match. They begin with one byte, so that looking for them takes a tenth of the time.
 _SIGNS: tuple[tuple[re.Pattern[str], tuple[re.Pattern[bytes], ...]], ...] = (
     (
@@ -155,10 +157,6 @@ def _is_normal(text: str) -> bool:
     return unicodedata.is_normalized("NFC", text)
 
 
-def _is_suspect(text: str) -> bool:
-    return any(pattern.search(text) for pattern in (_LATIN_MOJIBAKE, _CYRILLIC_MOJIBAKE, _MAC_MOJIBAKE))
-
-
 def _pass(text: str) -> str:
     rare = _RARE.search(text) is not None
     if rare:
@@ -169,10 +167,11 @@ def _pass(text: str) -> str:
         text = _TERMINAL.sub("", text)
     while "\b" in text and (struck := _OVERSTRIKE.sub("", text)) != text:
         text = struck
-    if not text.isascii() and _is_suspect(text):
-        text = "\n".join(_repaired(line) if _is_suspect(line) else line for line in text.split("\n"))
+    suspect = [] if text.isascii() else [pattern for pattern in _MOJIBAKE if pattern.search(text)]
+    if suspect:
+        text = "\n".join(_repaired(line) if any(pattern.search(line) for pattern in suspect) else line for line in text.split("\n"))
         rare = True
-    if rare:
+    if rare and _C1_SIGN.search(text):  # translate() takes fifty times as long
         text = text.translate(_C1)
     if rare or not text.isprintable():
         text = _without_controls(text)

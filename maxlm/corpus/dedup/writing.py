@@ -1,0 +1,42 @@
+"""Parquet files that are there whole or not at all, and groups of documents to fill them with."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.corpus.document import Document
+from maxlm.telemetry.atomic import replacing
+
+
+@contextlib.contextmanager
+def parquet(path: Path, schema: pa.Schema, **options: Any) -> Iterator[pq.ParquetWriter]:
+    """A writer whose file replaces `path` when the block ends without an error. `options`: of ParquetWriter.
+
+    Raises UserError: the file cannot be written, or a document's id is not valid Unicode.
+    """
+    try:
+        with replacing(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
+            yield writer
+    except UnicodeEncodeError as error:
+        raise UserError(f"{shorten(str(path))}: a document's id is not valid Unicode: {ascii(error.object)[:80]}.") from None
+    except OSError as error:
+        raise as_user_error(error) from error
+
+
+def groups(documents: Iterable[Document], characters: int, each: int = 0, rows: int | None = None) -> Iterator[list[Document]]:
+    """Documents in lists that end where they hold more than `characters`, or `rows` documents. `each`: characters added for a document."""
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text) + each
+        if len(group) == rows or size > characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
