@@ -208,7 +208,9 @@ def prepare(config: ConfigName, overrides: Overrides = None) -> None:
 def inspect(
     place: Annotated[str, typer.Argument(metavar="PLACE", help="A token store (folder or gs://), the folder of a run, or a config.")],
     overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show the documents in the batch of update N of a run.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Show the documents in the batch of update N of a run.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Count and sample what a token store holds; of a run or a config, show the shares of its sources and where a batch comes from."""

@@ -22,11 +22,13 @@ class Condition(NamedTuple):
     def typed(self, kind: Kind) -> list[str | float | bool]:
         """Its values as those of a field of this kind. Raises ValueError with what is wrong with them."""
         if kind == "text":
+            if self.operator not in ("==", "!=", "in") and _is_number(self.values[0]):
+                raise ValueError("the field is text, or numbers beside text, and text comes in the order of its letters")
             return list(self.values)
         if kind == "bool":
-            if self.operator not in ("==", "!=", "in") or not set(self.values) <= set(BOOLEANS):
+            if self.operator not in ("==", "!=", "in") or not {value.lower() for value in self.values} <= set(BOOLEANS):
                 raise ValueError("the field is true or false")
-            return [BOOLEANS[value] for value in self.values]
+            return [BOOLEANS[value.lower()] for value in self.values]
         return [_number(value) for value in self.values]
 
 
@@ -53,6 +55,14 @@ def refuse_form(rule: str) -> NoReturn:
     paths.refuse(rule, "write for example `language == en`, `quality >= 0.7` or `licence in mit | apache-2.0`")
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _number(text: str) -> float:
     try:
         number = float(text)
@@ -60,4 +70,4 @@ def _number(text: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError("the field is a number")
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else number
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) and abs(number) < 2**63 else number

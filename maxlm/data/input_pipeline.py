@@ -21,7 +21,7 @@ from maxlm.data.manifest import Split
 from maxlm.data.marks import Content
 from maxlm.data.mixture import Source, open_sources
 from maxlm.data.order import PADDING, SampleOrder, batch_number
-from maxlm.data.plan import POSITION, Plan, beginning_anew, from_json, make_plan
+from maxlm.data.plan import POSITION, Plan, from_json, make_plan, repeating
 from maxlm.data.prefetch import Prefetcher
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
@@ -104,7 +104,7 @@ class Pipeline:
         self._order = SampleOrder(windows, self.plan.stages, seed=self._seed, shuffle=config.shuffle)
         if position and past is None and config.mixture is not None:
             return ["the checkpoint is of a maxlm that recorded no order of samples: they are those of data.mixture as it is now"]
-        return [] if past is None else beginning_anew(past, self.plan, sample)
+        return [] if past is None else repeating(past, self.plan, self.sources, sample)
 
     def position(self, step: int) -> dict[str, Any]:
         """Entries of the data position of a checkpoint that `step` batches came before."""

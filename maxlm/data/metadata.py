@@ -126,6 +126,8 @@ def _as_parquet(rows: list[About]) -> bytes:
         kind = join(*{KINDS[type(value)] for value in values if value is not None})
         if kind == "text":
             values = [None if value is None else as_text(value) for value in values]
+        elif kind == "float":
+            values = [None if value is None else float(value) for value in values]
         columns[f"f:{name}"] = pa.array(values, TYPES[kind])
     stream = io.BytesIO()
     parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
@@ -139,12 +141,14 @@ def _scalars(items: Iterable[tuple[str, Any]]) -> dict[str, Value]:
         if kind is str:
             if len(value) <= LONGEST_VALUE:
                 found[_encodable(name)] = _encodable(value)
-        elif kind is bool or (kind is int and -INT64 <= value < INT64) or (kind is float and math.isfinite(value)):
+        elif kind is int and not -INT64 <= value < INT64:
+            found[_encodable(name)] = str(value)
+        elif kind in (bool, int) or (kind is float and math.isfinite(value)):
             found[_encodable(name)] = value
         elif isinstance(value, datetime | date | time):
             found[_encodable(name)] = value.isoformat()
-        elif isinstance(value, Decimal):
-            found[_encodable(name)] = str(value)
+        elif isinstance(value, Decimal) and math.isfinite(value):
+            found[_encodable(name)] = float(value)
     return found
 
 

@@ -1,5 +1,6 @@
 """Sources of training data, as the config names them: each a store, or the documents of one by their metadata; and their shares."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorstore as ts
 
+from maxlm.config import paths
 from maxlm.config.errors import ConfigError
 from maxlm.config.mixture import MixtureConfig, SourceConfig
 from maxlm.config.schema import DataConfig
@@ -45,9 +47,9 @@ def open_sources(config: DataConfig, split: Split, context: ts.Context) -> list[
     stores: dict[str, TokenStore] = {}
     sources: list[Source] = []
     for name, entry in config.mixture.sources.items():
-        place = entry.store.rstrip("/")
+        place = paths.same_place(entry.store)
         if place not in stores:
-            stores[place] = TokenStore(place, split, context=context)
+            stores[place] = TokenStore(entry.store.rstrip("/"), split, context=context)
         parts = list(_parts(name, entry, stores[place]))
         if split == "train" and not any(part.documents is None or len(part.documents) for part in parts):
             raise ConfigError(f"{FIELD}.sources.{name}.where", list(entry.where), Metadata(stores[place]).unmet(entry.where), "loosen it")
@@ -101,8 +103,11 @@ def _parts(name: str, entry: SourceConfig, store: TokenStore) -> Iterator[Source
         yield _source(name, store, np.flatnonzero(chosen), where)
         return
     codes, values = known.groups(entry.by, f"{field}.by")
-    for code, value in enumerate(values):
-        documents = np.flatnonzero(chosen & (codes == code))
+    found = np.flatnonzero(chosen)
+    found = found[np.argsort(codes[found], kind="stable")]
+    bounds = np.searchsorted(codes[found], np.arange(len(values) + 1))
+    for value, (first, end) in zip(values, itertools.pairwise(bounds.tolist()), strict=True):
+        documents = found[first:end]
         if len(documents):
             yield _source(f"{name}/{value}", store, documents, where, (entry.by, value))
 

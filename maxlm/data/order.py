@@ -97,7 +97,7 @@ def planned(past: Sequence[Stage], wanted: Sequence[Stage], sample: int, most: M
         changes = [stage.first for stage in wanted[current + 1 : current + 2]] if shares else []
         if shares.keys() & most.keys():
             changes.append(_first_exhausted(shares, most, stages, sample))
-        if not changes:
+        if not changes or min(changes) >= ENDLESS:
             return stages
         sample = min(changes)
 

@@ -79,14 +79,18 @@ def make_plan(
     return Plan(known, planned([], wanted, 0, most) if past is None else planned(past.stages, wanted, sample, most))
 
 
-def beginning_anew(past: Plan, plan: Plan, sample: int) -> list[str]:
-    """A line for each source that is not in `past` and reads a store of which others have given samples before `sample`."""
-    counts = counts_at(past.stages, sample)
-    given = {one.content: one.name for number, one in enumerate(past.sources) if counts.get(number)}
+def repeating(past: Plan, plan: Plan, current: Sequence[Source], sample: int) -> list[str]:
+    """A line for each of the `current` sources that begins, or goes on, at `sample` and reads a store of which a source that is gone has
+    given samples: which of their documents are the same is not known. Sources that are there together share none.
+    """
+    counts, here = counts_at(past.stages, sample), {source.identity for source in current}
+    gone = {one.content: one.name for number, one in enumerate(past.sources) if counts.get(number) and one.identity not in here}
+    before = past.stages[-1].shares if past.stages else {}
     return [
-        f"{FIELD}.sources.{one.name} is new and reads its documents from the beginning, those that {given[one.content]} has given once more"
-        for one in plan.sources[len(past.sources) :]
-        if one.content in given
+        f"{FIELD}.sources.{one.name} {'is back where it was' if counts.get(number) else 'is new and begins at its first document'}: "
+        f"those that {gone[one.content]} has given as well may come once more"
+        for number, one in enumerate(plan.sources)
+        if one.identity in here and number not in before and one.content in gone
     ]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ ARRAY_RECORD = (".arrayrecord", ".array_record")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 RECORDS_AT_ONCE = 256
 BLOCK = 2**20
+_log = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -160,7 +162,7 @@ def _parquet(file: SourceFile, fields: Fields) -> Iterator[Document]:
                 raise _missing(fields.text, file.path, table.schema_arrow.names)
             rows, row = table.metadata.num_rows, 0
             for batch in table.iter_batches(RECORDS_AT_ONCE, columns=_columns(table.schema_arrow, fields.text)):
-                for record in batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist():
+                for record in _records(batch, fields.text, file.path):
                     row += 1
                     origin = f"{file.path}, row {row}"
                     text = _checked(record[fields.text], fields.text, origin)
@@ -169,6 +171,26 @@ def _parquet(file: SourceFile, fields: Fields) -> Iterator[Document]:
         if is_transient(error):
             raise
         raise UserError(f"{file.path} is not a whole Parquet file: {str(error).rstrip('.')}.") from error
+
+
+def _records(batch: Any, text_field: str, path: str) -> list[dict[str, Any]]:
+    """The rows of a batch. A column beside the text that Python has no values for, as a date after the year 9999, is left out and named."""
+    import pyarrow
+
+    try:
+        return batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist()
+    except (pyarrow.ArrowException, ValueError, OverflowError):
+        columns: dict[str, list[Any]] = {}
+        for number, field in enumerate(batch.schema):
+            part = batch.select([number])
+            try:
+                columns[field.name] = [row[field.name] for row in part.cast(_in_microseconds(part.schema), safe=False).to_pylist()]
+            except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+                if field.name == text_field:
+                    raise
+                text = "%s: the column %s is left out of the metadata of %d documents: %s"
+                _log.warning(text, path, field.name, batch.num_rows, error)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _columns(schema: Any, text_field: str) -> list[str]:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ class Metadata:
 
     def row(self, document: int) -> dict[str, Any]:
         """All that is known of one document; its number of tokens last."""
-        table = self._table(document // self._rows, None)
+        table = self._whole_table(document // self._rows)
         (values,) = table.slice(document % self._rows, 1).to_pylist()
         start, stop = (int(offset) for offset in self._store.read_documents(document, document + 2))
         known = {name.removeprefix("f:"): value for name, value in values.items() if value is not None}
@@ -138,6 +138,10 @@ class Metadata:
             offsets = self._store.read_documents(start, start + table.num_rows + 1)
             found[TOKENS] = pa.array(np.diff(offsets.astype(np.int64)))
         return found
+
+    @lru_cache(maxsize=2)  # noqa: B019  # lives as long as the command that shows documents
+    def _whole_table(self, number: int) -> pa.Table:
+        return self._table(number, None)
 
     def _table(self, number: int, columns: list[str] | None) -> pa.Table:
         name = f"{self._store.split}/metadata/{number}.parquet"
@@ -176,5 +180,5 @@ def _summary(values: pa.ChunkedArray, kind: Kind) -> dict[str, Any]:
         low, middle, high = pc.quantile(known, [0.0, 0.5, 1.0], interpolation="nearest").to_pylist()
         return {**found, "min": low, "median": middle, "max": high}
     counts = sorted(known.value_counts().to_pylist(), key=lambda one: (-one["counts"], one["values"]))
-    frequent = {str(one["values"]): one["counts"] for one in counts[:SHOWN]}
+    frequent = {str(one["values"]).lower() if kind == "bool" else str(one["values"]): one["counts"] for one in counts[:SHOWN]}
     return {**found, "distinct": len(counts), "values": frequent if len(counts) <= max(len(known) // 2, SHOWN) else {}}

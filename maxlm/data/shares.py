@@ -21,7 +21,7 @@ def describe_shares(pipeline: Pipeline, steps: int, done: int) -> dict[str, Any]
     """Samples of every source in a run of `steps` updates, of which `done` are done, as JSON types. Tokens include padding."""
     plan, S = pipeline.plan, pipeline.seq_len
     assert plan is not None, "held-out data have no plan"
-    total, position = (_samples_before(pipeline, step) for step in (steps, done))
+    total = _samples_before(pipeline, steps)
     planned, consumed = (_counts(pipeline, step) for step in (steps, done))
     sources: dict[str, Any] = {}
     for number, source in enumerate(plan.sources):
@@ -50,7 +50,7 @@ def describe_shares(pipeline: Pipeline, steps: int, done: int) -> dict[str, Any]
     ended = plan.stages[-1].first if not plan.stages[-1].shares else None
     return {
         "steps": {"planned": steps, "consumed": done},
-        "tokens": {"planned": total * S, "consumed": position * S},
+        "tokens": {"planned": sum(planned.values()) * S, "consumed": sum(consumed.values()) * S},
         "ends_at_token": None if ended is None or ended >= total else ended * S,
         "sources": sources,
         "stages": stages,

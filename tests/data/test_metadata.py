@@ -2,6 +2,7 @@
 
 import json
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,46 @@ def test_fields_of_changing_kinds_are_kept_as_the_kind_that_holds_both(tmp_path)
     assert found.chosen(["number >= 39.5"], "").sum() == 20 and found.chosen(["mixed in 3 | v7 | v50"], "").sum() == 3
 
 
+def test_odd_numbers_are_kept_and_compared_as_numbers_or_refused(tmp_path):
+    """Whole numbers beyond 2^53 beside others, and beyond 64 bits; a number is not compared with texts in the order of letters."""
+    fields = [{"a": 2**60 + 1, "b": 7, "c": "n/a"}, {"a": 0.5, "b": 2**64, "c": 10}, {"a": 1, "b": 3, "c": 9}]
+    about = [About(str(n), dict(about_fields(one))) for n, one in enumerate(fields)]
+    found = Metadata(TokenStore(write_store(tmp_path / "s", [np.array([END])] * 3, about=about)))
+    assert found.chosen(["a >= 1"], "").tolist() == [True, False, True]
+    assert found.chosen(["a <= 99999999999999999999"], "").all()
+    assert found.chosen([f"b in 7 | {2**64}"], "").tolist() == [True, True, False]
+    with pytest.raises(ConfigError, match=r"numbers beside text, and text comes in the order of its letters .*`c >= 5`"):
+        found.chosen(["c >= 5"], "where")
+
+
+def about_fields(record):
+    return about("x", {"text": "", **record}, frozenset({"text"})).fields
+
+
+def test_a_column_that_python_has_no_values_for_is_left_out_and_named(tmp_path, caplog):
+    far = pyarrow.array([10**13, 0], pyarrow.timestamp("s"))
+    file = tmp_path / "texts" / "c.parquet"
+    file.parent.mkdir()
+    parquet.write_table(pyarrow.table({"text": TEXTS[:2], "language": ["en", "de"], "time": far}), file)
+    prepare(prepare_config(tmp_path / "store", file.parent), progress=False)
+    assert "the column time is left out of the metadata of 2 documents" in caplog.text
+    assert sorted(row["language"] for split in SPLITS for row in rows(str(tmp_path / "store"), split)) == ["de", "en"]
+
+
 def test_a_record_gives_its_scalars_and_those_of_its_metadata():
     fields = {"text": "t", "id": 7, "url": "u", "list": [1], "none": None, "nan": float("nan"), "huge": 2**70, "long": "x" * 5000}
     fields |= {"metadata": {"url": "inner", "language": "de", "tokens": 3, "deep": {"a": 1}}, "day": date(2024, 2, 3), "half": "\ud800"}
     fields["at"] = datetime(2024, 2, 3, 4, 5)
-    known = {"url": "u", "language": "de", "day": "2024-02-03", "at": "2024-02-03T04:05:00", "half": "\\ud800"}
+    fields |= {"price": Decimal("2.50")}
+    known = {
+        "huge": str(2**70),
+        "price": 2.5,
+        "url": "u",
+        "language": "de",
+        "day": "2024-02-03",
+        "at": "2024-02-03T04:05:00",
+        "half": "\\ud800",
+    }
     assert about("file#1", fields, frozenset({"text"})) == About("7", known)
     assert about("file#1", {"text": "t"}, frozenset({"text"})) == About("file#1", {})
 

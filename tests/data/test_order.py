@@ -114,3 +114,7 @@ def test_shares_stay_exact_far_into_a_run():
     """Weights 1 : 1.0049 are not 1 : 1, which cutting them to hundredths would make them: 1.2 million samples off after a billion."""
     source, number = order.interleaved(shares_of({0: 1.0, 1: 1.0049}), 10**9)
     assert abs(number - (1.0, 1.0049)[source] / 2.0049 * 10**9) < 2
+
+
+def test_a_limit_that_is_never_reached_is_none():
+    assert planned([], [Stage(0, {0: 1, 1: 3})], 0, {0: 10**30, 1: 2**63}) == [Stage(0, {0: 1, 1: 3})]
