@@ -32,6 +32,7 @@ from maxlm.telemetry.atomic import write_text
 FORMAT = 4  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
+REPORTS = ("report.json", "report.html")
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
@@ -319,7 +320,7 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
 def _remove_report(plan: Plan) -> None:
     """Remove the report of an earlier run, so that there is none beside what is not whole."""
     try:
-        for name in ("report.json", "report.html"):
+        for name in REPORTS:
             (plan.output / name).unlink(missing_ok=True)
     except OSError as error:
         raise as_user_error(error) from error
@@ -339,6 +340,9 @@ def _remove_stale(plan: Plan) -> None:
         for file in folder.iterdir():
             if file.name not in wanted and (file.name.endswith(ending) or file.name.startswith(".")):  # "." begins what a kill left
                 file.unlink()
+    for name in REPORTS:
+        for file in plan.output.glob(f".{name}.*"):
+            file.unlink()
 
 
 def summarize(plan: Plan) -> dict[str, Any]:

@@ -104,7 +104,15 @@ def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):
     for limit in (1, 2, 3, 2, 1):
         with pytest.raises(CutOffError):
             run(config, executor=Until(limit))
-    (tmp_path / "c" / "removed" / "filter" / ".000000.jsonl.zst.0123456789abcdef").write_bytes(b"left by a kill")
+    for name in (
+        "removed/filter/.000000.jsonl.zst",
+        "marks/filter/.000000.json",
+        "documents/.000000.jsonl.zst",
+        ".report.json",
+        ".report.html",
+    ):
+        (tmp_path / "c" / "documents").mkdir(exist_ok=True)
+        (tmp_path / "c" / f"{name}.0123456789abcdef").write_bytes(b"left by a kill")
     run(config)
     assert digest(tmp_path / "a") == digest(tmp_path / "c")
     run(config, executor=Until(0))  # nothing is left to run
