@@ -35,7 +35,7 @@ CLEANING: dict[str, Any] = {
     },
     "deduplicate": {"lines": {"max_documents": 6}},
 }
-SHARE, LEAST, MOST = 0.01, 100, 0.1  # of a source's documents that are held out: a hundredth or LEAST, at most a tenth
+SHARE, LEAST, MOST = 0.01, 100, 0.25  # of a source's documents that are held out: a hundredth or LEAST, at most a quarter
 EXCERPT, EVERY, EXCERPTS = 4000, 100_000, 16  # characters of a held-out document that are scored, so that long ones do not count for all
 EVAL_BATCHES = 20  # of 2,048 tokens, of each held-out set
 TRAIN_BYTES = 16_000_000  # of each source that become tokens, before and after: a run of 500 steps reads 0.3 MB of each
@@ -202,7 +202,7 @@ def train(folder: Path, steps: int, seeds: int) -> None:
         f"{state}_{source.replace('-', '_')}": f"stores/held-{state}/{source}"
         for state in (BEFORE, AFTER)
         for source in sources
-        if (folder / f"stores/held-{state}/{source}").exists()
+        if _held_out_tokens(folder / f"stores/held-{state}/{source}")
     }
     for seed in range(seeds):
         for state in (BEFORE, AFTER):
@@ -220,6 +220,11 @@ def train(folder: Path, steps: int, seeds: int) -> None:
             _write_yaml(folder / f"{state}-{seed}.yml", config)
             if not (folder / f"runs/{state}-{seed}/checkpoints/{steps}").exists():
                 maxlm(folder, "train", f"{state}-{seed}.yml")
+
+
+def _held_out_tokens(store: Path) -> int:
+    """0 for a store that is missing, too: `data prepare` leaves the only document of a source to training."""
+    return json.loads((store / "store.json").read_text())["splits"]["eval"]["tokens"] if store.exists() else 0
 
 
 def _train_tokenizer(folder: Path, sources: list[str]) -> None:

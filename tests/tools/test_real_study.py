@@ -53,7 +53,7 @@ def texts(folder, part, source):
 def test_no_copy_of_held_out_text_is_trained_on(study, source):
     held = {state: texts(study, f"held-{state}", source) for state in (BEFORE, AFTER)}
     seen = {state: set(texts(study, f"train-{state}", source)) for state in (BEFORE, AFTER)}
-    assert len(held[BEFORE]) == len(set(held[BEFORE])) and 0.04 < len(held[BEFORE]) / SOURCES[source] < 0.2
+    assert len(held[BEFORE]) == len(set(held[BEFORE])) and 0.08 < len(held[BEFORE]) / SOURCES[source] < 0.35
     assert [text.lower() for text in held[BEFORE]] == held[AFTER]  # the same documents, in the same order
     for state in (BEFORE, AFTER):
         assert not seen[state] & set(held[state])
