@@ -21,7 +21,7 @@ from maxlm.corpus.shards import line_of
 LINES = """
 Sign in|READ MORE|read  more…|SIGN\tUP|12|3.4.5|1,2 likes|12k Likes|12 k  Likes|(3)|- 5 -|½ %|share this page now|x Items In  Cart y
 ΣΑΣ ΣΑΣ|σας σας|Log\u00a0in here|clİck here İ|bac\u212a to top|add  to cart|ALL RIGHTS RESERVED.|All rights reserved here|Home|home page
-Contact  Us|一 二 三|-|1 2 3|٣ ٤|_ _|a 1|1 a|i̇ i|İ i||  """
+Contact  Us|一 二 三|-|1 2 3|٣ ٤|_ _|a 1|1 a|i̇ i|İ i|今天天气很好。|上一页 read more|天||  """
 
 
 @pytest.mark.parametrize("patterns", [True, False])

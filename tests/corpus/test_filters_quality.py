@@ -9,7 +9,7 @@ import pytest
 from filter_texts import ADJECTIVES, NOUNS, paragraph, prose, sentence
 
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import FilterSettings, build_filters, run_filters, statistics
+from maxlm.corpus.filters import FilterSettings, build_filters, run_filters, scan, statistics
 from maxlm.corpus.filters.statistics import TextStatistics
 
 ALL = FilterSettings.model_validate(
@@ -134,6 +134,14 @@ def test_repetition_agrees_with_a_plain_program():
         assert TextStatistics(" ".join(tokens)).repetition == pytest.approx(expected)
 
 
+UNSPACED = set("中ก\U00020000\u0e48")  # of the alphabet below
+
+
+def number_of_words(text):
+    """Those between white space; of one with characters of scripts without spaces, these."""
+    return sum(sum(char in UNSPACED for char in word) or 1 for word in text.split())
+
+
 def test_words_and_lines_agree_with_python():
     """Counts of the compiled pass against str.split, on text of many scripts."""
     rng = random.Random(3)
@@ -141,12 +149,13 @@ def test_words_and_lines_agree_with_python():
     for _ in range(200):
         text = "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 120)))
         result, lines = TextStatistics(text), text.split("\n")
-        assert result.n_words == len(text.split())
+        spaced = [word for word in text.split() if not UNSPACED & set(word)]
+        assert result.counts[scan.SPACED_WORDS] == len(spaced) and result.n_words == number_of_words(text)
         assert len(result.lines) == len(lines)
         for row, line in zip(result.lines.tolist(), lines, strict=True):
             assert text[row[0] : row[1]] == line.strip()
-            assert row[2] == len(line.split())
-            assert row[3] == max(map(len, line.split()), default=0)
+            assert row[2] == number_of_words(line)
+            assert row[3] == max((len(word) for word in line.split() if not UNSPACED & set(word)), default=0)
             assert row[5] == sum(char.isalpha() for char in line)
 
 
@@ -248,12 +257,29 @@ def test_any_text_has_a_verdict(text):
     assert judge(text) == result
 
 
-def test_chinese_is_left_to_rules_for_chinese():
-    """Gopher's rules need spaces: what stands between them is one word, too long."""
-    text = "今天天气很好，我们去公园散步。" * 5
-    assert reasons(text, "gopher_quality") == ["gopher_too_few_words"]
-    assert reasons(text, "fineweb") == []
-    assert judge(text, FilterSettings.model_validate({"c4": {"min_words_in_line": 0}})).text == text  # "。" ends a sentence without a space
+CHINESE = (
+    "今天天气很好，我们去公园散步。孩子们在湖边放风筝，老人坐在树下下棋。中午大家一起吃饭，下午才慢慢走回家。晚上还要写信给远方的朋友。"
+)
+JAPANESE = (
+    "今日は天気がよいので、公園を散歩しました。子どもたちは池のそばで凧を揚げ、老人は木の下で将棋を指しています。昼には皆で食事をしました。"
+)
+THAI = "วันนี้อากาศดีมาก เราจึงไปเดินเล่นในสวนสาธารณะ เด็กๆเล่นว่าวริมทะเลสาบ ผู้สูงอายุนั่งเล่นหมากรุกใต้ต้นไม้ ตอนเที่ยงทุกคนกินข้าวด้วยกัน"
+
+
+@pytest.mark.parametrize(("language", "text"), [("zh", CHINESE), ("ja", JAPANESE), ("th", THAI)], ids=["zh", "ja", "th"])
+def test_scripts_without_spaces(language, text):
+    """A character counts as a word: prose stays, and what is too short, a table of numbers or a list of hash signs goes."""
+    quality = FilterSettings.model_validate({"gopher_quality": {}})
+    manual = text.replace("。", "。/etc/systemd/network.conf(5) ")
+    for one in (text, manual, text + " See systemd.network(5)."):
+        assert isinstance(judge(one, quality, language=language), Document)
+        assert isinstance(judge(one, FilterSettings.model_validate({"gopher_repetition": {}, "length": {"min_words": 40}})), Document)
+    assert judge(text[:45], quality, language=language).reason == "gopher_too_few_words"
+    assert judge(text[:35], FilterSettings.model_validate({"length": {"min_words": 40}})).reason == "length_too_few_words"
+    assert judge(text + " 31415 - 27182" * 20, quality, language=language).reason == "gopher_alphabetic_words"
+    assert judge(text + " #word #text" * 30, quality, language=language).reason == "gopher_hash_signs"
+    lined = FilterSettings.model_validate({"c4": {}, "boilerplate": {}})
+    assert language == "th" or judge(text, lined).text == text  # Thai has no mark at the end of a sentence
 
 
 def test_stop_words_are_those_of_the_language():

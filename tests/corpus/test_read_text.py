@@ -35,6 +35,20 @@ def test_normal_form_is_normal_and_a_fixed_point():
         text.encode()
 
 
+def test_long_texts_are_normalised_by_pieces(monkeypatch):
+    """The normal form of a long text is that of its pieces, wherever they are cut."""
+    chance = random.Random(11)
+    for _ in range(300):
+        text = "".join(chance.choices(ALPHABET + "\n\n\n", k=chance.randrange(200)))
+        monkeypatch.setattr("maxlm.corpus.read.text.PIECE", 10**9)
+        whole = normalise(text)
+        for piece in (0, 1, 30):
+            monkeypatch.setattr("maxlm.corpus.read.text.PIECE", piece)
+            assert normalise(text) == whole
+    title = "\x1b]0;a\nb\x07"  # an escape sequence that goes over lines
+    assert normalise(title * 20) == ""
+
+
 @pytest.mark.parametrize(
     "text", ["plain ASCII\n\twith tabs", "L’été, « déjà » vu… c’est ça", "ﬁ “quotes” ｆｕｌｌ １２", "漢字かな", "a  b \n\n\n", "&lt;p&gt;"]
 )

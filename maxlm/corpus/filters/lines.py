@@ -134,7 +134,7 @@ class BoilerplateFilter:
 
 def is_pattern(line: str) -> bool:
     """A lower-case line that RefinedWeb's patterns describe: a single word, numbers, a counter, an entry of a menu."""
-    words = line.count(" ") + 1
+    words = TextStatistics(line).n_words
     if words == 1 or NUMERICAL.fullmatch(line) or COUNTER.fullmatch(line):
         return True
     return words <= thresholds.REFINEDWEB_SHORT_WORDS and (

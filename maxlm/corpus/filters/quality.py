@@ -36,7 +36,11 @@ class LengthFilter:
 
 
 class GopherQualityFilter:
-    """Gopher's quality rules (Rae et al. 2021, arXiv 2112.11446, A.1.1). For languages that separate words by spaces."""
+    """Gopher's quality rules (Rae et al. 2021, arXiv 2112.11446, A.1.1).
+
+    The paper's words stand between spaces. In scripts without spaces each character counts as a word, and texts mostly in such scripts are
+    not judged by the mean length of words.
+    """
 
     name = "gopher_quality"
 
@@ -52,15 +56,15 @@ class GopherQualityFilter:
 
     def _counts(self, statistics: TextStatistics) -> Broken | None:
         settings = self.settings
-        words, characters, with_letter, hash_signs, ellipses = statistics.counts
+        words, characters, with_letter, hash_signs, ellipses, spaced = statistics.counts
         if words < settings.min_words:
             return "gopher_too_few_words", words, settings.min_words
         if words > settings.max_words:
             return "gopher_too_many_words", words, settings.max_words
         n = max(words, 1)
-        if words and not settings.min_mean_word_length <= characters / n <= settings.max_mean_word_length:
-            low = characters / n < settings.min_mean_word_length
-            return "gopher_mean_word_length", characters / n, settings.min_mean_word_length if low else settings.max_mean_word_length
+        if 0 < words <= 2 * spaced and not settings.min_mean_word_length <= characters / spaced <= settings.max_mean_word_length:
+            low = characters / spaced < settings.min_mean_word_length
+            return "gopher_mean_word_length", characters / spaced, settings.min_mean_word_length if low else settings.max_mean_word_length
         if hash_signs / n > settings.max_hash_ratio:
             return "gopher_hash_signs", hash_signs / n, settings.max_hash_ratio
         if ellipses / n > settings.max_ellipsis_ratio:
@@ -89,9 +93,10 @@ class GopherQualityFilter:
 
 
 class GopherRepetitionFilter:
-    """Gopher's repetition rules (Rae et al. 2021, arXiv 2112.11446, table A1). For languages that separate words by spaces.
+    """Gopher's repetition rules (Rae et al. 2021, arXiv 2112.11446, table A1).
 
-    A duplicate is an occurrence after the first one. N-grams are of words without case and without punctuation at their ends.
+    A duplicate is an occurrence after the first one. N-grams are of words between spaces (in scripts without spaces:
+    phrases), without case and without punctuation at their ends.
     """
 
     name = "gopher_repetition"

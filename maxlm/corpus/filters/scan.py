@@ -20,7 +20,7 @@ START, END, WORDS, LONGEST, SENTENCES, LETTERS, UPPERCASE, FLAGS = range(8)
 # Flags of a line.
 BEGINS_WITH_BULLET, ENDS_WITH_ELLIPSIS, ENDS_WITH_MARK = 1, 2, 4
 # Counts of a text.
-N_WORDS, WORD_CHARACTERS, WORDS_WITH_LETTER, HASH_SIGNS, ELLIPSES = range(5)
+N_WORDS, SPACED_CHARACTERS, WORDS_WITH_LETTER, HASH_SIGNS, ELLIPSES, SPACED_WORDS = range(6)
 # Duplicates of a text.
 N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS, REPEATED_PARAGRAPHS, REPEATED_PARAGRAPH_CHARACTERS = (
     range(7)
@@ -103,14 +103,15 @@ def scan_text(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) 
     """Words and lines of a text: hashes_W, lengths_W, columns of lines, hashes_L, counts.
 
     A word stands between white space; its hash and length leave out what is no letter or digit at its ends, and case, unless nothing
-    would be left. A line stands between newlines; white space at its ends does not count.
+    would be left. One with characters of scripts without spaces (Chinese, Japanese, Thai) is counted as so many words, and its length in
+    characters is no word's. A line stands between newlines; white space at its ends does not count.
     """
     n_lines, size, one = 1, np.uint64(codes.size), np.uint64(1)
     for code in codes:
         n_lines += code == NEWLINE
     hashes_W, lengths_W = np.empty(codes.size // 2 + 1, np.uint64), np.empty(codes.size // 2 + 1, np.int32)
     lines, hashes_L = np.zeros((n_lines, 8), np.int32), np.zeros(n_lines, np.uint64)
-    n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses = np.uint64(0), np.int64(0), 0, 0, 0
+    n, n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses, n_spaced = np.uint64(0), 0, np.int64(0), 0, 0, 0, 0
     i = np.uint64(0)  # places are unsigned: a sign costs a test at each use, since Python counts negative ones from the end
     for line in range(n_lines):
         line_start, line_end, line_words, longest, sentences, letters, uppercase = size, size, 0, np.uint64(0), 0, 0, 0
@@ -123,7 +124,8 @@ def scan_text(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) 
                 continue
             if line_start == size:
                 line_start, line_hash = i, SEED
-            word_start, first, last, word_hash, end_hash, pending, dots, has_letter = i, size, size, SEED, SEED, 0, 0, False
+            word_start, first, last, word_hash, end_hash, pending, dots = i, size, size, SEED, SEED, 0, 0
+            has_letter, unspaced = False, 0
             while i < size and not kind & SPACE:  # signs, then letters and digits, in turn
                 while i < size and not kind & (WORD | SPACE):
                     line_hash = (line_hash ^ np.uint64(code)) * PRIME
@@ -148,23 +150,27 @@ def scan_text(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints) 
                     word_hash = (word_hash ^ np.uint64(lower[code] if code < TABLE else code)) * PRIME
                     is_letter = (kind & LETTER) != 0
                     has_letter, letters, uppercase = has_letter | is_letter, letters + is_letter, uppercase + ((kind & UPPER) != 0)
+                    unspaced += (kind & UNSPACED) != 0
                     i += one
                     code = codes[i] if i < size else np.uint32(NEWLINE)
                     kind = class_of(code, classes)
                 last, end_hash = i, word_hash
             length = last - first if first != size else i - word_start
-            hashes_W[n_words], lengths_W[n_words] = (end_hash if first != size else word_hash), length
-            n_words, n_characters, n_with_letter = n_words + one, n_characters + np.int64(length), n_with_letter + has_letter
-            line_words, longest, sentences = line_words + 1, max(longest, i - word_start), sentences + (pending > 0)
-            line_end, line_end_hash = i, line_hash
+            hashes_W[n], lengths_W[n], n = (end_hash if first != size else word_hash), length, n + one
+            if unspaced:
+                n_words, n_with_letter, line_words = n_words + unspaced, n_with_letter + unspaced, line_words + unspaced
+            else:
+                n_words, n_with_letter, line_words = n_words + 1, n_with_letter + has_letter, line_words + 1
+                n_spaced, n_characters, longest = n_spaced + 1, n_characters + np.int64(length), max(longest, i - word_start)
+            sentences, line_end, line_end_hash = sentences + (pending > 0), i, line_hash
         if line_words:
             row, flags = lines[line], flags_of(codes, classes, np.int64(line_start), np.int64(line_end))
             row[START], row[END], row[WORDS], row[LONGEST] = line_start, line_end, line_words, longest
             row[SENTENCES], row[LETTERS], row[UPPERCASE], row[FLAGS] = sentences, letters, uppercase, flags
             hashes_L[line] = line_end_hash
         i += one
-    counts = np.array([np.int64(n_words), n_characters, n_with_letter, n_hash_signs, n_ellipses], np.int64)
-    return hashes_W[:n_words], lengths_W[:n_words], lines, hashes_L, counts
+    counts = np.array([n_words, n_characters, n_with_letter, n_hash_signs, n_ellipses, n_spaced], np.int64)
+    return hashes_W[:n], lengths_W[:n], lines, hashes_L, counts
 
 
 @njit(cache=True, nogil=True)

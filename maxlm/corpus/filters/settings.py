@@ -20,7 +20,7 @@ class LengthSettings(Section):
 
     min_characters: int = Field(1, ge=0, description="Characters that a document has at least.")
     max_characters: int | None = Field(None, ge=1, description="Characters that a document has at most; null: no limit.")
-    min_words: int = Field(0, ge=0, description="Words, separated by white space, that a document has at least.")
+    min_words: int = Field(0, ge=0, description="Words that a document has at least; in scripts without spaces, characters.")
     max_words: int | None = Field(None, ge=1, description="Words that a document has at most; null: no limit.")
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class LanguageSettings(Section):
 
 
 class GopherQualitySettings(Section):
-    """Gopher's quality rules (arXiv 2112.11446, A.1.1). A word is what stands between white space."""
+    """Gopher's quality rules (arXiv 2112.11446, A.1.1). A word stands between white space; in scripts without spaces, a character does."""
 
     min_words: int = Field(published.GOPHER_MIN_WORDS, ge=0, description="Words that a document has at least.")
     max_words: int = Field(published.GOPHER_MAX_WORDS, ge=1, description="Words that a document has at most.")

@@ -14,8 +14,19 @@ DEEPEST = 2000  # open elements; browsers stop at 512, and resiliparse takes qua
 _CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 _LANGUAGE = re.compile(r"<html[^>]{0,400}?\slang\s*=\s*[\"']?([A-Za-z0-9-]{2,35})", re.IGNORECASE)
 # Elements that have no content, or that the next one of their kind closes.
-_FLAT = "area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr|p|li|td|th|tr|option|dt|dd|tbody|thead|colgroup"
-_TAG = re.compile(f"<(/?)(?!(?:{_FLAT})\\b)[a-z]", re.IGNORECASE)
+_FLAT = re.compile("area|base|br|col|colgroup|d[dt]|embed|hr|img|input|li|link|meta|option|p|param|source|t[dhr]|tbody|thead|track|wbr")
+# A tag with its attributes, since text in quotes may look like tags; possessive, so that quotes left open cost no second look.
+_TAG = re.compile(
+    r"<(/?)([a-z][a-z0-9-]{0,30})"
+    r"(?:[^<>=/\"']|=\s{0,9}+\"[^\"]{0,2000}+\"|=\s{0,9}+'[^']{0,2000}+'|=(?!\s{0,9}+[\"'])|/(?!>))*+(/?)",
+    re.IGNORECASE,
+)
+# Elements inside which a drawing goes on; any other tag may end it (HTML Living Standard, 13.2.6.5).
+_SVG = re.compile(
+    "a|circle|clippath|defs|ellipse|filter|g|image|line|lineargradient|marker|mask|path|pattern|polygon|polyline|radialgradient|rect|stop|"
+    "svg|symbol|text|textpath|tspan|use"
+)
+_TAGS = re.compile(r"<(script|style)\b[^>]{0,1000}>.*?</\1\s{0,9}>?|<[^<>]{0,2000}>", re.IGNORECASE | re.DOTALL)
 _TITLE = re.compile(r"<title[^>]{0,200}>([^<]{1,2000})</title", re.IGNORECASE)
 
 
@@ -46,7 +57,15 @@ def of_html(id: str, data: bytes, metadata: dict[str, Value], declared: str | No
         text = extract_plain_text(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False)
     except Exception as error:  # whatever the parser stumbles over costs one page
         return removed(id, "malformed", page[:EXAMPLE], error=str(error)[:EXAMPLE])
+    if not text or text.isspace():
+        shown = _shown(page)
+        return removed(id, "no_main_content" if shown else "empty", shown)
     return of_text(id, str(text), metadata)
+
+
+def _shown(page: str) -> str:
+    """Text at the beginning of a page, menus included."""
+    return " ".join(_TAGS.sub(" ", page[max(0, page.find("<body")) :][: 64 * EXAMPLE]).split())
 
 
 def _unescaped(text: str) -> str:
@@ -56,7 +75,10 @@ def _unescaped(text: str) -> str:
 
 
 def _depth(page: str) -> int:
-    """Most elements open at once; an upper bound of them, by the number of tags in each piece of the page, where that is low enough."""
+    """Most elements open at once; an upper bound of them, by the number of tags in each piece of the page, where that is low enough.
+
+    Elements of a drawing that are closed where they are opened count as such inside <svg> alone: HTML ignores the slash.
+    """
     opened = bound = 0
     for start in range(0, len(page), PRESCAN):
         tags, closing = page.count("<", start, start + PRESCAN), page.count("</", start, start + PRESCAN)
@@ -65,7 +87,13 @@ def _depth(page: str) -> int:
     if bound <= DEEPEST:
         return bound
     opened = deepest = 0
+    drawing = False
     for tag in _TAG.finditer(page):
-        opened = max(0, opened + (-1 if tag[1] else 1))
-        deepest = max(deepest, opened)
+        name = tag[2].lower()
+        if _FLAT.fullmatch(name):
+            continue
+        drawing = not tag[1] if name == "svg" else drawing and _SVG.fullmatch(name) is not None
+        if not (drawing and tag[3]):
+            opened = max(0, opened + (-1 if tag[1] else 1))
+            deepest = max(deepest, opened)
     return deepest

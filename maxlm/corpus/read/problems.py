@@ -23,6 +23,7 @@ REASONS = {
     "malformed": "one record breaks the rules of its format; the next one is read",
     "missing_field": "has no text field",
     "no_content": "a WARC record that stands for the content of another one (revisit)",
+    "no_main_content": "a page of menus, links and hidden elements only",
     "not_a_file": "a folder, a pipe or a device",
     "not_article": "a page of a wiki outside the namespace of its articles",
     "not_json": "a line that is not JSON",

@@ -2,9 +2,11 @@
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from typing import NamedTuple
 
 UTF8_SHARE = 4  # valid characters per wrong byte from which damaged UTF-8 is likelier than another encoding
+PIECE = 16384  # characters that are normalised at once, up to the next line feed
 SAMPLE = 65536  # bytes that an encoding is detected from
 BINARY_SHARE = 0.02  # of characters that are controls, above which a record is no text
 REPLACED_SHARE = 0.05  # of characters that are U+FFFD, above which a record is unreadable
@@ -126,7 +128,24 @@ def normalise(text: str) -> str:
     """
     if _is_normal(text):
         return text
+    if len(text) > 2 * PIECE and "\x1b]" not in text:  # the one sequence that may hold line feeds
+        return "".join(_settled(piece) for piece in _pieces(text))
+    return _settled(text)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` in pieces of whole lines, so that one character of millions does not cost a pass over all of them."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def _settled(text: str) -> str:
     for _ in range(8):  # what one pass uncovers (mojibake of mojibake) is for the next one; texts settle in two
+        if _is_normal(text):
+            break
         before, text = text, _pass(text)
         if text == before:
             break
