@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
@@ -264,15 +262,16 @@ def _prepare(folder: Path, part: str, source: str) -> None:
 
 
 def _write_yaml(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        YAML().dump(content, file)
+    path.write_text(json.dumps(content, indent=1))  # JSON is YAML
 
 
 def losses(run: Path) -> dict[str, float]:
     """Last held-out loss of each set of a run, nats a token."""
     found: dict[str, float] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
+    for line in (run / "events.jsonl").read_text().splitlines():
         found |= {key.removeprefix("eval_loss/"): value for key, value in json.loads(line).items() if key.startswith("eval_loss/")}
+    if not found:
+        raise SystemExit(f"{run}: its events.jsonl has no held-out loss; run `python tools/real_corpus.py train FOLDER` first")
     return found
 
 
