@@ -8,7 +8,8 @@
 Hosts are network namespaces of this machine, started as srun would; so this needs root, iproute2 and a C compiler. Each trial starts a run
 under `maxlm launch` on every host, injects one fault at a random step, and waits. It counts as recovered if every supervisor ended with 0,
 and losses, batches and parameters are those of the undisturbed run, to the bit. Every trial is a line of FOLDER/trials.jsonl. Exit code 1
-if a trial did not recover. Faults of parts that are not built are listed, and not run.
+if a trial did not recover. Faults of parts that are not built are listed, and not run. With a folder that holds trials already, the same
+command goes on where they stopped.
 """
 
 import json
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +52,19 @@ def plan(faults: Sequence[Fault], runs: int, seed: int) -> Iterator[tuple[Fault,
         if not left:
             left = dice.sample(faults, len(faults))
         yield left.pop(), f"{seed}-{number}"
+
+
+def done_before(folder: Path, faults: Sequence[Fault], runs: int, seed: int) -> list[Trial]:
+    """Trials of a folder, the first of this plan. Raises typer.BadParameter if they are those of another plan."""
+    path = folder / "trials.jsonl"
+    trials = [Trial.from_dict(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    for number, (trial, (fault, name)) in enumerate(zip(trials, plan(faults, runs, seed), strict=False), start=1):
+        if (trial.fault, trial.seed) != (fault.name, name):
+            raise typer.BadParameter(
+                f"{path}, line {number}: {trial.fault} with seed {trial.seed}, but this plan has {fault.name} with seed {name}; "
+                "give the same faults, hosts and seed, or another folder"
+            )
+    return trials[:runs]
 
 
 def table_of(trials: Sequence[Trial]) -> Table:
@@ -126,8 +141,8 @@ def main(
     chaos = Chaos(folder or Path(tempfile.mkdtemp(prefix="maxlm-chaos-")), keep=keep, limit_s=limit)
     if clean:
         raise typer.Exit(1 if run_clean(chaos, shape, clean, console) else 0)
-    until, trials = time.monotonic() + 60 * minutes, []
-    for fault, name in plan(chosen, runs, seed):
+    until, trials = time.monotonic() + 60 * minutes, done_before(chaos.folder, chosen, runs, seed)
+    for fault, name in islice(plan(chosen, runs, seed), len(trials), None):
         if time.monotonic() > until:
             break
         trials.append(trial := chaos.trial(fault, shape, name))

@@ -47,6 +47,10 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "recovered": self.recovered}
 
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Trial":
+        return cls(**{name: value for name, value in record.items() if name != "recovered"})
+
 
 class Chaos:
     """Trials below `folder`, where stores, undisturbed runs, and the trials that failed stay."""

@@ -13,7 +13,7 @@ import chaos_faults
 import pytest
 import typer
 from chaos_libc import compiler
-from chaos_trial import Chaos, culprit_of
+from chaos_trial import Chaos, Trial, culprit_of
 from chaos_world import Progress, Shape
 from hosts import can_make_hosts
 
@@ -110,6 +110,19 @@ def test_the_plan_is_a_function_of_the_seed():
     assert plan != [(fault.name, name) for fault, name in chaos.plan(faults, 12, 4)]
     assert {count for _, count in Counter(name for name, _ in plan[:10]).items()} == {2}
     assert len({seed for _, seed in plan}) == 12
+
+
+def test_trials_of_the_same_plan_go_on_where_they_stopped(tmp_path):
+    faults = list(FAULTS.values())[:5]
+    made = [
+        Trial(fault.name, name, 1, 1, problems=["lost"] * (number == 2)) for number, (fault, name) in enumerate(chaos.plan(faults, 4, 3))
+    ]
+    (tmp_path / "trials.jsonl").write_text("".join(json.dumps(trial.to_dict()) + "\n" for trial in made))
+    assert chaos.done_before(tmp_path, faults, 12, 3) == made
+    assert chaos.done_before(tmp_path, faults, 2, 3) == made[:2]
+    assert chaos.done_before(tmp_path / "new", faults, 12, 3) == []
+    with pytest.raises(typer.BadParameter, match=r"trials.jsonl, line 1: .* give the same faults, hosts and seed"):
+        chaos.done_before(tmp_path, faults, 12, 4)
 
 
 def test_faults_that_cannot_be_injected_are_refused():
