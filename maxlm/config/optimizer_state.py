@@ -1,10 +1,8 @@
-"""Formats of the optimizer's state and of the master weights (docs/optimizer_state.md), and settings of Adafactor."""
+"""Formats of the optimizer's state and of the master weights (docs/optimizer_state.md)."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from maxlm.config.fields import AtLeastOne, Bool, Float, PositiveFloat, Section
+from maxlm.config.fields import Section
 
 MomentFormat = Literal["float32", "bfloat16", "int8"]
 FLOAT32: Literal["float32"] = "float32"
@@ -33,12 +31,3 @@ class OptimizerStateConfig(Section):
         """Settings that change the leaves of the state, where they are not float32."""
         formats = {"moments": self.moments, "second_moment": self.second, "masters": self.masters}
         return {f"optimizer.state.{name}": value for name, value in formats.items() if value != FLOAT32}
-
-
-class AdafactorConfig(Section):
-    """Settings of `optimizer.name: adafactor` (arXiv 1804.04235, algorithm 4, without a first moment). Absent: the defaults."""
-
-    decay: Annotated[Float, Field(gt=0, le=1)] = 0.8  # update t leaves the second moment 1 - t ** -decay of its old value
-    clip: AtLeastOne | None = 1.0  # largest root mean square of a matrix's update before the learning rate; None: any
-    relative: Bool = True  # the learning rate is multiplied by the root mean square of the matrix it is for
-    least_scale: PositiveFloat = 1e-3  # of that root mean square, so that zeros move

@@ -21,7 +21,6 @@ from maxlm.config.fields import (
     Fraction,
     Int,
     LocalPath,
-    NoneOrMoreTokens,
     NonNegative,
     Positive,
     PositiveFloat,
@@ -35,7 +34,7 @@ from maxlm.config.fields import (
 )
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.mixture import MixtureConfig, of_list
-from maxlm.config.optimizer_state import AdafactorConfig, OptimizerStateConfig
+from maxlm.config.optimizer import OptimizerConfig
 from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
@@ -434,33 +433,6 @@ class EmaConfig(Section):
     """An exponential moving average of the parameters, in float32. Update n leaves it min(decay, (1 + n) / (10 + n)) of its old value."""
 
     decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999
-
-
-class MuonConfig(Section):
-    """Settings of `optimizer.name: muon`. Absent: the defaults."""
-
-    momentum: Fraction = 0.95
-
-
-class OptimizerConfig(Section):
-    """The update rule and its learning rate over time."""
-
-    name: Literal["adamw", "muon", "adafactor"] = "adamw"
-    peak_lr: PositiveFloat = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
-    warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
-    warmup_tokens: NoneOrMoreTokens | None = None
-    decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
-    decay_tokens: Tokens | None = None
-    end_lr_fraction: Fraction = 0.1  # of peak_lr
-    weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
-    muon: MuonConfig | None = None
-    adafactor: AdafactorConfig | None = None
-    state: OptimizerStateConfig | None = None  # None: float32
-    clip_norm: PositiveFloat | None = 1.0  # of the global gradient
 
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.optimizer_state import AdafactorConfig
-from maxlm.config.schema import Config, MuonConfig
+from maxlm.config.optimizer import AdafactorConfig, MuonConfig
+from maxlm.config.schema import Config
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED

@@ -15,7 +15,7 @@ from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
-from maxlm.config.optimizer_state import AdafactorConfig
+from maxlm.config.optimizer import AdafactorConfig
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import abstract_parameters, init_parameters, parameter_axes

@@ -1,0 +1,56 @@
+"""The update rule, its learning rate over time, and the settings that belong to one rule alone."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from maxlm.config.fields import (
+    AtLeastOne,
+    Bool,
+    Count,
+    Float,
+    Fraction,
+    NoneOrMoreTokens,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Tokens,
+)
+from maxlm.config.optimizer_state import OptimizerStateConfig
+
+
+class AdafactorConfig(Section):
+    """Settings of `optimizer.name: adafactor` (arXiv 1804.04235, algorithm 4, without a first moment). Absent: the defaults."""
+
+    decay: Annotated[Float, Field(gt=0, le=1)] = 0.8  # update t leaves the second moment 1 - t ** -decay of its old value
+    clip: AtLeastOne | None = 1.0  # largest root mean square of a matrix's update before the learning rate; None: any
+    relative: Bool = True  # the learning rate is multiplied by the root mean square of the matrix it is for
+    least_scale: PositiveFloat = 1e-3  # of that root mean square, so that zeros move
+
+
+class MuonConfig(Section):
+    """Settings of `optimizer.name: muon`. Absent: the defaults."""
+
+    momentum: Fraction = 0.95
+
+
+class OptimizerConfig(Section):
+    """The update rule and its learning rate over time."""
+
+    name: Literal["adamw", "muon", "adafactor"] = "adamw"
+    peak_lr: PositiveFloat = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
+    warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
+    warmup_tokens: NoneOrMoreTokens | None = None
+    decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
+    decay_tokens: Tokens | None = None
+    end_lr_fraction: Fraction = 0.1  # of peak_lr
+    weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    muon: MuonConfig | None = None
+    adafactor: AdafactorConfig | None = None
+    state: OptimizerStateConfig | None = None  # None: float32
+    clip_norm: PositiveFloat | None = 1.0  # of the global gradient
