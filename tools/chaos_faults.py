@@ -247,6 +247,7 @@ def flip_bit(world: World) -> Mapping[str, str]:
 
 def tear_copy(world: World) -> None:
     """The newest copy in the victim's memory is cut short, and its trainer is killed."""
+    stop_trainer(world)  # else it may make another copy in between
     copies = [path for path in world.hosts.own(world.victim).rglob("data") if path.is_file()]
     newest = max(copies, key=lambda path: path.stat().st_mtime)
     with newest.open("r+b") as file:
@@ -326,6 +327,6 @@ FAULTS = (
     Fault("flip_bit", wait, r'"corrupted".*"hosts": ?\["{victim}"\]', "integrity", least_hosts=2, prepare=flip_bit),
     Fault("nan_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=12, hook=NAN_ROWS),
     Fault("spike_batch", wait, ROLLED_BACK, "health", least_step=BEFORE_POISON, steps=POISONED_STEPS, poisoned=5),
-    Fault("tear_copy", tear_copy, r"copy \d+-\d+ in .*(damaged|not used)", "memory"),
+    Fault("tear_copy", tear_copy, r"cop(y|ies) .*(damaged|not used)", "memory"),
     Fault("host_gone", host_gone, r"without {victim}", "elastic", least_hosts=3, settings=ELASTIC, gone=True),
 )

@@ -33,6 +33,7 @@ GRACE_VARIABLE = "MAXLM_GRACE_SECONDS"
 # Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 by default.
 GRACE_SECONDS = 25.0
 PROMPT_SECONDS = 2.0  # for a command that has nothing to save
+LEFT_SECONDS = 5.0  # for threads that are left when a command is done
 PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
@@ -104,6 +105,7 @@ def finish(code: int) -> Stopped | None:
     _code = code
     raised, _raised = _raised, _raised or Stopped(signal.SIGTERM)
     _send_command(_FINISHED)
+    threading.Thread(target=_exit_without_threads, name="exit", daemon=True).start()
     return raised
 
 
@@ -169,6 +171,16 @@ def grace_seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise UserError(f"{GRACE_VARIABLE} = {text}: must be a number of seconds above 0, from SIGTERM to the end; such as 25.")
     return seconds
+
+
+def _exit_without_threads() -> None:
+    """Exit although threads that libraries left do not end: the interpreter would wait for them before anything registered with atexit.
+
+    After a save that failed early, Orbax waits five minutes for its folder to be made.
+    """
+    time.sleep(LEFT_SECONDS)
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        _exit()
 
 
 def _exit() -> None:

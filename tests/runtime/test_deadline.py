@@ -137,6 +137,14 @@ def test_a_command_whose_guardian_is_killed_ends_with_its_own_code(run):
     assert process.returncode == 4
 
 
+def test_a_command_that_is_done_ends_although_a_thread_of_a_library_does_not(run):
+    process = run("threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(3)")
+    began = time.monotonic()
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 3
+    assert 1 < time.monotonic() - began < deadline.LEFT_SECONDS + 10
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "nan", "inf"])
 def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(deadline.GRACE_VARIABLE, text)
