@@ -12,8 +12,9 @@ from maxlm.config.errors import UserError
 from maxlm.ladder.forms import Floats, Form, Runs
 
 SAMPLES = 200  # of the bootstrap
+_MOST_CALLS = 200  # of a form, in one fit
 SHARE = 0.9  # of an interval
-_STARTS_AGAIN = 3  # of a bootstrap sample: the whole fit's parameters and the best others
+_BEST = 3  # least-squares fits that are refined with Huber's loss
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,19 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
     centre = tuple(float(values_R.mean()) for values_R in raw)
     inputs = [values_R - middle for values_R, middle in zip(raw, centre, strict=True)]
     wanted_R = np.log(runs.losses_R)
-    found = sorted(
-        (_minimize(form, inputs, wanted_R, np.array(start), huber) for start in form.starts(float(wanted_R.min()))), key=lambda one: one[0]
-    )
-    theta_P = found[0][1]
+    rough = [_minimize(form, inputs, wanted_R, np.array(start)) for start in form.starts(float(wanted_R.min()))]
+    theta_P = min(
+        (_minimize(form, inputs, wanted_R, start_P, huber) for _, start_P in sorted(rough, key=lambda one: one[0])[:_BEST]),
+        key=lambda one: one[0],
+    )[1]
     fitted_R = form.log_loss(theta_P, inputs)[0]
     residuals_R = wanted_R - fitted_R
     dice = np.random.default_rng(seed)
     drawn_R = _inflated(residuals_R, len(theta_P))
-    starts = [one[1] for one in found[:_STARTS_AGAIN]]
     thetas = []
     for _ in range(samples):
         again_R = fitted_R + dice.choice(drawn_R, len(drawn_R)) * dice.choice((-1.0, 1.0), len(drawn_R))
-        thetas.append(min((_minimize(form, inputs, again_R, start, huber) for start in starts), key=lambda one: one[0])[1])
+        thetas.append(_minimize(form, inputs, again_R, theta_P, huber)[1])
     return Fit(form, runs, theta_P, np.stack(thetas), centre, residuals_R)
 
 
@@ -115,8 +116,8 @@ def _inflated(residuals_R: Floats, parameters: int) -> Floats:
     return residuals_R * np.sqrt(len(residuals_R) / max(len(residuals_R) - parameters, 1))
 
 
-def _minimize(form: Form, inputs: list[Floats], wanted_R: Floats, start_P: Floats, huber: float) -> tuple[float, Floats]:
-    """(value, parameters) at a local minimum."""
+def _minimize(form: Form, inputs: list[Floats], wanted_R: Floats, start_P: Floats, huber: float | None = None) -> tuple[float, Floats]:
+    """(value, parameters) at a local minimum of Huber's loss, or of the squares."""
     low, high = zip(*((-np.inf if least is None else least, np.inf if most is None else most) for least, most in form.bounds), strict=True)
     found = least_squares(
         lambda theta_P: form.log_loss(theta_P, inputs)[0] - wanted_R,
@@ -124,8 +125,8 @@ def _minimize(form: Form, inputs: list[Floats], wanted_R: Floats, start_P: Float
         jac=lambda theta_P: form.log_loss(theta_P, inputs)[1].T,
         bounds=(low, high),
         x_scale="jac",
-        loss="huber",
-        f_scale=huber,
-        max_nfev=300,
+        loss="linear" if huber is None else "huber",
+        f_scale=huber or 1.0,
+        max_nfev=_MOST_CALLS,
     )
     return float(found.cost), found.x

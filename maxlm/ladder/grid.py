@@ -40,10 +40,10 @@ def make_grid(settings: LadderSettings) -> list[Rung]:
             rungs += [_rung(settings, name, size, base, length, tokens, seed) for seed in settings.seeds]
     if not rungs:
         raise UserError("no run of the ladder has between least_ratio and most_ratio tokens per parameter: change budgets or these limits.")
-    seen: dict[str, Rung] = {}
+    seen: dict[tuple[str, int, int], Rung] = {}
     for rung in rungs:
-        if (other := seen.setdefault(rung.name, rung)) is not rung:
-            raise UserError(f"two runs would have the name {rung.name}, {other.length} and {rung.length}: leave one out.")
+        if (other := seen.setdefault((rung.size, rung.tokens, rung.seed), rung)) is not rung:
+            raise UserError(f"size {rung.size}: {other.length} and {rung.length} are the same {rung.tokens:,} tokens: leave one out.")
     return sorted(rungs, key=lambda rung: (rung.flops, rung.name))
 
 
