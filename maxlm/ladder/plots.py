@@ -11,6 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from maxlm.ladder.analysis import Analysis
 from maxlm.ladder.forms import Runs
@@ -89,6 +90,9 @@ def _axes(x: str, y: str, *, log: bool = True) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     if log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e+", "e").replace("e0", "e")))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)
