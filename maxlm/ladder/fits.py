@@ -14,7 +14,6 @@ from maxlm.ladder.forms import Floats, Form, Runs
 SAMPLES = 200  # of the bootstrap
 _MOST_CALLS = 200  # of a form, in one fit
 SHARE = 0.9  # of an interval
-_BEST = 3  # least-squares fits that are refined with Huber's loss
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,8 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
     inputs = [values_R - middle for values_R, middle in zip(raw, centre, strict=True)]
     wanted_R = np.log(runs.losses_R)
     rough = [_minimize(form, inputs, wanted_R, np.array(start)) for start in form.starts(float(wanted_R.min()))]
-    theta_P = min(
-        (_minimize(form, inputs, wanted_R, start_P, huber) for _, start_P in sorted(rough, key=lambda one: one[0])[:_BEST]),
-        key=lambda one: one[0],
-    )[1]
+    minima = {float(f"{value:.4g}"): start_P for value, start_P in rough}  # most starts lead to the same few
+    theta_P = min((_minimize(form, inputs, wanted_R, start_P, huber) for start_P in minima.values()), key=lambda one: one[0])[1]
     fitted_R = form.log_loss(theta_P, inputs)[0]
     residuals_R = wanted_R - fitted_R
     dice = np.random.default_rng(seed)
