@@ -180,12 +180,22 @@ def ladder(
         bool, typer.Option("--no-train", help="Write the configs for another scheduler, and fit the runs that are done.")
     ] = False,
     without_failed: Annotated[bool, typer.Option("--without-failed", help="Fit although runs are missing.")] = False,
+    compare: Annotated[str | None, typer.Option(metavar="A,B,...", help="Tune and compare these optimizers instead; A: baseline.")] = None,
 ) -> None:
     """Train a grid of sizes and lengths, fit the loss over them, and predict larger runs. The same command goes on where it stopped."""
     from maxlm.ladder import ladder_command
 
     options = ladder_command.Options(dry_run, not no_train, without_failed)
-    ladder_command.run(file, overrides or [], options, lambda line: typer.echo(line, err=True))
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    if compare is None:
+        ladder_command.run(file, overrides or [], options, say)
+        return
+    if dry_run or without_failed:
+        raise UserError("--compare goes without --dry-run and --without-failed: it needs the losses of all its runs.")
+    ladder_command.run_comparison(file, overrides or [], compare, options, say)
 
 
 @corpus_app.command("run")

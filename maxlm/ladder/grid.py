@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maxlm.config.errors import ConfigError, UserError
@@ -37,7 +37,7 @@ def make_grid(settings: LadderSettings) -> list[Rung]:
     rungs: list[Rung] = []
     for name, size in settings.sizes.items():
         for length, tokens in _lengths(settings, name, size, base):
-            rungs += [_rung(settings, name, size, base, length, tokens, seed) for seed in settings.seeds]
+            rungs += [_rung(settings, name, base, length, tokens, seed) for seed in settings.seeds]
     if not rungs:
         raise UserError("no run of the ladder has between least_ratio and most_ratio tokens per parameter: change budgets or these limits.")
     seen: dict[tuple[str, int, int], Rung] = {}
@@ -69,14 +69,6 @@ def parameters_of(config: ModelConfig, kind: str) -> int:
     return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
 
 
-def _short(tokens: int) -> str:
-    """2000000 -> 2M; what has no short form stays whole."""
-    for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if tokens >= scale and tokens % (scale // 1000) == 0:
-            return f"{tokens / scale:g}{letter}"
-    return str(tokens)
-
-
 def _round(width: float, d_model: int) -> int:
     unit = ROUND if d_model < 512 else 128
     return max(unit, round(width / unit) * unit)
@@ -91,9 +83,17 @@ def _check_base(settings: LadderSettings, base: Config) -> None:
                 raise ConfigError(f"sizes.{name}.settings", key, "is set by the ladder itself", "leave it out")
 
 
+def variant(rung: Rung, settings: LadderSettings, name: str, values: Mapping[str, Any]) -> Rung:
+    """A run of the same size called `name`, with other settings. Raises UserError if they do not make a config."""
+    base = load(settings.base).config
+    config = _load(settings, base, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values})
+    tokens = config.total_steps * config.tokens_per_step
+    return replace(rung, name=name, seed=config.train.seed, config=config, tokens=tokens, flops=rung.flops / rung.tokens * tokens)
+
+
 def _lengths(settings: LadderSettings, name: str, size: SizeConfig, base: Config) -> Iterator[tuple[str, float]]:
     """(the length as the file says it, tokens) of one size."""
-    config = _load(settings, base, name, size, LONG, 0)
+    config = _load(settings, base, name, name, {"train.steps": LONG})
     parameters, flops = parameters_of(config.model, settings.fit.parameters), token_flops(config.model, config.data.seq_len)
     yield from ((f"tokens {_short(tokens)}", float(tokens)) for tokens in settings.tokens)
     yield from ((f"ratio {ratio:g}", ratio * parameters) for ratio in settings.tokens_per_parameter)
@@ -102,31 +102,41 @@ def _lengths(settings: LadderSettings, name: str, size: SizeConfig, base: Config
             yield f"budget {budget:.6g}", budget / flops
 
 
-def _rung(settings: LadderSettings, name: str, size: SizeConfig, base: Config, length: str, tokens: float, seed: int) -> Rung:
+def _rung(settings: LadderSettings, name: str, base: Config, length: str, tokens: float, seed: int) -> Rung:
     steps = max(1, round(tokens / base.tokens_per_step))
-    config = _load(settings, base, name, size, steps, seed, length)
+    values: dict[str, Any] = {"train.steps": steps, "train.seed": seed}
+    if settings.warmup is not None:
+        values |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(settings.warmup * steps)}
+    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if len(settings.seeds) > 1 else "")
+    config = _load(settings, base, name, run, values)
     total = steps * config.tokens_per_step
     flops = token_flops(config.model, config.data.seq_len) * total
-    return Rung(config.run.name, name, length, seed, config, parameters_of(config.model, settings.fit.parameters), total, flops)
+    return Rung(run, name, length, seed, config, parameters_of(config.model, settings.fit.parameters), total, flops)
 
 
-def _load(settings: LadderSettings, base: Config, name: str, size: SizeConfig, steps: int, seed: int, length: str = "any") -> Config:
-    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if len(settings.seeds) > 1 else "")
-    values: dict[str, Any] = {
-        **model_settings(base.model, size),
+def _load(settings: LadderSettings, base: Config, size: str, run: str, values: Mapping[str, Any]) -> Config:
+    """The config of a run of this size, with `values` by dotted key. Raises UserError that names the size."""
+    everything = {
+        **model_settings(base.model, settings.sizes[size]),
         "train.tokens": None,
-        "train.steps": steps,
-        "train.seed": seed,
         "train.eval_every": None,
+        **settings.sizes[size].settings,
+        **values,
         "run.dir": f"{settings.folder}/runs",
         "run.name": run,
     }
-    if settings.warmup is not None:
-        values |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(settings.warmup * steps)}
     try:
-        return load(settings.base, [f"{key}={_yaml(value)}" for key, value in {**values, **size.settings}.items()]).config
+        return load(settings.base, [f"{key}={_yaml(value)}" for key, value in everything.items()]).config
     except UserError as error:
-        raise UserError(f"size {name} of the ladder: {error}") from None
+        raise UserError(f"size {size} of the ladder: {error}") from None
+
+
+def _short(tokens: int) -> str:
+    """2000000 -> 2M; what has no short form stays whole."""
+    for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if tokens >= scale and tokens % (scale // 1000) == 0:
+            return f"{tokens / scale:g}{letter}"
+    return str(tokens)
 
 
 def _yaml(value: Any) -> str:

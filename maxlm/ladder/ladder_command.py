@@ -12,6 +12,7 @@ from rich.table import Table
 from maxlm.config.directory_lock import locked
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as
+from maxlm.ladder import compare, compare_output
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for
 from maxlm.ladder.grid import Rung, make_grid
 from maxlm.ladder.page import page
@@ -20,7 +21,7 @@ from maxlm.ladder.settings import LadderSettings
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import count, duration
 
-PAGE, RESULT = "ladder.html", "ladder.json"
+PAGE, RESULT, COMPARISON = "ladder.html", "ladder.json", "comparison.json"
 BEYOND = (1, 10, 100, 1000)  # times the FLOPs of the largest run, for which the page says the best size
 _LOCK_SECONDS = 2.0
 
@@ -39,7 +40,7 @@ class Options:
 def run(file: str, overrides: Sequence[str], options: Options, say: Callable[[str], None]) -> None:
     """Carry out the ladder of a file. Raises UserError on bad input and for runs that are missing, SystemExit(3) after a signal."""
     settings = load_as(LadderSettings, file, overrides)
-    rungs, folder, console = make_grid(settings), Path(settings.folder), Console()
+    rungs, folder, console = make_grid(settings), Path(settings.folder), _console()
     console.print(grid_table(settings, folder, rungs))
     if options.dry_run:
         return
@@ -56,6 +57,17 @@ def run(file: str, overrides: Sequence[str], options: Options, say: Callable[[st
         write_text(folder / PAGE, page(Path(file).stem, found, analysis, optima))
         write_text(folder / RESULT, json.dumps(_result(settings, analysis, optima), indent=1) + "\n")
     show(console, analysis, optima, folder)
+
+
+def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options: Options, say: Callable[[str], None]) -> None:
+    """Compare optimizers of the file's `compare` section; the first is the baseline. Raises as `run`."""
+    settings, names = load_as(LadderSettings, file, overrides), [name.strip() for name in optimizers.split(",")]
+    folder, console = Path(settings.folder), _console()
+    with locked(folder, "folder", _LOCK_SECONDS, say, "wait for the other ladder, or give this one another folder"):
+        entries = compare.compare(settings, names, folder, training=options.train, say=say)
+        write_text(folder / COMPARISON, json.dumps(compare_output.to_json(entries, names[0]), indent=1) + "\n")
+    console.print(compare_output.table(entries, names[0]))
+    console.print(f"{folder / COMPARISON} holds the figures.", highlight=False, soft_wrap=True)
 
 
 def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) -> Table:
@@ -96,6 +108,11 @@ def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder
             highlight=False,
         )
     console.print(f"{folder / PAGE} shows it.", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for the tables in a file or a pipe."""
+    return Console(width=None if Console().is_terminal else 160)
 
 
 def _check_complete(found: Sequence[Found], codes: dict[str, int], options: Options) -> None:

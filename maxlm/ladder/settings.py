@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.fields import Fraction, LocalPath, Positive, PositiveFloat, Section, Seed, Text, Tokens
+from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens
 
 MOST_RUNS = 1000
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # FLOPs: more than float32 holds
@@ -33,6 +33,32 @@ class FitConfig(Section):
     samples: Annotated[int, Field(strict=True, ge=20, le=10_000)] = 200  # of the bootstrap
 
 
+class ContestantConfig(Section):
+    """Values that are tried for one optimizer, each with each: as many trials for all."""
+
+    peak_lr: Annotated[tuple[PositiveFloat, ...], Field(min_length=1, max_length=64)]
+    settings: dict[Text, Any] = Field(default_factory=dict)  # by dotted key, such as optimizer.muon.momentum
+
+
+class CompareConfig(Section):
+    """A comparison of optimizers, each tuned with equal trials at every size, at the first of the ladder's lengths."""
+
+    optimizers: Annotated[dict[Name, ContestantConfig], Field(min_length=2, max_length=16)]  # by `optimizer.name`
+    warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] = (0.05,)  # shares of the run, tried for all
+    weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] = (0.1,)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=2, max_length=64)] = (1, 2, 3)  # of the final runs; trials have the seed 0
+
+    @model_validator(mode="after")
+    def _equal_trials(self) -> "CompareConfig":
+        trials = {name: len(set(one.peak_lr)) for name, one in self.optimizers.items()}
+        if len(set(trials.values())) > 1:
+            said = ", ".join(f"{name} {count}" for name, count in trials.items())
+            raise ConfigError(
+                "compare.optimizers", said, "are different numbers of learning rates, which is no fair comparison", "give as many to each"
+            )
+        return self
+
+
 class LadderSettings(Section):
     """The file. Lengths are given by at least one of `budgets`, `tokens` and `tokens_per_parameter`; each goes with every size."""
 
@@ -47,6 +73,7 @@ class LadderSettings(Section):
     warmup: Fraction | None = None  # share of the run; None: the base's warm-up
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=64)] = (0,)
     fit: FitConfig = FitConfig()
+    compare: CompareConfig | None = None  # for `maxlm ladder --compare`
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "LadderSettings":
