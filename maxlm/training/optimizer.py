@@ -19,15 +19,16 @@ from maxlm.training.small_states import in_small_state
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101), Muon (Jordan 2024) for the hidden matrices with Adam for the rest, or Adafactor (arXiv 1804.04235).
 
-    Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table. `axes`: of
-    the parameters, if it is not for all of the model's. `first_row`: of theirs, if they are pieces of those that are stacked.
+    Weight decay is decoupled, multiplied by the learning rate (or by the schedule alone, with `independent`), and reaches matrices only:
+    no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's. `first_row`: of theirs, if they are
+    pieces of those that are stacked.
     """
     axes = parameter_axes(config.model) if axes is None else axes
     direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         in_small_state(config, direction, axes, first_row),
-        optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
+        optax.add_decayed_weights(config.optimizer.decay_per_rate, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
 
