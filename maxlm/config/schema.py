@@ -45,6 +45,7 @@ from maxlm.config.reliability import (
     PrometheusConfig,
     WatchdogConfig,
 )
+from maxlm.config.schedules import BranchFromConfig
 
 
 class Llama3Scaling(Section):
@@ -384,6 +385,7 @@ class TrainConfig(Section):
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
+    branch_from: BranchFromConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
 
@@ -580,3 +582,11 @@ class Config(Section):
         if steps is not None:
             return steps
         return default if tokens is None else -(-tokens // self.tokens_per_step)
+
+    @property
+    def decay_steps(self) -> int:
+        """Updates of the decay at the end of schedule `wsd`; 0 with another."""
+        optimizer = self.optimizer
+        if optimizer.schedule != "wsd":
+            return 0
+        return self.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(self.total_steps // 10, 1))

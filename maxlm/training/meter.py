@@ -62,7 +62,7 @@ class Meter:
         self._declared = program.metrics
         self._skipped = skipped
         self._layers = layer_names(config.model)
-        trained = config.train.start_from is not None
+        trained = config.train.start_from is not None or config.train.branch_from is not None
         self.health = Health(program.objective.untrained_loss, levels, trained=trained, settings=config.health)
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:

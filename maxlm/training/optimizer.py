@@ -89,7 +89,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     if optimizer.schedule == "cosine":
         body = optax.cosine_decay_schedule(peak, after, alpha=optimizer.end_lr_fraction)
     elif optimizer.schedule == "wsd":
-        decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1))
+        decay = config.decay_steps
         stable = max(after - decay, 0)
         body = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable])
     else:

@@ -1,0 +1,13 @@
+"""Optional sections of `train` about when a run begins, how large its batches are, and what is measured of its gradients."""
+
+from maxlm.config.fields import LocalPath, Positive, Section
+
+
+class BranchFromConfig(Section):
+    """Another run's checkpoint that this run continues as if it were its own: weights, optimizer, schedule, place in the data order.
+
+    The other run is read only, and may go on meanwhile. No effect once this run has a checkpoint of its own.
+    """
+
+    path: LocalPath  # the folder of the other run
+    step: Positive  # of its checkpoint
