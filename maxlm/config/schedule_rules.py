@@ -1,7 +1,8 @@
-"""Rules of `train.branch_from`."""
+"""Rules of `train.branch_from` and `train.batch_ramp`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from maxlm.config.batch_sizes import microbatches
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
 
@@ -9,6 +10,7 @@ from maxlm.config.schema import Config
 def problems(config: Config) -> Iterator[Problem]:
     """Settings of these sections that contradict the others."""
     yield from _branch(config)
+    yield from _ramp(config)
 
 
 def _branch(config: Config) -> Iterator[Problem]:
@@ -27,3 +29,46 @@ def _branch(config: Config) -> Iterator[Problem]:
     if config.objective is not None and config.objective.kind == "dpo":
         rule = "has no reference of its own: that of objective.kind = dpo is the model which a run starts from"
         yield "train.branch_from", "set", rule, "use train.start_from"
+
+
+def _ramp(config: Config) -> Iterator[Problem]:
+    """Batches that grow, and what has no place for batches of several sizes."""
+    ramp, train = config.train.batch_ramp, config.train
+    following = [*(stage.global_batch for stage in ramp[1:]), train.global_batch]
+    total = None if train.steps is None and train.tokens is None else config.total_tokens
+    for number, (stage, larger) in enumerate(zip(ramp, following, strict=True)):
+        field = f"train.batch_ramp.{number}"
+        if stage.global_batch >= larger:
+            rule = f"is not below the {larger} sequences of the batches that follow"
+            yield f"{field}.global_batch", stage.global_batch, rule, "list the sizes from the smallest on, without train.global_batch"
+        before = ramp[number - 1].until_tokens if number else 0
+        if stage.until_tokens <= before:
+            rule = f"is not after token {before}, at which the size before it ends"
+            yield f"{field}.until_tokens", stage.until_tokens, rule, "count the tokens from the beginning of the run"
+        if total is not None and stage.until_tokens >= total:
+            yield f"{field}.until_tokens", stage.until_tokens, f"is not before the end of the run, {total} tokens", "lower it"
+    offload = config.memory.offload_state
+    beside = {
+        "diloco": (config.diloco is not None, "has workers with a share of every batch, all of one size"),
+        "memory.offload_state": (offload is not None and offload.on_nvme, "keeps files open for one compiled program"),
+        "integrity.replay_every": (
+            config.integrity is not None and config.integrity.replay_every is not None,
+            "repeats work by a program for one size",
+        ),
+    }
+    for field, (used, rule) in beside.items():
+        if ramp and used:
+            yield field, "set", f"{rule}, and train.batch_ramp changes it", "remove one of them"
+
+
+def ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Sizes of batches that a mesh does not divide."""
+    train, shards = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    staged = sizes["stage"] > 1
+    for number, stage in enumerate(train.batch_ramp):
+        size = stage.global_batch
+        if microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=staged) is None:
+            multiple = shards * (train.microbatches if staged else 1)
+            parts = f"the {train.microbatches} microbatches of the pipeline times " if staged else ""
+            rule = f"is not a multiple of {multiple}: {parts}the {shards} shards of mesh data x fsdp x expert"
+            yield f"train.batch_ramp.{number}.global_batch", size, rule, f"use {-(-size // multiple) * multiple}, or fewer shards"

@@ -1,6 +1,6 @@
 """Optional sections of `train` about when a run begins, how large its batches are, and what is measured of its gradients."""
 
-from maxlm.config.fields import LocalPath, Positive, Section
+from maxlm.config.fields import LocalPath, Positive, Section, Tokens
 
 
 class BranchFromConfig(Section):
@@ -11,3 +11,10 @@ class BranchFromConfig(Section):
 
     path: LocalPath  # the folder of the other run
     step: Positive  # of its checkpoint
+
+
+class BatchStageConfig(Section):
+    """Smaller batches, until some token of the run."""
+
+    global_batch: Positive  # sequences an update
+    until_tokens: Tokens  # of the whole run, rounded up to whole updates

@@ -151,6 +151,8 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     if config.compression is not None and config.diloco is None:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
+    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp]
+    values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
     values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
@@ -186,6 +188,7 @@ def _start(
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         start = restore_or_init(program, checkpoints, init, journal, goodput)
         if start.step < config.total_steps:
+            program.compile_from(start.step)
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
             integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init

@@ -106,7 +106,7 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
-    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped)
+    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped, left_out=start.left_out)
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.go_on(start.position, start.left_out)

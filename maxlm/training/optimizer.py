@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from maxlm.config.optimizer import AdafactorConfig, MuonConfig
@@ -79,22 +80,40 @@ def learning_rate(config: Config) -> optax.Schedule:
     """Linear warm-up to `peak_lr`, then the schedule's shape down to `end_lr_fraction` of it at the last step.
 
     Step s (from 0) of the warm-up uses (s + 1) / warm-up of the peak, so no update is spent on a rate of 0.
-    wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395).
+    wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395). With `train.batch_ramp` lengths are counted in tokens.
     """
-    optimizer = config.optimizer
+    optimizer, passed = config.optimizer, _passed(config)
     peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
-    total = config.total_steps
-    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    steps = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    total, warmup = passed(config.total_steps), passed(steps)
     after = max(total - warmup, 1)
     if optimizer.schedule == "cosine":
         body = optax.cosine_decay_schedule(peak, after, alpha=optimizer.end_lr_fraction)
     elif optimizer.schedule == "wsd":
-        decay = config.decay_steps
+        decay = total - passed(config.total_steps - config.decay_steps)
         stable = max(after - decay, 0)
         body = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable])
     else:
         body = optax.constant_schedule(peak)
+    if config.train.batch_ramp:
+        return lambda step: jnp.where(step < steps, peak * passed(step + 1) / max(warmup, 1e-9), body(passed(step) - warmup))
     if not warmup:
         return body
     ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)) if warmup > 1 else optax.constant_schedule(peak)
     return optax.join_schedules([ramp, body], [warmup])
+
+
+def _passed(config: Config) -> Callable[[Any], Any]:
+    """Step -> tokens of the updates before it, in updates of the last, largest size; where all batches are alike, the step itself."""
+    if not config.train.batch_ramp:
+        return lambda step: step
+    sizes, full = config.batch_sizes, config.train.global_batch
+    ends = [*(stage.first for stage in sizes.stages[1:]), config.total_steps]
+
+    def passed(step: Any) -> Any:
+        if isinstance(step, int):
+            return sizes.before(step) / full
+        within = [jnp.clip(step - stage.first, 0, end - stage.first) for stage, end in zip(sizes.stages, ends, strict=True)]
+        return sum(steps.astype(jnp.float32) * (stage.size / full) for steps, stage in zip(within, sizes.stages, strict=True))
+
+    return passed

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.batch_sizes import microbatches
 from maxlm.config.precision_rules import check_chip
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
@@ -33,6 +34,7 @@ from maxlm.training.loss_scale import ScaledUpdates
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.ramped_step import RampedStep
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
@@ -62,7 +64,7 @@ class Program:
         reduced    once an update (`reduction_axes`), over `data` by the updater where it is compressed; as layers are done, with whole
                    weights (ZeRO stage 2); by the partitioner
         """
-        config, objective, sizes = self.config, self.objective, self.mesh.shape
+        config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
         loss = partial(objective.loss, summed=axes)
         grad_fn: GradFn = partial(in_one_pass, loss)
@@ -178,11 +180,34 @@ class Program:
         with jax.set_mesh(self.mesh):
             return make.lower().compile(compiler_options=self.compiler_options)
 
+    def of_size(self, size: int) -> "Program":
+        """The program of batches of `size` sequences, which has the same state and schedule. This one, if all batches are alike."""
+        train = self.objective.config.train
+        if not train.batch_ramp:
+            return self
+        shards, staged = math.prod(self.mesh.shape[axis] for axis in ("data", "fsdp", "expert")), self.mesh.shape.get("stage", 1) > 1
+        parts = microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=staged)
+        assert parts is not None, "config/schedule_rules.py checks every size"
+        own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": ()})
+        return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))
+
+    def compile_from(self, step: int) -> None:
+        """Compile all that batches from number `step` on need, so that training does not wait for it later."""
+        if isinstance(self.step, RampedStep):
+            self.step.prepare(self.config.batch_sizes.from_number(step))
+
     @cached_property
-    def step(self) -> jax.stages.Compiled | NvmeStep:
+    def step(self) -> jax.stages.Compiled | NvmeStep | RampedStep:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
-        compiled = self.lower().compile(compiler_options=self.compiler_options)
+        train = self.objective.config.train
+        if train.batch_ramp:
+            return RampedStep(lambda size: self.of_size(size).compiled(), train.global_batch)
+        compiled = self.compiled()
         return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The update that `lower` describes, compiled."""
+        return self.lower().compile(compiler_options=self.compiler_options)
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""

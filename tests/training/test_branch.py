@@ -1,4 +1,4 @@
-"""Decays that branch off one stable run: each is, bit for bit, the run that had its decay from the beginning; the stable run stays as it is."""
+"""Decays that branch off one stable run: each is, bit for bit, the run that had its decay from the beginning; that run stays as it is."""
 
 import functools
 import json
