@@ -34,10 +34,10 @@ def _branch(config: Config) -> Iterator[Problem]:
 def _ramp(config: Config) -> Iterator[Problem]:
     """Batches that grow, and what has no place for batches of several sizes."""
     ramp, train = config.train.batch_ramp, config.train
-    following = [*(stage.global_batch for stage in ramp[1:]), train.global_batch]
+    sizes = [*(stage.global_batch for stage in ramp), train.global_batch]
     total = None if train.steps is None and train.tokens is None else config.total_tokens
-    for number, (stage, larger) in enumerate(zip(ramp, following, strict=True)):
-        field = f"train.batch_ramp.{number}"
+    for number, stage in enumerate(ramp):
+        field, larger = f"train.batch_ramp.{number}", sizes[number + 1]
         if stage.global_batch >= larger:
             rule = f"is not below the {larger} sequences of the batches that follow"
             yield f"{field}.global_batch", stage.global_batch, rule, "list the sizes from the smallest on, without train.global_batch"
