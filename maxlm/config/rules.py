@@ -96,7 +96,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     if config.model.moe is None and sizes["expert"] > 1:
         yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
     yield from _batch(config, sizes)
-    yield from schedule_rules.ramp_on(config, sizes)
+    yield from schedule_rules.on_mesh(config, sizes)
     yield from _context(config, sizes["context"], sizes["tensor"])
     yield from _stages(config, sizes)
     yield from _compressed_links(config, sizes)

@@ -1,4 +1,4 @@
-"""Rules of `train.branch_from` and `train.batch_ramp`."""
+"""Rules of `train.branch_from`, `train.batch_ramp` and `train.noise_scale`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,6 +11,7 @@ def problems(config: Config) -> Iterator[Problem]:
     """Settings of these sections that contradict the others."""
     yield from _branch(config)
     yield from _ramp(config)
+    yield from _noise_scale(config)
 
 
 def _branch(config: Config) -> Iterator[Problem]:
@@ -61,7 +62,32 @@ def _ramp(config: Config) -> Iterator[Problem]:
             yield field, "set", f"{rule}, and train.batch_ramp changes it", "remove one of them"
 
 
-def ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+def _noise_scale(config: Config) -> Iterator[Problem]:
+    """A measurement that compares the parts of a batch with the whole."""
+    if config.train.noise_scale is None:
+        return
+    if config.train.microbatches == 1:
+        rule = "compares microbatches with the whole batch, and train.microbatches = 1"
+        yield "train.noise_scale", "set", rule, "use 2 microbatches or more"
+    beside = {
+        "diloco": (config.diloco, "has a gradient for each worker, and none of the whole batch"),
+        "compression": (config.compression, "changes the gradient of the whole batch"),
+        "precision.loss_scale": (config.precision.scaling, "multiplies gradients"),
+    }
+    for field, (section, rule) in beside.items():
+        if section is not None:
+            yield "train.noise_scale", "set", f"does not go together with {field}, which {rule}", "remove one of them"
+
+
+def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """What a mesh has no place for."""
+    yield from _ramp_on(config, sizes)
+    if config.train.noise_scale is not None and sizes["stage"] > 1:
+        rule = f"needs the gradient of each microbatch, and the pipeline of mesh.stage = {sizes['stage']} forms their sum"
+        yield "train.noise_scale", "set", rule, "remove it, or use mesh.stage=1"
+
+
+def _ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Sizes of batches that a mesh does not divide."""
     train, shards = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"]
     staged = sizes["stage"] > 1

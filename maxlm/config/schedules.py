@@ -18,3 +18,9 @@ class BatchStageConfig(Section):
 
     global_batch: Positive  # sequences an update
     until_tokens: Tokens  # of the whole run, rounded up to whole updates
+
+
+class NoiseScaleConfig(Section):
+    """Measure the gradient noise scale (arXiv 1812.06162). It costs the norm of each microbatch's gradient."""
+
+    updates: Positive = 100  # that it is averaged over, about

@@ -46,7 +46,7 @@ from maxlm.config.reliability import (
     PrometheusConfig,
     WatchdogConfig,
 )
-from maxlm.config.schedules import BatchStageConfig, BranchFromConfig
+from maxlm.config.schedules import BatchStageConfig, BranchFromConfig, NoiseScaleConfig
 
 
 class Llama3Scaling(Section):
@@ -389,6 +389,7 @@ class TrainConfig(Section):
     branch_from: BranchFromConfig | None = None
     # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
     batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(max_length=8)] = ()
+    noise_scale: NoiseScaleConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
 

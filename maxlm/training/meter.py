@@ -17,6 +17,7 @@ from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
 from maxlm.training.layer_figures import figures_of, layer_names
 from maxlm.training.loss_scale import overflow
+from maxlm.training.noise_scale import LEVELS, PARTS, SQUARES, NoiseScale
 from maxlm.training.program import Program
 from maxlm.training.progress import LoopProgress
 from maxlm.training.step import Metrics
@@ -66,7 +67,14 @@ class Meter:
         self._skipped = skipped
         self._layers = layer_names(config.model)
         trained = config.train.start_from is not None or config.train.branch_from is not None
+        noise = config.train.noise_scale
+        self._noise = None if noise is None else NoiseScale(noise, (levels or {}).get(LEVELS, ()))
         self.health = Health(program.objective.untrained_loss, levels, trained=trained, settings=config.health)
+
+    @property
+    def levels(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that the next update is judged and measured as it would be without a restart."""
+        return {**self.health.levels, **({} if self._noise is None else {LEVELS: self._noise.levels})}
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
         """Update number `step` was dispatched; the one before is read now, while it runs.
@@ -97,6 +105,8 @@ class Meter:
         self._since = now
         balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)
+        if self._noise is not None:
+            self._noise.update(metrics.values)
         if self._due(step, self._log_every):
             self._observers.on_step(self._record(step, metrics, balance))
             self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
@@ -114,6 +124,9 @@ class Meter:
         flops_per_s = self._flops_per_token * tokens_per_s
         values = records(metrics.values)
         del values["tokens"]  # the record counts those consumed
+        if self._noise is not None:
+            del values[PARTS], values[SQUARES]
+            values |= self._noise.figures
         values |= {"global_batch": self._sequences(step)} if self._ramped else {}
         return StepRecord(
             step=step,

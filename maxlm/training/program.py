@@ -31,6 +31,7 @@ from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.loss_scale import ScaledUpdates
+from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, with_part_norms
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
@@ -54,7 +55,9 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of all that an update reports beside what every record holds."""
-        return self.updater.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
+        declared = tuple(metric for metric in self.updater.metrics if metric not in PART_METRICS)
+        declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
+        return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
     def gradients(self) -> GradFn:
@@ -67,13 +70,14 @@ class Program:
         config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
         loss = partial(objective.loss, summed=axes)
-        grad_fn: GradFn = partial(in_one_pass, loss)
+        measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
+        grad_fn: GradFn = measured(partial(in_one_pass, loss))
         if sizes.get("stage", 1) > 1:
             grad_fn = partial(pipelined.gradients, objective, axes)
         elif config.train.microbatches > 1:
-            grad_fn = partial(accumulated, config.train.microbatches, loss)
+            grad_fn = partial(accumulated, config.train.microbatches, grad_fn)
         elif config.mesh.zero == 2:
-            grad_fn = partial(in_one_pass, with_layers_gathered(config, loss))
+            grad_fn = measured(partial(in_one_pass, with_layers_gathered(config, loss)))
         apart = AXIS if compresses(config) else None
         return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
 
@@ -90,6 +94,7 @@ class Program:
 
         def build(gradients: GradFn) -> Updater:
             update = kind(config, self.objective, self.optimizer, gradients, compressed)
+            update.metrics += () if config.train.noise_scale is None else PART_METRICS
             return WatchedUpdates(update, health) if health is not None and watches else update
 
         def watched(gradients: GradFn) -> GradFn:

@@ -134,7 +134,7 @@ class Saving:
 
     def _position(self, step: int) -> dict[str, Any]:
         session, health = self._session, self._meter.health
-        position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
+        position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.levels, HEALTHY: health.healthy}
         return position | session.data.position(step) | session.journal.position(session.data.left_out)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:
