@@ -35,7 +35,7 @@ from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
-from maxlm.training.branch import branch_off
+from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
@@ -187,6 +187,7 @@ def _start(
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         start = restore_or_init(program, checkpoints, init, journal, goodput)
+        check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
             program.compile_from(start.step)
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)

@@ -44,3 +44,13 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
         _log.warning(said, rates[0], source.path, rates[1])
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
     return Start(program.adopt(restored.state), restored.step, data, restored.data_position)
+
+
+def check_same_branch(source: BranchFromConfig | None, start: Start) -> None:
+    """Raise ConfigError if a run that goes on from its own checkpoint is asked to branch off where it has not."""
+    if source is None or start.restored is None or start.branched:
+        return
+    began = start.position.get(BRANCH)
+    if began != source.step:
+        rule = "is not where this run began: " + ("it is no branch" if began is None else f"it branched off at step {began}")
+        raise ConfigError("train.branch_from.step", source.step, rule, "use another run.name")

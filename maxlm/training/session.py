@@ -14,7 +14,7 @@ from maxlm.training.progress import LoopProgress
 from maxlm.training.rollback import Journal
 from maxlm.training.step import TrainState
 
-BRANCH = "branch"  # source of a state that is another run's
+BRANCH = "branch"  # source of a state that is another run's; entry of a data position: the step of it
 Status = Literal["done", "nothing_left", "preempted", "unhealthy", "corrupted"]
 
 

@@ -1,5 +1,6 @@
 """Decays that branch off one stable run: each is, bit for bit, the run that had its decay from the beginning; that run stays as it is."""
 
+import contextlib
 import functools
 import json
 import shutil
@@ -16,7 +17,7 @@ from maxlm.data.order import batch_number
 from maxlm.data.prefetch import Prefetcher
 from maxlm.runtime.open_run import identity
 from maxlm.telemetry.goodput import Goodput
-from maxlm.training.branch import branch_off
+from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Session
@@ -108,6 +109,17 @@ def test_a_branch_is_the_run_that_had_its_decay_from_the_beginning(stable, tmp_p
     assert digests(branch, steps) == digests(straight, steps), "once it has a checkpoint it does without the other run"
 
 
+def test_a_run_that_began_elsewhere_is_no_branch(stable, tmp_path):
+    run(tmp_path, leave_out=(), **decay(OFF + 1, stable))
+    program = tiny_program(1, checkpoint={"every_steps": EVERY, "keep": 9}, **decay(OFF + 1, stable))
+    for folder, step, said in ((tmp_path, 2, "branched off at step 4"), (tmp_path, OFF, ""), (stable, OFF, "it is no branch")):
+        own = Checkpoints(folder / "checkpoints", program.config.checkpoint, identity(program.config, "t"))
+        start = restore_or_init(program, own)
+        with pytest.raises(UserError, match=f"{said}; use another run.name") if said else contextlib.nullcontext():
+            check_same_branch(BranchFromConfig(path=str(stable), step=step), start)
+
+
+@pytest.mark.soak
 def test_a_branch_may_lie_on_another_mesh(stable, tmp_path):
     """It then is, bit for bit, that run moved to that mesh at the branch."""
     moved, branch, mesh = tmp_path / "moved", tmp_path / "branch", {"data": 2, "fsdp": 2}

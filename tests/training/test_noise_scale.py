@@ -58,7 +58,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["reduced once an update", pytest.param("reduced as layers are done", marks=pytest.mark.soak)])
 def test_the_parts_are_microbatches_of_each_device_that_reduces_once(layout):
     devices, mesh, shards = LAYOUTS[layout]
     program = tiny_program(devices, mesh=mesh, train={"microbatches": 2, **MEASURED})
