@@ -48,11 +48,11 @@ class BatchSizes:
         return self.stages[bisect_right(self.stages, number, key=lambda stage: stage.first) - 1]
 
 
-def microbatches(size: int, *, full: int, parts: int, shards: int, pipeline: bool = False) -> int | None:
+def microbatches(size: int, *, full: int, parts: int, shards: int, pipeline: bool = False, least: int = 1) -> int | None:
     """Number of microbatches of a batch of `size` sequences, where the `full` batch has `parts`; None if no number will do.
 
-    Each splits over `shards`. They are as few as leave none larger than those of the full batch; in a pipeline they are as many as there,
-    since fewer would leave stages idle.
+    Each splits over `shards`. They are as few as leave none larger than those of the full batch, and `least`; in a pipeline they are as
+    many as there, since fewer would leave stages idle.
     """
-    numbers = (parts,) if pipeline else range(1, size + 1)
+    numbers = (parts,) if pipeline else range(least, size + 1)
     return next((n for n in numbers if size % (n * shards) == 0 and size // n <= full // parts), None)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-from maxlm.config.batch_sizes import microbatches
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
 
@@ -89,12 +88,17 @@ def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 
 def _ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Sizes of batches that a mesh does not divide."""
-    train, shards = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    staged = sizes["stage"] > 1
+    train, shards, staged = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
     for number, stage in enumerate(train.batch_ramp):
         size = stage.global_batch
-        if microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=staged) is None:
-            multiple = shards * (train.microbatches if staged else 1)
-            parts = f"the {train.microbatches} microbatches of the pipeline times " if staged else ""
+        if config.microbatches_of(size, sizes) is None:
+            least = train.microbatches if staged else 1 if train.noise_scale is None else 2
+            multiple = shards * least
+            parts = f"{least} microbatches of {'the pipeline' if staged else 'train.noise_scale'} times " if least > 1 else ""
             rule = f"is not a multiple of {multiple}: {parts}the {shards} shards of mesh data x fsdp x expert"
-            yield f"train.batch_ramp.{number}.global_batch", size, rule, f"use {-(-size // multiple) * multiple}, or fewer shards"
+            yield (
+                f"train.batch_ramp.{number}.global_batch",
+                size,
+                rule,
+                f"use {-(-size // multiple) * multiple}, or fewer shards",
+            )

@@ -6,12 +6,13 @@ is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.batch_sizes import BatchSizes
+from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.compression import CompressionConfig
 from maxlm.config.fields import (
     AtLeastOne,
@@ -573,6 +574,13 @@ class Config(Section):
         """Sequences of every batch."""
         ramp = [(stage.global_batch, self._sequences(stage.until_tokens)) for stage in self.train.batch_ramp]
         return BatchSizes(self.train.global_batch, ramp)
+
+    def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:
+        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
+        train, shards = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        least = 1 if train.noise_scale is None else 2  # which compares them
+        pipeline = mesh["stage"] > 1
+        return microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=pipeline, least=least)
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.config.batch_sizes import microbatches
 from maxlm.config.precision_rules import check_chip
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
@@ -190,8 +189,7 @@ class Program:
         train = self.objective.config.train
         if not train.batch_ramp:
             return self
-        shards, staged = math.prod(self.mesh.shape[axis] for axis in ("data", "fsdp", "expert")), self.mesh.shape.get("stage", 1) > 1
-        parts = microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=staged)
+        parts = self.config.microbatches_of(size, self.mesh.shape)
         assert parts is not None, "config/schedule_rules.py checks every size"
         own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": ()})
         return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))

@@ -70,7 +70,7 @@ def test_a_ramp_that_does_not_rise_is_refused(sections, said):
     ("mesh", "microbatches", "said"),
     [
         ({"fsdp": 8}, 1, "= 4: is not a multiple of 8: the 8 shards"),
-        ({"stage": 2, "fsdp": 4}, 2, "is not a multiple of 8: the 2 microbatches"),
+        ({"stage": 2, "fsdp": 4}, 2, "is not a multiple of 8: 2 microbatches of the pipeline"),
     ],
 )
 def test_a_size_that_the_mesh_does_not_divide_is_refused(mesh, microbatches, said):
