@@ -33,7 +33,7 @@ def _branch(config: Config) -> Iterator[Problem]:
 
 def _ramp(config: Config) -> Iterator[Problem]:
     """Batches that grow, and what has no place for batches of several sizes."""
-    ramp, train = config.train.batch_ramp, config.train
+    ramp, train = config.train.batch_ramp or (), config.train
     sizes = [*(stage.global_batch for stage in ramp), train.global_batch]
     total = None if train.steps is None and train.tokens is None else config.total_tokens
     for number, stage in enumerate(ramp):
@@ -89,7 +89,7 @@ def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
 def _ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Sizes of batches that a mesh does not divide."""
     train, shards, staged = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
-    for number, stage in enumerate(train.batch_ramp):
+    for number, stage in enumerate(train.batch_ramp or ()):
         size = stage.global_batch
         if config.microbatches_of(size, sizes) is None:
             least = train.microbatches if staged else 1 if train.noise_scale is None else 2

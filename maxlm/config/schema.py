@@ -389,7 +389,7 @@ class TrainConfig(Section):
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
     branch_from: BranchFromConfig | None = None
     # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
-    batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(max_length=8)] = ()
+    batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
     noise_scale: NoiseScaleConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
@@ -572,7 +572,7 @@ class Config(Section):
     @property
     def batch_sizes(self) -> BatchSizes:
         """Sequences of every batch."""
-        ramp = [(stage.global_batch, self._sequences(stage.until_tokens)) for stage in self.train.batch_ramp]
+        ramp = [(stage.global_batch, self._sequences(stage.until_tokens)) for stage in self.train.batch_ramp or ()]
         return BatchSizes(self.train.global_batch, ramp)
 
     def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:

@@ -151,7 +151,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     if config.compression is not None and config.diloco is None:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
-    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp]
+    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
     values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     values |= config.optimizer.state.identity if config.optimizer.state is not None else {}

@@ -4,7 +4,6 @@ So several decays can follow one stable phase (WSD, arXiv 2404.06395), and each 
 beginning. The other run is read only.
 """
 
-import logging
 import time
 
 import jax
@@ -13,13 +12,10 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import ConfigError
 from maxlm.config.schedules import BranchFromConfig
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training.optimizer import learning_rate
 from maxlm.training.program import Program
 from maxlm.training.rollback import Journal
 from maxlm.training.session import BRANCH, Start
 from maxlm.training.start_from import opened
-
-_log = logging.getLogger(__name__)
 
 
 def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, str]) -> Start:
@@ -29,19 +25,13 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
     """
     began, saved = time.monotonic(), opened(source)
     checkpoints = Checkpoints(saved.checkpoints.directory, saved.trained.checkpoint, identity)
-    primary = jax.process_index() == 0
-    journal = Journal(RunDirectory(saved.directory, primary=False).roll_backs, primary=primary)
+    journal = Journal(RunDirectory(saved.directory, primary=False).roll_backs, primary=jax.process_index() == 0)
     unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
     if source.step in unfit:
         fit = [step for step in checkpoints.steps() if step not in unfit]
         fix = f"use {' or '.join(map(str, fit[-3:]))}" if fit else "wait for a later checkpoint"
         raise ConfigError("train.branch_from.step", source.step, f"is no checkpoint to continue: {unfit[source.step]}", fix)
     restored = checkpoints.restore(program.abstract_state, source.step)
-    updates = source.step - int(jax.device_get(restored.state.skipped))
-    rates = [float(learning_rate(config)(updates - 1)) for config in (saved.trained, program.config)]
-    if primary and rates[0] != rates[1]:
-        said = "the learning rate of the update before the branch was %g in %s, and is %g by this config: it jumps"
-        _log.warning(said, rates[0], source.path, rates[1])
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
     return Start(program.adopt(restored.state), restored.step, data, restored.data_position)
 

@@ -191,7 +191,7 @@ class Program:
             return self
         parts = self.config.microbatches_of(size, self.mesh.shape)
         assert parts is not None, "config/schedule_rules.py checks every size"
-        own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": ()})
+        own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": None})
         return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))
 
     def compile_from(self, step: int) -> None:

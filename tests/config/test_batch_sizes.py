@@ -30,7 +30,7 @@ def test_lengths_in_tokens_are_the_fewest_updates_that_hold_them(ramp):
     stages = [{"global_batch": size, "until_tokens": until * SEQ_LEN - 3} for size, until in ramp]
     optimizer = {"schedule": "wsd", "warmup_steps": None, "warmup_tokens": 700, "end_lr_fraction": 0.0}
     for tokens, decay in ((20000, 3000), (20001, 513), (24999, 8888)):
-        train = {"steps": None, "tokens": tokens, "global_batch": FULL, "batch_ramp": stages}
+        train = {"steps": None, "tokens": tokens, "global_batch": FULL, "batch_ramp": stages or None}
         config = tiny_config(train=train, optimizer={**optimizer, "decay_tokens": decay})
         sizes, total = config.batch_sizes, config.total_steps
         held = [sum(sizes.of(n) for n in range(step)) * SEQ_LEN for step in range(total + 1)]
@@ -43,14 +43,14 @@ def test_lengths_in_tokens_are_the_fewest_updates_that_hold_them(ramp):
 
 @pytest.mark.parametrize("full", [16, 48, 96])
 def test_microbatches_are_the_fewest_that_are_small_enough(full):
-    for parts, shards, size in np.ndindex(9, 9, full):
-        parts, shards, size = parts + 1, shards + 1, size + 1
+    for parts, shards, size, least in np.ndindex(9, 9, full, 2):
+        parts, shards, size, least = parts + 1, shards + 1, size + 1, least + 1
         if full % (parts * shards):
             continue
-        found = microbatches(size, full=full, parts=parts, shards=shards)
-        fit = [n for n in range(1, size + 1) if size % n == 0 and size // n % shards == 0 and size // n <= full // parts]
+        found = microbatches(size, full=full, parts=parts, shards=shards, least=least)
+        fit = [n for n in range(least, size + 1) if size % n == 0 and size // n % shards == 0 and size // n <= full // parts]
         assert found == min(fit, default=None)
-        assert (found is None) == (size % shards != 0)
+        assert least == 2 or (found is None) == (size % shards != 0)
 
 
 @pytest.mark.parametrize(

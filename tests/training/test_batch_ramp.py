@@ -28,7 +28,8 @@ def test_the_rate_is_a_function_of_tokens(schedule, warmup):
     """At a step that begins after as many tokens as one of a run without a ramp, the rate is that one's."""
     lengths = {"warmup_steps": None, "warmup_tokens": warmup, **({"decay_tokens": 4096} if schedule == "wsd" else {})}
     settings = {"optimizer": {"schedule": schedule, **lengths}}
-    grows, plain = (tiny_config(train={"steps": None, "tokens": 128 * 16 * SEQ_LEN, "batch_ramp": ramp}, **settings) for ramp in (RAMP, ()))
+    train = {"steps": None, "tokens": 128 * 16 * SEQ_LEN}
+    grows, plain = (tiny_config(train={**train, "batch_ramp": ramp}, **settings) for ramp in (RAMP, None))
     assert grows.total_tokens == plain.total_tokens
     rates, wanted = learning_rate(grows), learning_rate(plain)
     traced = jax.jit(jax.vmap(rates))(np.arange(grows.total_steps))

@@ -186,10 +186,3 @@ def test_hosts_compare_what_they_see_of_the_other_run(stable):
 def test_a_decay_that_began_before_the_branch_is_refused(steps, optimizer, said):
     with pytest.raises(UserError, match=said):
         tiny_config(train={"steps": steps, "branch_from": {"path": "x", "step": OFF}}, optimizer=optimizer)
-
-
-def test_a_rate_that_jumps_at_the_branch_is_said(stable, caplog):
-    for peak, said in ((1e-2, 0), (2e-2, 1)):
-        program = tiny_program(1, **decay(OFF + 2, stable, peak_lr=peak))
-        branch_off(program, program.config.train.branch_from, identity(program.config, "t"))
-        assert caplog.text.count("the learning rate of the update before the branch was 0.01") == said
