@@ -82,7 +82,7 @@ class Checkpoints:
         absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
-        self._identity = dict(identity)
+        self.identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
         """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
-        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner)
+        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
@@ -252,7 +252,7 @@ class Checkpoints:
         restored = self._from_memory(abstract_state, unfit or {}) if step is None else None
         if restored is None and step is None and self.latest(unfit or {}) is None and self.memory is not None:
             raise CopyLostError(f"{self.directory} has no checkpoint to continue from, and no copy in memory can be used.")
-        restored = restored or self._restore(abstract_state, step, self._identity, unfit or {})
+        restored = restored or self._restore(abstract_state, step, self.identity, unfit or {})
         self._resumed_at = restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
@@ -353,7 +353,7 @@ class Checkpoints:
         def text() -> str:
             done = digest.fetch(sums.result())
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
-            content = manifest.Manifest(step, self._identity, data_position, described)
+            content = manifest.Manifest(step, self.identity, data_position, described)
             assert not content.disagreement(str(step)), content.disagreement(str(step))
             return content.to_text()
 
