@@ -77,6 +77,8 @@ def _round(width: float, d_model: int) -> int:
 def _check_base(settings: LadderSettings, base: Config) -> None:
     if base.train.eval_batches == 0:
         raise UserError(f"{settings.base}: train.eval_batches = 0: a ladder fits the loss on held-out text; set at least 1.")
+    if base.train.batch_ramp:
+        raise UserError(f"{settings.base}: train.batch_ramp goes by tokens, and the runs of a ladder have different lengths: leave it out.")
     for name, size in settings.sizes.items():
         for key in size.settings:
             if key.startswith(RESERVED) or key in model_settings(base.model, size):

@@ -72,8 +72,15 @@ def test_bad_files_are_refused_in_one_line(here, old, new, said):
     assert "\n" not in str(raised.value)
 
 
-def test_a_base_without_evaluation_is_refused(here):
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("eval_batches: 0", r"train.eval_batches = 0: a ladder fits the loss on held-out text"),
+        ("eval_batches: 1, batch_ramp: [{global_batch: 4, until_tokens: 640}]", r"train.batch_ramp goes by tokens"),
+    ],
+)
+def test_a_base_without_evaluation_or_with_growing_batches_is_refused(here, new, said):
     file = write_ladder(here)
-    (here / "base.yml").write_text((here / "base.yml").read_text().replace("eval_batches: 1", "eval_batches: 0"))
-    with pytest.raises(UserError, match=r"train.eval_batches = 0: a ladder fits the loss on held-out text"):
+    (here / "base.yml").write_text((here / "base.yml").read_text().replace("eval_batches: 1", new))
+    with pytest.raises(UserError, match=said):
         rungs_of(file)
