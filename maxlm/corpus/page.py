@@ -29,6 +29,7 @@ def page(report: Mapping[str, Any]) -> str:
         _head(report),
         _passes(passes),
         _reasons(passes),
+        _cuts(passes),
         _sources(passes),
         _languages(passes[-1]),
         _lengths(passes),
@@ -92,6 +93,16 @@ def _all(passes: Sequence[Pass]) -> Iterator[tuple[Pass, str, int]]:
     for one in passes:
         for reason, count in sorted(one["removed"].items(), key=lambda item: (-item[1], item[0])):
             yield one, reason, count
+
+
+def _cuts(passes: Sequence[Pass]) -> str:
+    rows = [
+        [f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{documents:,}", f"{amount:,}"]
+        for one in passes
+        for reason, (documents, amount) in sorted(one["cut"].items())
+    ]
+    heads = ("stage/reason and pass", "documents", "characters, or data masked")
+    return f"<section><h2>What was cut from documents that stay</h2>{_table(heads, rows)}</section>" if rows else ""
 
 
 def _sources(passes: Sequence[Pass]) -> str:
@@ -158,8 +169,9 @@ def _copies(passes: Sequence[Pass]) -> str:
 
 
 def _examples(passes: Sequence[Pass]) -> str:
+    cuts = ((one, reason, count) for one in passes for reason, (count, _) in sorted(one["cut"].items()))
     blocks = []
-    for one, reason, count in _all(passes):
+    for one, reason, count in (*_all(passes), *cuts):
         items = "".join(_example(example) for example in one["examples"][reason])
         blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
     return f"<section><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""

@@ -175,7 +175,10 @@ def test_masking_twice_changes_nothing(seed):
 
 def test_masks_are_counted_and_can_be_switched_off():
     text = "a@b.com, c@d.org, 8.8.8.8"
-    assert mask(text).metadata == {"masked_email": 2, "masked_ip": 1}
+    masked = mask(text)
+    assert masked.metadata == {"masked_email": 2, "masked_ip": 1}
+    assert [(cut.reason, cut.detail) for cut in masked.cuts] == [("masked_email", {"masked": 2}), ("masked_ip", {"masked": 1})]
+    assert all(cut.example in masked.text for cut in masked.cuts)  # around the placeholder, and not what it stands for
     only = PersonalDataFilter(PersonalDataSettings(email=False, phone=False, key=False))(Document("f#0", text))
     assert only.text == "a@b.com, c@d.org, <IP_ADDRESS>"
     assert IPV4.search(mask("8.8.8.8 " * 99).text) is None

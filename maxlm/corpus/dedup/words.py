@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from maxlm.corpus.dedup import unicode_ranges
+from maxlm.corpus.dedup import compiled, unicode_ranges
 from maxlm.corpus.dedup.compiled import BASE, SPACE, split_words
 
 SINGLE = 1 << 24  # flag of a character that is a word by itself
@@ -66,6 +66,13 @@ def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
         for index, digest in digests.items():
             words.exact[index] = np.frombuffer(digest, "<u8")
         yield block.positions, words
+
+
+def locate_words(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes (uint64) of the words of a text that is in NFC, as documents are, and where in it each begins (int64, characters)."""
+    plain = text.isascii()
+    characters, _ = _fold(_Block([0], [text], plain))
+    return compiled.locate_words(characters, np.uint32(SINGLE_ASCII if plain else SINGLE), np.uint64(scalar_mix(1)))
 
 
 def normalise(text: str) -> str:
