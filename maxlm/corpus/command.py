@@ -1,4 +1,4 @@
-"""`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
+"""`maxlm corpus run`, with a table of what each pass left, `maxlm corpus report` and `maxlm corpus train-classifier`."""
 
 import json
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
+from maxlm.corpus.filters.classifier import train_from_files
 from maxlm.corpus.page import megabytes, page, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -49,6 +50,20 @@ def report(output: Path, say: Callable[[str], None]) -> None:
         raise as_user_error(error) from error
     render(known, output)
     say(f"report: {output / 'report.html'}")
+
+
+def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None]) -> None:
+    """Train the model of `filters.classifier` on documents of both classes and write it. Raises UserError."""
+    try:
+        model.parent.mkdir(parents=True, exist_ok=True)
+        trained = train_from_files(wanted, unwanted)
+        trained.classifier.save(model)
+    except OSError as error:
+        raise as_user_error(error) from error
+    say(f"{model}: trained on {trained.wanted:,} wanted and {trained.unwanted:,} unwanted documents")
+    tested = f"{trained.right:,} of {trained.held_out:,} told right" if trained.held_out else "too few to hold any out"
+    say(f"held-out tenth, before it was trained on, too: {tested}")
+    say(f"to use it, in a corpus file: filters: {{classifier: {{model: {model}, min_score: 0.5}}}}")
 
 
 def render(report: dict[str, Any], output: Path) -> None:
