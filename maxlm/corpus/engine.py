@@ -369,7 +369,8 @@ def summarize(plan: Plan) -> dict[str, Any]:
         tally = add(marks)
         documents, size = total(tally["left"])
         passes.append({"name": name, "documents": documents, "bytes": size, **tally, "examples": chosen})
-    return {"format": FORMAT, "passes": passes, "tasks": len(plan.tasks), "input_files": len(plan.origins)}
+    counts = {"tasks": len(plan.tasks), "input_files": len(plan.origins)}
+    return {"format": FORMAT, "settings": plan.settings.decisive, "passes": passes, **counts}
 
 
 def _rank(example: dict[str, Any]) -> str:

@@ -97,6 +97,8 @@ def test_what_is_cut_from_documents_that_stay_is_counted_with_examples(tmp_path)
     assert runs["cut"]["repeated_substrings/runs"][0] == 2
     assert "repeated_substrings/runs" in (tmp_path / "out" / "report.html").read_text()
     assert all("cuts" not in record for record in records(tmp_path / "out"))
+    assert report["settings"]["deduplicate"]["minhash"]["bands"] == 20  # parameters stay with the result, those by default, too
+    assert report["settings"]["run"] == {"task_bytes": 1}
 
 
 def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):

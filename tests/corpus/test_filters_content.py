@@ -321,6 +321,8 @@ def test_training_reads_two_folders_of_any_format(tmp_path, capsys):
     assert right >= held_out - 1
     loaded = LinearClassifier.load(model)
     assert loaded.probability(TextStatistics(prose(50))) > 0.5 > loaded.probability(TextStatistics(junk(50)))
+    with pytest.raises(UserError, match="models: cannot be written"):
+        train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model.parent, print)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         train_from_files(str(tmp_path / "good"), str(tmp_path / "empty"))
