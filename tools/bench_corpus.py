@@ -339,7 +339,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(Path(name), megabytes, rounds)
         corpora = {"prose": prose(megabytes), "real text": given(source) if source else docstrings()}
-        for label, texts in corpora.items():
+        for label, texts in corpora.items() if wanted & {"speed", "datatrove"} else ():
             path = bench.folder / f"{label.split()[0]}.jsonl.zst"
             write_corpus(texts, path, megabytes)
             if "speed" in wanted:

@@ -77,7 +77,7 @@ def render(report: dict[str, Any], output: Path) -> None:
     from rich.table import Table
 
     came, size = total(report["passes"][0]["came"])
-    table = Table("pass", "left", "text left", "removed", "most frequent reasons, and what was cut from others")
+    table = Table("pass", "left", "text left", "removed", "most frequent reasons")
     table.add_row("came in", f"{came + unread(report):,}", megabytes(size), "", "")
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))

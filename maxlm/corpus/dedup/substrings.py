@@ -13,26 +13,31 @@ Hashes have 64 bits: among 10 billion windows (60 GB of English), two or three d
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import FORMAT, SubstringSettings
-from maxlm.corpus.dedup.words import locate_words
-from maxlm.corpus.dedup.writing import groups, parquet, row_groups
+from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
+from maxlm.corpus.dedup.writing import parquet, row_groups
 from maxlm.corpus.document import Document
 
 METADATA = b"maxlm.dedup.substrings"
-GROUP_CHARS = 1 << 22
+AT_ONCE = 1 << 20  # windows that are written and read together
+ROW = 16  # windows that a row counts for besides
 SHIFT = np.uint64(32)  # a place is a node, a document's number in keep order, and below it the number of a word
 WORD = np.uint64((1 << 32) - 1)
 
 WINDOWS = pa.schema(
     [
+        ("row", pa.int64()),  # number of the document in its shard
         ("id", pa.string()),
         ("length", pa.int64()),  # characters of the document
+        ("first", pa.int64()),  # word that the first of `windows` begins with: a document of more than AT_ONCE windows has several rows
         ("windows", pa.list_(pa.uint64())),  # hashes, by the first word of each
     ]
 )
@@ -42,18 +47,21 @@ REMOVED_RUNS = pa.schema([("row", pa.int64()), ("id", pa.string()), ("firsts", p
 def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings) -> int:
     """Write the hashes of a shard's windows to `path`, atomically, and return the number of documents. Raises UserError."""
     schema, count = WINDOWS.with_metadata({METADATA: _key(settings).encode()}), 0
-    encoding = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
+    encoding: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
     with parquet(path, schema, **encoding) as writer:
-        for group in groups(documents, GROUP_CHARS, each=64):
-            windows = [_windows(document.text, settings.min_words) for document in group]
-            offsets = np.append(0, np.cumsum([len(hashes) for hashes in windows])).astype(np.int32)
-            columns = [
-                pa.array([document.id for document in group], pa.string()),
-                pa.array([len(document.text) for document in group], pa.int64()),
-                pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(windows))),
-            ]
-            writer.write_table(pa.Table.from_arrays(columns, names=WINDOWS.names).cast(schema))
-            count += len(group)
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for number, document in enumerate(documents):
+            hashes, count = window_hashes(document.text, settings.min_words), number + 1
+            for first in range(0, max(len(hashes), 1), AT_ONCE):
+                some = hashes[first : first + AT_ONCE]
+                rows.append({"row": number, "id": document.id, "length": len(document.text), "first": first, "windows": some})
+                size += len(some) + ROW
+                if size > AT_ONCE:
+                    writer.write_table(_table(rows, schema))
+                    rows, size = [], 0
+        if rows:
+            writer.write_table(_table(rows, schema))
     return count
 
 
@@ -97,22 +105,29 @@ def _key(settings: SubstringSettings) -> str:
     return json.dumps({"format": FORMAT, "min_words": settings.min_words})
 
 
-def _windows(text: str, size: int) -> np.ndarray:
+def window_hashes(text: str, size: int) -> np.ndarray:
     """Hashes of all runs of `size` words."""
-    words, _ = locate_words(text)
-    hashes, _ = ngram_hashes(words, np.array([0, len(words)]), size)
-    return hashes
+    found, words = [np.zeros(0, np.uint64)], np.zeros(0, np.uint64)
+    for hashes, _ in locate_by_pieces(text):
+        words = np.concatenate((words[max(0, len(words) - size + 1) :], hashes))
+        found.append(ngram_hashes(words, np.array([0, len(words)]), size)[0])
+    return np.concatenate(found)
+
+
+def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "length", "first")]
+    offsets = np.append(0, np.cumsum([len(row["windows"]) for row in rows])).astype(np.int32)
+    windows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row["windows"] for row in rows])))
+    return pa.Table.from_arrays([*columns, windows.cast(schema.field("windows").type)], schema=schema)
 
 
 def _number(database: Database, files: Sequence[Path], settings: SubstringSettings) -> None:
     """Table `ranked`: node (0, 1, ... in keep order), shard, row, id."""
     database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, length BIGINT)")
     for shard, path in enumerate(files):
-        row = 0
-        for table in row_groups(path, METADATA, _key(settings), ["id", "length"]):
-            place = {"shard": np.full(len(table), shard), "row": np.arange(row, row + len(table))}
-            database.insert("documents", pa.table({**place, "id": table["id"], "length": table["length"]}))
-            row += len(table)
+        for table in row_groups(path, METADATA, _key(settings), ["row", "id", "length", "first"]):
+            begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
+            database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
     ordered = "SELECT shard, row, id FROM documents ORDER BY length DESC, id"
     database.run(f"CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, shard, row, id FROM ({ordered})")  # noqa: S608
     database.run("DROP TABLE documents")
@@ -121,16 +136,18 @@ def _number(database: Database, files: Sequence[Path], settings: SubstringSettin
 def _places(database: Database, files: Sequence[Path], settings: SubstringSettings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Hash and place of each window."""
     nodes = (array.astype(np.uint64) for (array,) in database.arrays("SELECT node FROM ranked ORDER BY shard, row"))
-    rest = np.zeros(0, np.uint64)
+    held = np.zeros(0, np.uint64)  # nodes that were read, from row `at` of the file on
     for path in files:
-        for table in row_groups(path, METADATA, _key(settings), ["windows"]):
-            while len(rest) < len(table):
-                rest = np.concatenate((rest, next(nodes)))
-            lists, mine, rest = table["windows"].combine_chunks(), rest[: len(table)], rest[len(table) :]
-            offsets = lists.offsets.to_numpy()
-            counts = np.diff(offsets)
-            words = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-            yield lists.values.to_numpy(), (np.repeat(mine, counts) << SHIFT) | words.astype(np.uint64)
+        at, has_rows = 0, False
+        for table in row_groups(path, METADATA, _key(settings), ["row", "first", "windows"]):
+            rows, first, lists = table["row"].to_numpy(), table["first"].to_numpy(), table["windows"].combine_chunks()
+            while at + len(held) <= rows[-1]:
+                held = np.concatenate((held, next(nodes)))
+            counts = np.diff(lists.offsets.to_numpy())
+            words = np.arange(len(lists.values)) + np.repeat(first - lists.offsets.to_numpy()[:-1], counts)
+            yield lists.values.to_numpy(), (np.repeat(held[rows - at], counts) << SHIFT) | words.astype(np.uint64)
+            held, at, has_rows = held[rows[-1] - at :], int(rows[-1]), True
+        held = held[1:] if has_rows else held
 
 
 def _later(database: Database, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
