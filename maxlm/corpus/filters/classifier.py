@@ -137,7 +137,8 @@ def train_from_files(wanted: str, unwanted: str, **settings: int | float) -> Tra
         probabilities = [[trial.probability(TextStatistics(text)) for text in texts] for texts in held]
         right = sum(value >= 0.5 for value in probabilities[0]) + sum(value < 0.5 for value in probabilities[1])
         count = sum(map(len, held))
-    return Trained(train_classifier(*examples, **settings), *map(len, examples), right, count)  # type: ignore[arg-type]
+    whole = train_classifier(*examples, **settings)  # type: ignore[arg-type]
+    return Trained(whole, len(examples[0]), len(examples[1]), right, count)
 
 
 def _documents(source: str) -> list[str]:
