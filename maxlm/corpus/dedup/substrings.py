@@ -70,7 +70,7 @@ def find_runs(
 ) -> int:
     """Write for each shard of `files` which words to remove, atomically: Parquet with REMOVED_RUNS, one row for each document that loses
     some, in the order of the shard; runs from a word to before another, ascending and apart. Returns the number of runs. `work`: a folder
-    for temporary files, 50 bytes for each word of the corpus. Raises UserError.
+    for temporary files, several times as large as the files of windows. Raises UserError.
     """
     with Database(work, memory_mb, threads) as database:
         _number(database, files, settings)

@@ -124,7 +124,7 @@ class Trained:
 def train_from_files(wanted: str, unwanted: str, **settings: int | float) -> Trained:
     """`train_classifier` on the documents of two folders (or files, globs, URLs) of any format that `read` knows.
 
-    A tenth is held out by a hash of its text, so that copies are on one side. Takes 60 bytes of memory for a word. Raises UserError.
+    A tenth is held out by a hash of its text, so that copies are on one side. All are in memory at once. Raises UserError.
     """
     examples = [_documents(source) for source in (wanted, unwanted)]
     for source, texts in zip((wanted, unwanted), examples, strict=True):
