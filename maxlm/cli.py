@@ -381,7 +381,7 @@ def export(
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest file, such as 5GB.")] = "5GB",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
-    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help="int8 or int4: of the matrices of layers.")] = None,
+    quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help="int8, int4 or fp8: of the matrices of layers.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of model.lora, for the PEFT library.")] = False,
 ) -> None:
     """Export a model for the Hugging Face library."""

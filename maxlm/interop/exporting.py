@@ -50,7 +50,7 @@ def export_model(
 ) -> Exported:
     """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left.
 
-    `of`: the parameters, or their moving average. Adapters are merged into them. `quantize`: matrices of layers in int8 or int4.
+    `of`: the parameters, or their moving average. Adapters are merged into them. `quantize`: matrices of layers in int8, int4 or fp8.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {' and '.join(DTYPES)}.")

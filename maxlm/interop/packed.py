@@ -1,8 +1,9 @@
-"""Weights of 4 or 8 bits in published files: `pack-quantized` of the compressed-tensors library (vllm-project/compressed-tensors).
+"""Weights of 4 or 8 bits in published files: two formats of the compressed-tensors library (vllm-project/compressed-tensors).
 
-A matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32, whose words hold 32 / bits neighbouring inputs each, the
-first in the lowest bits, as value + 2^(bits - 1); `x.weight_scale` [outputs, 1], or a column for each group of inputs; and
-`x.weight_shape`, the two sizes.
+Integers, `pack-quantized`: a matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32, whose words hold 32 / bits
+neighbouring inputs each, the first in the lowest bits, as value + 2^(bits - 1); `x.weight_scale` [outputs, 1], or a column for each group
+of inputs; and `x.weight_shape`, the two sizes. Floating point, `float-quantized`: `x.weight` in e4m3, and `x.weight_scale` [outputs, 1] or
+one number for all.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,13 @@ from typing import Any
 import numpy as np
 
 BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+METHOD, INTEGERS, FLOATS = "compressed-tensors", "pack-quantized", "float-quantized"
+QUANTIZED = (*BITS, "fp8")  # formats of `maxlm export --quantize`; fp8: e4m3
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # after the name of the matrix
+_WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is read of each format
+    INTEGERS: {"num_bits": tuple(BITS.values()), "type": ("int",), "symmetric": (True,), "strategy": ("channel", "group")},
+    FLOATS: {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ("channel", "tensor")},
+}
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
@@ -47,13 +53,13 @@ def dequantized(words: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) ->
 def problem(section: Mapping[str, Any]) -> str:
     """Reason that a `quantization_config` with `quant_method: compressed-tensors` is not read, or ""."""
     groups = section.get("config_groups")
-    if section.get("format") != FORMAT or not isinstance(groups, dict):
-        return f"is not supported: of {METHOD} only {FORMAT} is"
+    wanted = _WEIGHTS.get(str(section.get("format")))
+    if wanted is None or not isinstance(groups, dict):
+        return f"is not supported: of {METHOD} only {' and '.join(_WEIGHTS)} are"
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or group.get("input_activations") is not None:
             return "is not supported: only quantized weights are, without activations"
-        wanted = {"num_bits": tuple(BITS.values()), "type": ("int",), "symmetric": (True,), "strategy": ("channel", "group")}
         for name, values in wanted.items():
             if weights.get(name) not in values:
                 return f"is not supported: {name} = {weights.get(name)!r} of its weights is not {' or '.join(map(str, values))}"

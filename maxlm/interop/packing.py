@@ -1,7 +1,7 @@
 """`maxlm export --quantize`: which matrices are packed, and their rounding, which is that of training (`maxlm.precision`)."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import numpy as np
@@ -12,19 +12,20 @@ from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.families import UNEMBEDDING
 from maxlm.interop.layouts import Linear, Reordered
-from maxlm.interop.packed import BITS, FORMAT, METHOD, PACKED, SCALE, SHAPE, pack
+from maxlm.interop.packed import BITS, FLOATS, INTEGERS, METHOD, PACKED, QUANTIZED, SCALE, SHAPE, pack
 from maxlm.interop.weights import Piece, Target
 from maxlm.models.stack import within_layer
 from maxlm.precision import quantized_weight
 
 MATRICES = set(get_args(QuantizedMatrix))
+PackedFormat = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
 class Packing:
     """The matrices of an export that are packed, by the names of their tensors, and how they are rounded. `kept`: all other matrices."""
 
-    format: Literal["int8", "int4"]
+    format: PackedFormat
     names: frozenset[str]
     kept: tuple[str, ...]
     rounding: QuantizedConfig
@@ -38,20 +39,26 @@ class Packing:
         scale_O1 = np.ascontiguousarray(np.asarray(form.scale).T)
         if not np.isfinite(scale_O1).all():
             raise UserError(f"{name} holds numbers that are not finite: it cannot be rounded to {self.format}.")
-        packed = pack(np.asarray(form.values).T, BITS[self.format])
+        values = np.asarray(form.values).T
+        if self.format == "fp8":
+            return {name: np.ascontiguousarray(values), name + SCALE: scale_O1}
+        packed = pack(values, BITS[self.format])
         return {name + PACKED: packed, name + SCALE: scale_O1, name + SHAPE: np.array(value.shape, np.int64)}
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the tensors of a matrix."""
+        if self.format == "fp8":
+            return shape[0] * (shape[1] + 4)
         return 4 * shape[0] * (-(-shape[1] * BITS[self.format] // 32) + 1) + 16
 
     @property
     def config(self) -> dict[str, Any]:
         """`quantization_config` of config.json."""
-        scheme = {"num_bits": BITS[self.format], "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+        kind = {"num_bits": BITS.get(self.format, 8), "type": "float" if self.format == "fp8" else "int"}
+        scheme = {**kind, "symmetric": True, "strategy": "channel", "dynamic": False}
         group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
         ignore = [name.removesuffix(".weight") for name in self.kept]
-        named = {"quant_method": METHOD, "format": FORMAT, "quantization_status": "compressed"}
+        named = {"quant_method": METHOD, "format": _stored_as(self.format), "quantization_status": "compressed"}
         return {**named, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
@@ -59,15 +66,15 @@ def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
     """Packing of the matrices of an export: those of layers that `precision.matmul` may quantize; where the run was trained in the same
     format, those that it did. Raises UserError for a format or a matrix that cannot be stored so.
     """
-    if quantize not in BITS:
-        raise UserError(f"--quantize {quantize} is not one of {' and '.join(BITS)}.")
-    format: Literal["int8", "int4"] = "int8" if quantize == "int8" else "int4"
+    if quantize not in QUANTIZED:
+        raise UserError(f"--quantize {quantize} is not one of {', '.join(QUANTIZED)}.")
+    format = cast("PackedFormat", quantize)
     matmul = trained.precision.matmul
     aware = matmul is not None and matmul.format == format
     rounding = matmul if matmul is not None and aware else QuantizedConfig(format=format, weights_only=True)
     for name, value in (("hadamard", rounding.hadamard), ("scaling", None if rounding.scaling == "channel" else rounding.scaling)):
         if value is not None:
-            rule = f"the run was trained with precision.matmul.{name} = {value}, and {FORMAT} has one scale for each output"
+            rule = f"the run was trained with precision.matmul.{name} = {value}, and {_stored_as(format)} has one scale for each output"
             raise UserError(f"--quantize {format}: {rule}{' of weights that are not rotated' if name == 'hadamard' else ''}: leave it out.")
     names, kept = set[str](), [UNEMBEDDING]
     for target in found:
@@ -82,6 +89,11 @@ def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
             else:
                 names.add(piece.theirs)
     return Packing(format, frozenset(names), tuple(dict.fromkeys(kept)), rounding, trained.precision.compute if aware else "float32")
+
+
+def _stored_as(format: PackedFormat) -> str:
+    """Name of the library's format."""
+    return FLOATS if format == "fp8" else INTEGERS
 
 
 def _is_linear(target: Target) -> bool:

@@ -26,6 +26,7 @@ _SHOWN = 3
 _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
+_FP8 = "F8_E4M3"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # e2m1 (OCP MX v1.0, table 5)
 
 
@@ -33,7 +34,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     """Shapes of all tensors, by name; `read` has their numbers.
 
     A pair `x_blocks`, `x_scales` of MXFP4 (OCP Microscaling Formats v1.0) is one tensor `x`, with its last two dims swapped, as gpt-oss
-    stores its experts. `x_packed`, `x_scale` and `x_shape` (packed.py) are one matrix `x`.
+    stores its experts. `x_packed`, `x_scale` and `x_shape`, or `x` in e4m3 and `x_scale` (packed.py), are one matrix `x`.
     """
 
     def __init__(self, source: Path) -> None:
@@ -42,6 +43,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         self._shape: dict[str, tuple[int, ...]] = {}
         self._open: dict[Path, Any] = {}
         self._stored: dict[str, str] = {}  # names in the files, where they differ
+        self._scaled: set[str] = set()  # names in the files of matrices in e4m3
         kinds: dict[str, str] = {}
         listed = _listed(source) if source.is_dir() else {}
         files = sorted(set(listed.values())) or _files(source)
@@ -62,8 +64,9 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             )
         self._join_blocks(kinds)
         self._join_packed(source, kinds)
+        self._join_scaled(source, kinds)
         if strange := [f"{name} ({kinds[name]})" for name in self._shape if kinds.get(name, _DTYPES[0]) not in _DTYPES]:
-            raise UserError(f"{source}: {some(strange)}: maxlm reads {', '.join(_DTYPES)} and MXFP4.")
+            raise UserError(f"{source}: {some(strange)}: maxlm reads {', '.join(_DTYPES)}, MXFP4, and {_FP8} with scales.")
 
     def _join_blocks(self, kinds: dict[str, str]) -> None:
         """Name each pair of blocks and scales as one tensor."""
@@ -87,7 +90,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             if missing := [other for other in (scale, sizes) if other not in self._shape]:
                 raise UserError(f"{source}: {words} has no {missing[0]} beside it.")
             if (kinds[words], kinds[sizes], self._shape[sizes]) != ("I32", "I64", (2,)) or kinds[scale] not in _DTYPES:
-                raise UserError(f"{source}: {name} is not packed as {packed.FORMAT} says: int32 words, float scales and two sizes.")
+                raise UserError(f"{source}: {name} is not packed as {packed.INTEGERS} says: int32 words, float scales and two sizes.")
             shape = tuple(int(size) for size in self._slice(sizes, None))
             groups = self._shape[scale][1:] if self._shape[scale][:1] == shape[:1] else ()
             if packed.bits_of(shape, self._shape[words]) is None or len(groups) != 1 or groups[0] < 1 or shape[1] % groups[0]:
@@ -96,6 +99,19 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             for part in (words, scale, sizes):
                 del self._shape[part]
             self._shape[name] = shape
+
+    def _join_scaled(self, source: Path, kinds: dict[str, str]) -> None:
+        """Name each matrix in e4m3 with its scales as one tensor."""
+        for name in [name for name in self._shape if kinds.get(name) == _FP8]:
+            shape, scale = self._shape[name], name + packed.SCALE
+            if scale not in self._shape:
+                raise UserError(f"{source}: {name} ({_FP8}) has no {scale} beside it.")
+            found = self._shape.pop(scale)
+            if len(shape) != 2 or kinds[scale] not in _DTYPES or found not in ((shape[0], 1), (1, 1), (1,)):
+                said = f"has scales of shape {list(found)} in {kinds[scale]}, and {packed.FLOATS} a float for each output or one for all"
+                raise UserError(f"{source}: {name} of shape {list(shape)} {said}.")
+            self._scaled.add(name)
+            kinds[name] = kinds[scale]
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._shape[name]
@@ -117,7 +133,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         """True if both tensors hold the same numbers; compared in blocks of rows, so that no whole tensor is in memory."""
         if self[name] != self[other]:
             return False
-        if name not in self._file or other not in self._file:  # packed
+        if any(one not in self._file or self._stored.get(one, one) in self._scaled for one in (name, other)):  # packed, or with scales
             return np.array_equal(self.read(name), self.read(other))
         rows, count = max(1, _COMPARED // max(1, math.prod(self[name][1:]))), self[name][0]
         blocks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
@@ -134,6 +150,10 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             words, scale = self._slice(stored + packed.PACKED, None), widened(self._slice(stored + packed.SCALE, None))
             whole = packed.dequantized(words, scale, self._shape[name])
             value = whole if row is None else whole[row]
+        elif stored in self._scaled:
+            with _told(self._file[name]):
+                values = read_e4m3(self._file[name], stored)
+            value = values.astype(np.float32) * widened(self._slice(stored + packed.SCALE, None))
         elif name not in self._file:
             blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
             value = _dequantise(blocks, scales)
@@ -156,6 +176,16 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             with _told(file):
                 self._open[file] = safe_open(file, framework="numpy")
         return self._open[file]
+
+
+def read_e4m3(file: Path, name: str) -> np.ndarray:
+    """A tensor in e4m3 of a file that the library has opened and checked, but does not read into numpy."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(length))[name]
+        first, end = entry["data_offsets"]
+        stream.seek(8 + length + first)
+        return np.frombuffer(stream.read(end - first), ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
 
 
 def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:

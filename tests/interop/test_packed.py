@@ -1,13 +1,16 @@
-"""Exports in int8 and int4: what comes back is what training computes with, bit for bit; what cannot be stored so is one line."""
+"""Exports in int8, int4 and fp8: what comes back is what training computes with, bit for bit; what cannot be stored so is one line."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from tiny import tiny_batch, tiny_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -21,6 +24,7 @@ from maxlm.config.precision import QuantizedConfig
 from maxlm.interop import packed
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
+from maxlm.interop.tensor_files import TensorFiles, read_e4m3
 from maxlm.models import init_model_state, init_parameters
 from maxlm.objectives import build_objective
 from maxlm.precision import dequantize, quantized_weight
@@ -34,6 +38,13 @@ INPUTS = {"query_DHK": 1, "key_DGK": 1, "value_DGK": 1, "out_HKD": 2, "gate_DF":
 
 def nothing(done: int, total: int) -> None:
     pass
+
+
+def load_file(file: Path) -> dict[str, np.ndarray]:
+    """All tensors; the library reads none in e4m3 into numpy."""
+    with safe_open(file, "numpy") as stored:
+        kinds = {name: stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118  (no mapping)
+        return {name: read_e4m3(file, name) if kind == "F8_E4M3" else stored.get_tensor(name) for name, kind in kinds.items()}
 
 
 def imported(folder: Path, name: str) -> Path:
@@ -79,8 +90,10 @@ def test_words_by_hand():
         np.testing.assert_array_equal(packed.unpack(packed.pack(values, bits), bits, 21), values)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama2", "stablelm"])  # the second: some outputs are in another order
+CASES = [("llama2", "int8"), ("llama2", "int4"), ("llama2", "fp8"), ("stablelm", "int4"), ("stablelm", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "format"), CASES)  # stablelm: some outputs are in another order
 def test_an_import_reads_the_rounded_weights(name, format, tmp_path):
     model = imported(tmp_path, name)
     done = export_model(model, tmp_path / "out", "float32", "20KB", None, nothing, quantize=format)
@@ -88,7 +101,8 @@ def test_an_import_reads_the_rounded_weights(name, format, tmp_path):
     stored = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in load_file(file).items()}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == stored.keys() and index["metadata"]["total_size"] == sum(v.nbytes for v in stored.values())
-    assert stored[Q + "_packed"].dtype == np.int32 and stored[Q + "_scale"].shape == (len(stored[Q + "_packed"]), 1)
+    values = stored[Q if format == "fp8" else Q + "_packed"]
+    assert values.dtype == (ml_dtypes.float8_e4m3fn if format == "fp8" else np.int32) and stored[Q + "_scale"].shape == (len(values), 1)
     import_model(tmp_path / "out", tmp_path / "back", [], nothing)
     before, after = parameters(model), parameters(tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, after, rounded(before, QuantizedConfig(format=format, weights_only=True)))
@@ -132,9 +146,10 @@ def test_an_export_computes_what_training_did(trained, tmp_path):
 
 
 REFUSED = {
-    "int2": ("llama2", "--quantize int2 is not one of int8 and int4"),
+    "int2": ("llama2", "--quantize int2 is not one of int8, int4, fp8"),
     "int8": ("gpt2", "c_attn.weight is not the weight of a Linear layer (this family stores it inputs first)"),
     "int4": ("mixtral", "it is one of experts"),
+    "fp8": ("mixtral", "it is one of experts"),
 }
 
 
@@ -177,7 +192,7 @@ def asymmetric(tensors, config):
 
 
 def another_format(tensors, config):
-    config["quantization_config"]["format"] = "float-quantized"
+    config["quantization_config"]["format"] = "nvfp4-pack-quantized"
 
 
 DAMAGE = {
@@ -186,17 +201,49 @@ DAMAGE = {
     not_finite: "not finite",
     activations: "only quantized weights are, without activations",
     asymmetric: "symmetric = False",
-    another_format: "only pack-quantized is",
+    another_format: "only pack-quantized and float-quantized are",
 }
 
 
-@pytest.mark.parametrize("change", DAMAGE)
-def test_files_that_are_not_understood_are_refused(change, trained, tmp_path):
-    export_model(trained[0], tmp_path / "out", "float32", "5GB", None, nothing, quantize="int4")
+def no_number(tensors, config):
+    tensors[Q] = tensors[Q].copy()
+    tensors[Q][0, 0] = np.nan
+
+
+def a_scale_for_each_input(tensors, config):
+    tensors[Q + "_scale"] = np.ones((1, tensors[Q].shape[1]), np.float32)
+
+
+FP8_DAMAGE = {
+    lacks_scales: "q_proj.weight (F8_E4M3) has no model.layers.0.self_attn.q_proj.weight_scale",
+    no_number: "not finite",
+    not_finite: "not finite",
+    a_scale_for_each_input: "a float for each output or one for all",
+    activations: "only quantized weights are, without activations",
+}
+DAMAGED = [("int4", *one) for one in DAMAGE.items()] + [("fp8", *one) for one in FP8_DAMAGE.items()]
+
+
+@pytest.mark.parametrize(("format", "change", "said"), DAMAGED, ids=[f"{format} {change.__name__}" for format, change, _ in DAMAGED])
+def test_files_that_are_not_understood_are_refused(format, change, said, trained, tmp_path):
+    export_model(trained[0], tmp_path / "out", "float32", "5GB", None, nothing, quantize=format)
     tensors, config = load_file(tmp_path / "out" / "model.safetensors"), json.loads((tmp_path / "out" / "config.json").read_text())
     change(tensors, config)
     save_file(tensors, tmp_path / "out" / "model.safetensors")
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=DAMAGE[change]):
+    with pytest.raises(UserError, match=re.escape(said)):
         import_model(tmp_path / "out", tmp_path / "back", [], nothing)
     assert not (tmp_path / "back").exists()
+
+
+def test_one_scale_for_a_whole_matrix_is_read(trained, tmp_path):
+    """As others write fp8: the import has the stored numbers times it."""
+    export_model(trained[0], tmp_path / "out", "float32", "5GB", None, nothing, quantize="fp8")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[Q + "_scale"] = np.array([0.5], np.float32)
+    save_file(tensors, file)
+    files = TensorFiles(tmp_path / "out")
+    assert Q + "_scale" not in files and files[Q] == tensors[Q].shape
+    np.testing.assert_array_equal(files.read(Q), tensors[Q].astype(np.float32) / 2)
+    assert not files.same(Q, Q.replace("q_proj", "o_proj")), "the same sizes, other numbers"
