@@ -35,6 +35,7 @@ from maxlm.config.fields import (
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.mixture import MixtureConfig, of_list
 from maxlm.config.optimizer import OptimizerConfig
+from maxlm.config.parametrization import ParametrizationConfig
 from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
@@ -207,6 +208,7 @@ class ModelConfig(Section):
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
     mtp: MtpConfig | None = None
     lora: LoraConfig | None = None  # None: every parameter is trained
+    parametrization: ParametrizationConfig | None = None  # None: the standard one
 
     @property
     def merged(self) -> "ModelConfig":
