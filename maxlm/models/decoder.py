@@ -61,7 +61,8 @@ class Block(nnx.Module):
         return constrain(x_BSD, *BETWEEN), cache, router
 
     def _scaled(self, y_BSD: Array) -> Array:
-        return y_BSD if self.multiplier == 1 else y_BSD * jnp.asarray(self.multiplier, y_BSD.dtype)
+        """Times the multiplier, in float32: rounded to bfloat16 it would be another one."""
+        return y_BSD if self.multiplier == 1 else (y_BSD.astype(jnp.float32) * self.multiplier).astype(y_BSD.dtype)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""
