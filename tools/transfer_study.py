@@ -24,7 +24,19 @@ import numpy as np
 BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
 SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
 MARGIN = 2  # worse rates on either side of the best one
-PACKAGES = ("asyncio", "email", "unittest", "importlib", "http", "logging", "json", "concurrent/futures", "ctypes", "xml", "multiprocessing")
+PACKAGES = (
+    "asyncio",
+    "email",
+    "unittest",
+    "importlib",
+    "http",
+    "logging",
+    "json",
+    "concurrent/futures",
+    "ctypes",
+    "xml",
+    "multiprocessing",
+)
 
 
 class Model(NamedTuple):

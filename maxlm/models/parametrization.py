@@ -86,7 +86,7 @@ def standard(config: ModelConfig) -> ModelConfig:
 
 
 def folded(config: ModelConfig, name: Name) -> float:
-    """Factor by which a parameter is multiplied where the standard model is to compute the same: all multipliers are in the weights then."""
+    """Factor by which a parameter is multiplied so that the standard model computes the same: then the weights hold all multipliers."""
     by = multipliers(config)
     if name == ("embedding_VD",):
         return by.embedding

@@ -10,7 +10,7 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.parametrization import factors, width_ratio
 from maxlm.training.small_states import path_of
 
-# A rate is proportional to the width to this power. Entries of an update by Adam have one size, and add up over a width. Muon's matrices are
+# A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
 # orthogonal times the root of their longer side (arXiv 2502.16982): of the spectral norm, which should stay (arXiv 2310.17813), one root.
 ADAM, MUON = -1.0, -0.5
 
@@ -45,4 +45,6 @@ def _times(tree: Any, by: Parameters) -> Any:
 
 def _tree(axes: Parameters, function: Any) -> Parameters:
     """`function(name, axes)` of every parameter."""
-    return jax.tree_util.tree_map_with_path(lambda path, names: function(path_of(path), names), axes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, names: function(path_of(path), names), axes, is_leaf=lambda x: isinstance(x, tuple)
+    )

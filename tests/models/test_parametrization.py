@@ -16,7 +16,12 @@ MOE = {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_shared": 1, "n_dense": 1}
 MODELS = {
     "dense": {},
     "biases, tied": BIASED | {"tie_embeddings": True},
-    "sandwich, scaled and tied": {"norm_position": "sandwich", "scale_embeddings": True, "tie_embeddings": True, "softcap": {"logits": 3.0}},
+    "sandwich, scaled and tied": {
+        "norm_position": "sandwich",
+        "scale_embeddings": True,
+        "tie_embeddings": True,
+        "softcap": {"logits": 3.0},
+    },
     "norms of queries, experts with biases": {"qk_norm": True, "bias": "all", "moe": MOE, "norm": "layernorm"},
     "latent, multi-token prediction": {
         "latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8},

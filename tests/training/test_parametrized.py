@@ -39,7 +39,7 @@ def rms(array):
 
 
 def test_rates_and_epsilons_of_adam_by_hand():
-    """|update| = rate * |g| / (|g| + eps): m = 4 and l = 2, so matrices move at a quarter of the rate, with eps / 8; tables with eps / 4."""
+    """|update| = rate * |g| / (|g| + eps): m = 4 and l = 2, matrices move at a quarter of the rate, with eps / 8, tables with eps / 4."""
     found = first_updates({"weight_decay": 0.0, "eps": 1e-3}, COMPLETE, scale=1e-3)
     assert rms(found["matrix"]) == pytest.approx(1 / 4 * 1 / (1 + 1 / 8), rel=1e-4)
     assert rms(found["norm"]) == pytest.approx(1 / (1 + 1 / 8), rel=1e-4)
@@ -81,7 +81,14 @@ def test_layouts_compute_the_same():
 def moved(kind, width, depth, steps=3):
     """Root mean squares of how far some updates move hidden states after the last block, and logits."""
     section = None if kind == "standard" else {"kind": kind, "base_width": 64} | ({"base_depth": 2} if kind == "completep" else {})
-    shape = {"d_model": width, "n_layers": depth, "n_heads": width // 16, "n_kv_heads": width // 16, "d_ff": 2 * width, "parametrization": section}
+    shape = {
+        "d_model": width,
+        "n_layers": depth,
+        "n_heads": width // 16,
+        "n_kv_heads": width // 16,
+        "d_ff": 2 * width,
+        "parametrization": section,
+    }
     program = tiny_program(1, model=shape, optimizer={"peak_lr": 2e-3, "warmup_steps": 0, "schedule": "constant"}, memory={"remat": "none"})
     batch = tiny_batch()
 
@@ -125,7 +132,9 @@ def test_moves_are_flat_over_depths():
 
 
 def test_parameters_of_another_parametrization_are_not_begun_from():
-    one, other, plain = (tiny_config(model={"parametrization": section}).model for section in (COMPLETE, COMPLETE | {"base_width": 32}, None))
+    one, other, plain = (
+        tiny_config(model={"parametrization": section}).model for section in (COMPLETE, COMPLETE | {"base_width": 32}, None)
+    )
     assert differences(one, one) == []
     assert differences(one, other) == ["model.parametrization.base_width is 16 there and 32 here"]
     assert any(text.startswith("model.parametrization") for text in differences(plain, one))
