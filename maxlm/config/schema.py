@@ -35,7 +35,7 @@ from maxlm.config.fields import (
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.mixture import MixtureConfig, of_list
 from maxlm.config.optimizer import OptimizerConfig
-from maxlm.config.parametrization import ParametrizationConfig
+from maxlm.config.parametrization import STANDARD, Multipliers, ParametrizationConfig
 from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
@@ -237,6 +237,16 @@ class ModelConfig(Section):
     def logits_softcap(self) -> float | None:
         """Cap of logits, or None."""
         return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Factors of activations; all 1 for the standard parametrization."""
+        return STANDARD if self.parametrization is None else self.parametrization.multipliers(self.d_model, self.n_layers, self.head_dim)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embeddings with `scale_embeddings`: the root of the width, or of that of the base model."""
+        return self.d_model**0.5 * self.multipliers.embedding
 
     @property
     def mtp_depth(self) -> int:

@@ -17,7 +17,6 @@ from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
-from maxlm.models.parametrization import multipliers
 from maxlm.models.router import Routing
 from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain
@@ -31,13 +30,11 @@ RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summe
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms the output of each sublayer. `experts`: the mlp is a mixture.
-    `multiplier`: of what each sublayer adds (`model.parametrization`).
-    """
+    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms the output of each sublayer. `experts`: the mlp is a mixture."""
 
-    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, multiplier: float = 1.0) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, ahead: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
-        self.multiplier = multiplier
+        self.multiplier = 1.0 if ahead else config.multipliers.residual  # of what each sublayer adds
         self.attention_norm = Norm(config.d_model, config)
         self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
@@ -50,19 +47,15 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Cache | None, RouterOutput]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         y_BSD, cache = self.attention(self.attention_norm(x_BSD), context, cache)
-        x_BSD += self._scaled(y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
+        x_BSD += self.multiplier * (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
         router: RouterOutput = None
         if isinstance(self.mlp, Moe):
             y_BSD, aux_loss, routing = self.mlp(self.mlp_norm(x_BSD), context)
             router = aux_loss, routing
         else:
             y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
-        x_BSD += self._scaled(y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
+        x_BSD += self.multiplier * (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
         return constrain(x_BSD, *BETWEEN), cache, router
-
-    def _scaled(self, y_BSD: Array) -> Array:
-        """Times the multiplier, in float32: rounded to bfloat16 it would be another one."""
-        return y_BSD if self.multiplier == 1 else (y_BSD.astype(jnp.float32) * self.multiplier).astype(y_BSD.dtype)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""
@@ -89,7 +82,7 @@ class Decoder(nnx.Module):
         self.position_PD = parameter(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
-        self.final_norm = Norm(config.d_model, config, multiplier=multipliers(config).output)
+        self.final_norm = Norm(config.d_model, config, multiplier=config.multipliers.output)
         self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -101,9 +94,7 @@ class Decoder(nnx.Module):
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
-        if not self.config.scale_embeddings:
-            return x_BSD
-        return x_BSD * jnp.asarray(self.config.d_model**0.5 * multipliers(self.config).embedding, x_BSD.dtype)
+        return x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
 
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles of queries and keys in global (False) and local (True) layers."""
@@ -206,12 +197,8 @@ class Decoder(nnx.Module):
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    multiplier = multipliers(config).residual if group.path[0] in ENTRIES else 1.0
-
-    def block(_: Array) -> Block:
-        return Block(config, local=group.local, experts=group.experts, multiplier=multiplier)
-
-    blocks = jax.vmap(block)(jnp.arange(math.prod(group.stacked)))
+    kind = {"local": group.local, "experts": group.experts, "ahead": group.path[0] == "ahead"}
+    blocks = jax.vmap(lambda _: Block(config, **kind))(jnp.arange(math.prod(group.stacked)))
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 

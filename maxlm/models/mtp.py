@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import ModelConfig
 from maxlm.models.layers import Norm, matrix_size, parameter
 from maxlm.models.linear import BETWEEN, linear
-from maxlm.models.parametrization import multipliers
 from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 
 # B batch, S sequence, D width
@@ -26,7 +25,7 @@ class FutureTokenModule(nnx.Module):
         self.hidden_DD = parameter((width, width), ("embed", "embed_act"), std)
         self.token_DD = parameter((width, width), ("embed", "embed_act"), std)
         self.block = block
-        self.final_norm = Norm(width, config, multiplier=multipliers(config).output)
+        self.final_norm = Norm(width, config, multiplier=config.multipliers.output)
 
     def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Input of the block, from hidden states (`MtpConfig.reads`) and token embeddings."""

@@ -18,20 +18,12 @@ prediction have one block however deep the model is: with l = 1, but for that de
 
 from typing import NamedTuple
 
+from maxlm.config.parametrization import Multipliers
 from maxlm.config.schema import ModelConfig
 
 Axes = tuple[str, ...]
 Name = tuple[str, ...]
 WRITERS = ("out", "down")  # parameters of a block that write to the residual stream, without the letters of their dims
-
-
-class Multipliers(NamedTuple):
-    """Factors of activations in the forward pass, all 1 for a standard model."""
-
-    embedding: float = 1.0  # of what is looked up in the table of tokens
-    output: float = 1.0  # of hidden states after a final norm
-    residual: float = 1.0  # of the output of every sublayer
-    attention: float = 1.0  # of scores
 
 
 class Factors(NamedTuple):
@@ -51,17 +43,6 @@ def depth_ratio(config: ModelConfig) -> float:
     """l: how many times deeper than the base model; 1 for kinds that say nothing about depth."""
     chosen = config.parametrization
     return 1.0 if chosen is None or chosen.base_depth is None else config.n_layers / chosen.base_depth
-
-
-def multipliers(config: ModelConfig) -> Multipliers:
-    """Factors of activations. Those of the residual stream are of layers, not of modules of multi-token prediction."""
-    chosen = config.parametrization
-    if chosen is None:
-        return Multipliers()
-    m = width_ratio(config)
-    embedding = m**-0.5 if config.scale_embeddings else 1.0
-    heads = 1.0 if chosen.base_head_dim is None else config.head_dim / chosen.base_head_dim
-    return Multipliers(embedding, 1 / m, 1 / depth_ratio(config), heads**-0.5)
 
 
 def factors(config: ModelConfig, name: Name, axes: Axes) -> Factors:
@@ -87,9 +68,9 @@ def standard(config: ModelConfig) -> ModelConfig:
 
 def folded(config: ModelConfig, name: Name) -> float:
     """Factor by which a parameter is multiplied so that the standard model computes the same: then the weights hold all multipliers."""
-    by = multipliers(config)
+    by = config.multipliers
     if name == ("embedding_VD",):
-        return by.embedding
+        return by.embedding if config.scale_embeddings else 1.0
     if _part(name) == "scale" or _part(name) == "bias":
         return _of_norm(config, name, by)
     residual = by.residual if name[0] in ("head", "layers", "tail") else 1.0
@@ -102,7 +83,7 @@ def folded(config: ModelConfig, name: Name) -> float:
 def _of_norm(config: ModelConfig, name: Name, by: Multipliers) -> float:
     norm = name[-2]
     if norm == "final_norm":
-        return by.output / (by.embedding if config.tie_embeddings else 1.0)
+        return by.output / (by.embedding if config.tie_embeddings and config.scale_embeddings else 1.0)
     if norm in ("attention_post_norm", "mlp_post_norm") and name[0] in ("head", "layers", "tail"):
         return by.residual
     return by.attention if norm == "query_norm" and config.qk_norm else 1.0
