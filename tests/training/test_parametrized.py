@@ -125,9 +125,9 @@ def test_moves_are_flat_over_widths_to_512():
 
 
 def test_moves_are_flat_over_depths():
-    """From depth 2 to 16."""
+    """From depth 2 to 16 hidden states of the standard model move further, although they are normed; with CompleteP about as far."""
     sizes = [(64, 2), (64, 16)]
-    assert ratios("standard", sizes)[1] > 1.5
+    assert ratios("standard", sizes)[0] > 1.45
     assert all(0.6 < ratio < 1.5 for ratio in ratios("completep", sizes))
 
 
