@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--first", type=float, default=2**-7, help="learning rate at which searches begin")
+    parser.add_argument("--first", type=float, default=2**-6, help="learning rate at which searches begin")
     parser.add_argument("--minutes", type=float, default=60, help="no trial begins after as many")
     parser.add_argument("--plot", type=Path, help="plot what there is, and try nothing")
     given = parser.parse_args()
