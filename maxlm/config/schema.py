@@ -37,6 +37,7 @@ from maxlm.config.fields import (
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.mixture import MixtureConfig, of_list
 from maxlm.config.optimizer import OptimizerConfig
+from maxlm.config.parametrization import STANDARD, Multipliers, ParametrizationConfig
 from maxlm.config.precision import DispatchConfig, LossScaleConfig, MatmulSection
 from maxlm.config.reliability import (
     AlertsConfig,
@@ -210,6 +211,7 @@ class ModelConfig(Section):
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
     mtp: MtpConfig | None = None
     lora: LoraConfig | None = None  # None: every parameter is trained
+    parametrization: ParametrizationConfig | None = None  # None: the standard one
 
     @property
     def merged(self) -> "ModelConfig":
@@ -238,6 +240,16 @@ class ModelConfig(Section):
     def logits_softcap(self) -> float | None:
         """Cap of logits, or None."""
         return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Factors of activations; all 1 for the standard parametrization."""
+        return STANDARD if self.parametrization is None else self.parametrization.multipliers(self.d_model, self.n_layers, self.head_dim)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embeddings with `scale_embeddings`: the root of the width, or of that of the base model."""
+        return self.d_model**0.5 * self.multipliers.embedding
 
     @property
     def mtp_depth(self) -> int:

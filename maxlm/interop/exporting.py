@@ -22,6 +22,7 @@ from maxlm.interop.new_folder import new_folder
 from maxlm.interop.packing import Packing, packing_of
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
+from maxlm.models.parametrization import folded, standard
 from maxlm.models.stack import Names
 from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 
@@ -57,7 +58,7 @@ def export_model(
     limit = _bytes(shard_size)
     saved = open_run(run)
     saved.check_kind(of)
-    family, their_config = family_of(saved.config.model, saved.config.data.seq_len)
+    family, their_config = family_of(standard(saved.config.model), saved.config.data.seq_len)
     packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
     their_config |= {"dtype": dtype} if packing is None else {"dtype": dtype, "quantization_config": packing.config}
     with new_folder(out) as made:
@@ -91,7 +92,9 @@ def _write(
         abstract = weights.entry(specs[kind], name)
         wanted = jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=here)
         restored = saved.restore({kind: weights.nested(name, wanted)}, at, of)
-        return np.asarray(weights.entry(restored.params if kind == "params" else restored.model_state, name))
+        value = np.asarray(weights.entry(restored.params if kind == "params" else restored.model_state, name))
+        factor = folded(config.model, name)
+        return value if factor == 1 else value * np.float32(factor)
 
     exact = {piece.theirs for target in found if target.rule.exact for piece in target.pieces}
     dtypes = {name: DTYPES["float32"] if name in exact else dtype for name in shapes}

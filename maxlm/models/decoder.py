@@ -32,8 +32,9 @@ RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summe
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms the output of each sublayer. `experts`: the mlp is a mixture."""
 
-    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, ahead: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
+        self.multiplier = 1.0 if ahead else config.multipliers.residual  # of what each sublayer adds
         self.attention_norm = Norm(config.d_model, config)
         self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
@@ -46,14 +47,14 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Cache | None, RouterOutput]:
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
         y_BSD, cache = self.attention(self.attention_norm(x_BSD), context, cache)
-        x_BSD += y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD)
+        x_BSD += self.multiplier * (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
         router: RouterOutput = None
         if isinstance(self.mlp, Moe):
             y_BSD, aux_loss, routing = self.mlp(self.mlp_norm(x_BSD), context)
             router = aux_loss, routing
         else:
             y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
-        x_BSD += y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD)
+        x_BSD += self.multiplier * (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
         return constrain(x_BSD, *BETWEEN), cache, router
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
         self.position_PD = parameter(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
-        self.final_norm = Norm(config.d_model, config)
+        self.final_norm = Norm(config.d_model, config, multiplier=config.multipliers.output)
         self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
@@ -93,7 +94,7 @@ class Decoder(nnx.Module):
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
-        return x_BSD * jnp.asarray(self.config.d_model**0.5, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
+        return x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
 
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles of queries and keys in global (False) and local (True) layers."""
@@ -196,7 +197,8 @@ class Decoder(nnx.Module):
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    blocks = jax.vmap(lambda _: Block(config, local=group.local, experts=group.experts))(jnp.arange(math.prod(group.stacked)))
+    kind = {"local": group.local, "experts": group.experts, "ahead": group.path[0] == "ahead"}
+    blocks = jax.vmap(lambda _: Block(config, **kind))(jnp.arange(math.prod(group.stacked)))
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 

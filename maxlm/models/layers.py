@@ -54,10 +54,10 @@ class BlockContext:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang 2019, arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, in float32."""
+    """RMSNorm (Zhang 2019, arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dim, in float32, times `multiplier`."""
 
-    def __init__(self, size: int, config: ModelConfig, axis: str = "embed_act") -> None:
-        self.eps = config.norm_eps
+    def __init__(self, size: int, config: ModelConfig, axis: str = "embed_act", *, multiplier: float = 1.0) -> None:
+        self.eps, self.multiplier = config.norm_eps, multiplier
         self.centred = config.norm == "layernorm"
         self.scale_D = parameter((size,), (axis,), mean=1.0)
         self.bias_D = parameter((size,), (axis,)) if self.centred else None
@@ -70,7 +70,7 @@ class Norm(nnx.Module):
         y_D *= self.scale_D[...]
         if self.bias_D is not None:
             y_D += self.bias_D[...]
-        return y_D.astype(x_D.dtype)
+        return (y_D if self.multiplier == 1 else y_D * self.multiplier).astype(x_D.dtype)
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
@@ -127,7 +127,7 @@ class AttentionBase(nnx.Module):
         rope = config.rope_local if local and config.rope_local else config.rope
         self.local = local
         self.mask = layer_mask(config, local=local)
-        self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1]
+        self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1] * config.multipliers.attention
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
         self.out_HKD = parameter((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)

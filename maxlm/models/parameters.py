@@ -16,6 +16,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.models.decoder import Decoder
 from maxlm.models.layers import StateVariable
 from maxlm.models.lora import adapt
+from maxlm.models.parametrization import factors
 from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
 
@@ -86,18 +87,19 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
     The same values on any mesh: jit it with `out_shardings`, and no device ever holds a whole array.
     """
-    return _tree(config, partial(_initial, seed))
+    return _tree(config, partial(_initial, config, seed))
 
 
 def init_model_state(config: ModelConfig, seed: int) -> Parameters:
     """Fresh model state, as `init_parameters`: what training updates without a gradient. Empty for a model without any."""
-    return _tree(config, partial(_initial, seed), state=True)
+    return _tree(config, partial(_initial, config, seed), state=True)
 
 
-def _initial(seed: int, name: Sequence[str], variable: nnx.Variable) -> jax.Array:
+def _initial(config: ModelConfig, seed: int, name: tuple[str, ...], variable: nnx.Variable) -> jax.Array:
     values = jnp.full(variable.shape, variable.mean, jnp.float32)
     if variable.std:
-        values += variable.std * jax.random.normal(_key(seed, name), variable.shape, jnp.float32)
+        std = variable.std * factors(config, name, variable.axes).std
+        values += std * jax.random.normal(_key(seed, name), variable.shape, jnp.float32)
     return values
 
 

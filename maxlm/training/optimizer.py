@@ -14,6 +14,7 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
 from maxlm.training.factored import adafactor, factored_adam
 from maxlm.training.frozen_adam import frozen_adam
+from maxlm.training.parametrized import with_factors
 from maxlm.training.small_states import in_small_state
 
 
@@ -28,7 +29,7 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
-        in_small_state(config, direction, axes, first_row),
+        with_factors(config, in_small_state(config, direction, axes, first_row), axes),
         optax.add_decayed_weights(config.optimizer.decay_per_rate, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )

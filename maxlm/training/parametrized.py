@@ -1,0 +1,50 @@
+"""Updates of a model with `model.parametrization`: a rate and an epsilon for each parameter (see `maxlm.models.parametrization`)."""
+
+from typing import Any
+
+import jax
+import optax
+
+from maxlm.config.schema import Config
+from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.parametrization import factors, width_ratio
+from maxlm.training.small_states import path_of
+
+# A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
+# orthogonal times the root of their longer side (arXiv 2502.16982): of the spectral norm, which should stay (arXiv 2310.17813), one root.
+ADAM, MUON = -1.0, -0.5
+
+
+def with_factors(config: Config, inner: optax.GradientTransformation, axes: Parameters) -> optax.GradientTransformation:
+    """`inner`, which gives updates before the learning rate, with each parameter's factors; itself without a parametrization.
+
+    Its state is that of `inner`. Gradients are divided by the factor of epsilon: m / (sqrt(v) + f eps) = (m / f) / (sqrt(v) / f + eps).
+    Decay that is added to the updates afterwards is decay at the rate of the base model, as it should be. `axes`: of the parameters.
+    """
+    if config.model.parametrization is None:
+        return inner
+    rates = _tree(axes, lambda name, names: _rate(config, name, names))
+    gains = _tree(axes, lambda name, names: 1 / factors(config.model, name, names).eps)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, after = inner.update(_times(grads, gains), state, params)
+        return _times(updates, rates), after
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _rate(config: Config, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
+    if not factors(config.model, name, axes).width_reads:
+        return 1.0
+    return width_ratio(config.model) ** (MUON if config.optimizer.name == "muon" and is_matrix(axes) else ADAM)
+
+
+def _times(tree: Any, by: Parameters) -> Any:
+    return jax.tree.map(lambda leaf, factor: leaf if factor == 1 else leaf * factor, tree, by)
+
+
+def _tree(axes: Parameters, function: Any) -> Parameters:
+    """`function(name, axes)` of every parameter."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, names: function(path_of(path), names), axes, is_leaf=lambda x: isinstance(x, tuple)
+    )

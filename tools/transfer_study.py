@@ -1,0 +1,242 @@
+"""The best learning rate of models of several widths and depths, with and without `model.parametrization`, on this machine's CPU.
+
+    python tools/transfer_study.py --out FOLDER [--widths 64 128 256 512] [--depths 2 4 8 16] [--steps 100] [--minutes 60]
+    python tools/transfer_study.py --out FOLDER --plot docs/transfer.png
+
+Each line of FOLDER/results.jsonl is one trial. Learning rates lie on a grid with step sqrt(2). The search of a model begins around the rate
+`--first`, and goes on until the best rate has `MARGIN` worse ones on either side. A trial that is in the file is not repeated, so a study
+may be stopped at any time and started again; the smallest models come first. Widths are studied at depth 2, depths at width 64, against a
+base model of width 64 and depth 2. Heads are 16 wide. Text: bytes of Python's standard library, each read once; of every trial the same.
+"""
+
+import argparse
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
+SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
+MARGIN = 2  # worse rates on either side of the best one
+PACKAGES = (
+    "asyncio",
+    "email",
+    "unittest",
+    "importlib",
+    "http",
+    "logging",
+    "json",
+    "concurrent/futures",
+    "ctypes",
+    "xml",
+    "multiprocessing",
+)
+
+
+class Model(NamedTuple):
+    """A model of the study. `kind`: of its parametrization, or "standard"."""
+
+    axis: str  # that is studied: width or depth
+    kind: str
+    width: int
+    depth: int
+
+    def settings(self) -> dict[str, Any]:
+        """The section `model` of its config."""
+        shape = {"vocab_size": VOCABULARY, "d_model": self.width, "n_layers": self.depth, "d_ff": 4 * self.width}
+        base = {"kind": self.kind, "base_width": BASE_WIDTH} | ({"base_depth": BASE_DEPTH} if self.kind == "completep" else {})
+        return {**shape, "n_heads": self.width // HEAD_DIM, "parametrization": None if self.kind == "standard" else base}
+
+
+def models(widths: list[int], depths: list[int]) -> Iterator[Model]:
+    """All models of the study, the ones that take least time first."""
+    found = [Model("width", kind, width, BASE_DEPTH) for width in widths for kind in ("standard", "mup")]
+    found += [Model("depth", kind, BASE_WIDTH, depth) for depth in depths for kind in ("standard", "completep")]
+    return iter(sorted(found, key=lambda model: model.width**2 * model.depth))
+
+
+def rate_of(place: int, first: float) -> float:
+    """Learning rate of a place on the grid, whose step is sqrt(2)."""
+    return first * 2 ** (place / 2)
+
+
+def next_place(losses: dict[int, float]) -> int | None:
+    """The next place to try, given the losses so far; None if the best one has `MARGIN` worse ones on either side."""
+    if not losses:
+        return 0
+    best = min(losses, key=lambda place: losses[place])
+    wanted = [best + sign * distance for distance in range(1, MARGIN + 1) for sign in (1, -1)]
+    return next((place for place in wanted if place not in losses), None)
+
+
+def text() -> np.ndarray:
+    """Bytes of the standard library, the same order on any machine with this Python."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for package in PACKAGES for path in (library / package).rglob("*.py"))
+    return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
+
+
+def windows(data: np.ndarray, steps: int) -> np.ndarray:
+    """[steps, batch, length + 1] windows of text, drawn without replacement."""
+    length = SEQ_LEN + 1
+    count = len(data) // length
+    assert steps * BATCH <= count, f"there are {count} windows of text, and {steps} steps read {steps * BATCH}"
+    chosen = np.random.default_rng(0).permutation(count)[: steps * BATCH]
+    return data[: count * length].reshape(count, length)[chosen].reshape(steps, BATCH, length).astype(np.int32)
+
+
+def trainer(model: Model, steps: int) -> Callable[[float], float]:
+    """learning rate -> mean loss of the last fifth of a run. One program for all rates: they are an argument of it."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from maxlm.config import rules
+    from maxlm.config.schema import Config
+    from maxlm.data.batch import Batch
+    from maxlm.parallel import build_mesh
+    from maxlm.training.program import build_program
+
+    config = Config.model_validate(
+        {
+            "model": model.settings(),
+            "data": {"store": "none", "seq_len": SEQ_LEN},
+            "train": {"steps": steps, "global_batch": BATCH, "loss_chunks": 1},
+            "optimizer": {"peak_lr": 1.0, "schedule": "constant"},  # updates are multiplied below
+            "memory": {"remat": "none"},
+            "precision": {"compute": "float32"},
+        }
+    )
+    rules.check(config)
+    program = build_program(config, build_mesh(config, jax.devices()[:1]))
+    data = windows(text(), steps)
+    whole = np.ones((BATCH, SEQ_LEN), np.int32)
+    places = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (BATCH, 1))
+    shape = np.minimum((np.arange(steps) + 1) / (0.1 * steps), 1.0) * np.linspace(1, 0.1, steps)  # warm-up and linear decay
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, batch: Batch, rate: jax.Array) -> tuple[Any, Any, jax.Array]:
+        count = program.objective.denominator(batch)
+        sums, grads = program.gradients(params, {}, batch, count)
+        norm = optax.global_norm(grads)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)  # as optimizer.clip_norm = 1
+        updates, state = program.optimizer.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+        return params, state, sums.added["loss"] / sums.denominator
+
+    def run(rate: float) -> float:
+        first = program.init()
+        params, state, losses = first.params, first.opt_state, []
+        for window_BT, now in zip(data, rate * shape, strict=True):
+            batch = Batch(window_BT[:, :-1], window_BT[:, 1:], whole.astype(np.float32), whole, places)
+            params, state, loss = step(params, state, batch, jnp.float32(now))
+            losses.append(loss)
+        final = float(np.mean([float(loss) for loss in losses[-steps // 5 :]]))
+        return final if math.isfinite(final) else math.inf
+
+    def in_mesh(rate: float) -> float:
+        with jax.set_mesh(program.mesh):
+            return run(rate)
+
+    return in_mesh
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The trials so far."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def losses_of(trials: list[dict[str, Any]], model: Model, steps: int) -> dict[int, float]:
+    """Place on the grid -> loss, of the trials of this model. A base model is the same with and without, and tried once."""
+    base = (model.width, model.depth) == (BASE_WIDTH, BASE_DEPTH)
+    mine = (t for t in trials if (t["width"], t["depth"], t["steps"]) == (model.width, model.depth, steps))
+    return {t["place"]: math.inf if t["loss"] is None else t["loss"] for t in mine if base or t["kind"] == model.kind}
+
+
+def study(out: Path, wanted: Iterator[Model], steps: int, first: float, minutes: float) -> None:
+    """Try rates of every model until its best is known, or the time is over."""
+    out.mkdir(parents=True, exist_ok=True)
+    path, end = out / "results.jsonl", time.monotonic() + 60 * minutes
+    trials = read(path)
+    if other := {t["first"] for t in trials} - {first}:
+        raise SystemExit(f"{path} holds trials around the rate {other.pop():g}: give --first as it was, or another --out")
+    for model in wanted:
+        train = None
+        while (place := next_place(losses_of(trials, model, steps))) is not None:
+            if time.monotonic() > end:
+                print("the time is over; the same command goes on", flush=True)
+                return
+            train, began = train or trainer(model, steps), time.monotonic()
+            loss = train(rate_of(place, first))
+            trial = {**model._asdict(), "steps": steps, "first": first, "place": place, "rate": rate_of(place, first)}
+            trial |= {"loss": loss if math.isfinite(loss) else None, "seconds": round(time.monotonic() - began, 1)}
+            trials.append(trial)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(trial) + "\n")
+            print(json.dumps(trial), flush=True)
+
+
+def table(trials: list[dict[str, Any]], wanted: Iterator[Model], steps: int, first: float) -> list[tuple[Model, dict[int, float], bool]]:
+    """(model, its losses, whether its best is known) of every model that was tried; prints a line for each."""
+    rows = []
+    for model in sorted(wanted):
+        if losses := losses_of(trials, model, steps):
+            known = next_place(losses) is None
+            best = min(losses, key=lambda place: losses[place])
+            found = f"best rate {rate_of(best, first):.2e} (place {best:+d}), loss {losses[best]:.4f}, {len(losses)} trials"
+            print(f"{model.axis} {model.kind:>9} {model.width:>4} x {model.depth:<2} {found}{'' if known else ', not ended'}")
+            rows.append((model, losses, known))
+    return rows
+
+
+def plot(path: Path, rows: list[tuple[Model, dict[int, float], bool]], first: float) -> None:
+    """Loss over learning rate: a row for widths and one for depths, without at the left and with at the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7.5), sharey="row", sharex="row", layout="constrained")
+    panels = [("width", "standard"), ("width", "mup"), ("depth", "standard"), ("depth", "completep")]
+    for panel, (axis, kind) in zip(axes.flat, panels, strict=True):
+        own = [row for row in rows if (row[0].axis, row[0].kind) == (axis, kind)]
+        for number, (model, losses, known) in enumerate(own):
+            places = sorted(place for place in losses if math.isfinite(losses[place]))
+            colour = pyplot.get_cmap("viridis")(number / max(len(own) - 1, 0.5) * 0.85)
+            label = f"{axis} {getattr(model, axis)}{'' if known else ' (not ended)'}"
+            panel.plot([rate_of(p, first) for p in places], [losses[p] for p in places], "o-", color=colour, markersize=3, label=label)
+            best = min(places, key=lambda place: losses[place])
+            panel.plot(rate_of(best, first), losses[best], "*", color=colour, markersize=13)
+        panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss (nats a byte)", title=f"{axis}: {kind}")
+        panel.grid(alpha=0.3)
+        if own:
+            panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Study or plot, as the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--first", type=float, default=2**-6, help="learning rate at which searches begin")
+    parser.add_argument("--minutes", type=float, default=60, help="no trial begins after as many")
+    parser.add_argument("--plot", type=Path, help="plot what there is, and try nothing")
+    given = parser.parse_args()
+    if given.plot is None:
+        study(given.out, models(given.widths, given.depths), given.steps, given.first, given.minutes)
+    rows = table(read(given.out / "results.jsonl"), models(given.widths, given.depths), given.steps, given.first)
+    if given.plot is not None:
+        plot(given.plot, rows, given.first)
+
+
+if __name__ == "__main__":
+    main()
