@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint.errors import UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.memory.disk import load_all
@@ -24,6 +25,7 @@ from maxlm.training.session import Session
 from maxlm.training.step import TrainState
 
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
+FAILED_SAVES = 10  # in a row, after which training ends: perhaps another start can save
 NAMED = 3  # leaves named in a message; the others are counted
 
 
@@ -73,19 +75,31 @@ class Saving:
         return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begin to save `state`, whatever it holds, unless it is saved already."""
+        """Begin to save `state`, whatever it holds, unless it is saved already. A save that fails is reported, and training goes on.
+
+        Raises UnreachableError after FAILED_SAVES in a row.
+        """
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
         session.check_owner()
+        begun, failure = False, None
         with session.goodput.measure("save"):
             self.poll(None)
-            begun = session.checkpoints.save(step, load_all(state), self._position(step))
-        if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
+            try:
+                begun = session.checkpoints.save(step, load_all(state), self._position(step))
+            except CheckpointError as error:
+                failure = error
+        if session.checkpoints.last_failure not in (None, failure) and not self._failure_reported:  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
+        if failure is not None:
+            self._alarm("save_failed", step, str(failure))
+        self._failure_reported = failure is not None
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
+        if session.checkpoints.failed_in_a_row >= FAILED_SAVES:
+            raise UnreachableError(f"{FAILED_SAVES} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
 
     def finish(self) -> None:
         """Wait for the running save. Raises CheckpointError if it failed."""
