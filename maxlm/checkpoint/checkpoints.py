@@ -92,9 +92,11 @@ class Checkpoints:
         self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
-    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
-        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
-        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner)
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0, secret: bytes = b"") -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0;
+        `secret`: that all processes share, or nothing.
+        """
+        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner, secret=secret)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
