@@ -321,7 +321,7 @@ class Checkpoints:
     def _newest_good(
         self, abstract_state: Any, steps: list[int], candidates: list[int], identity: dict[str, str] | None, skipped: list[str]
     ) -> Restored | None:
-        """The first of `steps`, newest first, that is not damaged; the others are added to `skipped`. `candidates`: all that may be read."""
+        """The first of `steps`, newest first, that is not damaged; those before go to `skipped`. `candidates`: all that may be read."""
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         for step in steps:
             try:
@@ -451,7 +451,7 @@ class Checkpoints:
     def _set_newer_aside(self, saved: list[int], in_all: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Move checkpoints newer than the restored one into `aside/`: damaged ones, and steps that this run will take again.
 
-        Older ones with damaged metadata too: Orbax saves no other beside them. `saved`: all steps; those that are moved are removed from it.
+        Older ones with damaged metadata too: Orbax saves no other beside them. `saved`: all steps; those that are moved leave it.
         """
         resumed_at = self._resumed_at
         if resumed_at is None:

@@ -217,7 +217,9 @@ def _exchange(
         if holder == me:
             tags[row] = found.tag(tile, read(tile))
     tags = multihost.maximum(tags) if sent else tags
-    forged = [tile for row, (tile, _, _) in enumerate(sent) if tile in received and not np.array_equal(tags[row], found.tag(tile, received[tile]))]
+    forged = [
+        tile for row, (tile, _, _) in enumerate(sent) if tile in received and not np.array_equal(tags[row], found.tag(tile, received[tile]))
+    ]
     return received, end, forged
 
 

@@ -26,8 +26,8 @@ from maxlm.runtime import elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.message_socket import shared_secret
+from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
 from maxlm.telemetry.goodput import Goodput

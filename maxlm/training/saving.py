@@ -90,7 +90,9 @@ class Saving:
                 begun = session.checkpoints.save(step, load_all(state), self._position(step))
             except CheckpointError as error:
                 failure = error
-        if session.checkpoints.last_failure not in (None, failure) and not self._failure_reported:  # another process could not write its part
+        if (
+            session.checkpoints.last_failure not in (None, failure) and not self._failure_reported
+        ):  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         if failure is not None:
             self._alarm("save_failed", step, str(failure))

@@ -94,7 +94,9 @@ def test_an_unhealthy_host_leaves_if_the_others_can_go_on(tmp_path, monkeypatch,
     (tmp_path / "mine" / "unhealthy_hosts.json").write_text(json.dumps({"hosts": {f"host{process}": mark}}))
     sections = {"mesh": {"data": 4, "fsdp": 2}, "run": {"dir": str(tmp_path), "name": "mine"}}
     if leaves:
-        with pytest.raises(UserError, match=rf"marks host host{process} as unhealthy \(2 findings; device 3 differs\), so the others go on"):
+        with pytest.raises(
+            UserError, match=rf"marks host host{process} as unhealthy \(2 findings; device 3 differs\), so the others go on"
+        ):
             asked(hosts=hosts, process=process, **sections)
     else:
         quorum, said = asked(hosts=hosts, process=process, **sections)
