@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
-from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnreachableError, failed_save
+from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.recovery import Found
@@ -153,11 +153,8 @@ class Checkpoints:
         folders = (self.directory, *self.directory.parents)  # deepest first; a bucket has none
         made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: OSError | None = None
-        probe = self.directory / f".probe-{jax.process_index()}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(bytes(_PROBE_BYTES))
-            probe.unlink()
+            self._probe(_PROBE_BYTES)
         except OSError as failure:
             error = failure
         if multihost.max_over_processes(int(error is not None)):
@@ -169,20 +166,29 @@ class Checkpoints:
             kind, fix = (UnreachableError, "free space or choose another folder") if full else (CheckpointError, "choose another folder")
             raise kind(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); {fix}.") from error
 
+    def _probe(self, size: int) -> None:
+        """Write and remove a file of so many bytes. Raises OSError."""
+        probe = self.directory / f".probe-{jax.process_index()}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(size))
+        probe.unlink()
+
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Start a save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
 
         Waits for the previous save if it is still running. If that has failed, this one is tried all the same, and the failure
         is logged and stored in `last_failure`. `state` is a pytree of jax.Arrays with an entry `params`; `data_position` is JSON.
 
-        Raises CheckpointError in all processes if one of them cannot begin: the state is not saved, and the next save may succeed.
+        Raises CheckpointError in all processes if one of them cannot write there: the state is not saved, and the next save may succeed.
+        Raises UnevenSaveError in a process that fails later on while it is not alone.
         """
         self._settle()
         json.dumps(data_position)  # a value that is not JSON must fail here, not in the background
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
         saved: list[int] = []
-        with self._in_all(step, needed):
+        with self._in_all(step, needed):  # what is wrong is found here, as far as possible: below, processes wait for each other
+            self._probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
         if step in multihost.from_process_0(saved):
@@ -190,15 +196,17 @@ class Checkpoints:
         self._healthy[step] = data_position.get(HEALTHY, True)
         sums: Future[digest.Sums] = Future()
         items = {STATE: leaves, manifest.NAME: self._deferred_manifest(step, leaves, data_position, sums)}
-        with self._in_all(step, needed):
-            try:
-                self._writer = self._writer or self._open_writer()
-                response = self._writer.save_checkpointables_async(step, items, force=True)
-                # Started last: on a CPU it would compete with the part of the save that the loop waits for.
-                sums.set_result(digest.start(leaves))
-            except BaseException:
-                sums.cancel()
-                raise
+        try:
+            self._writer = self._writer or self._open_writer()
+            response = self._writer.save_checkpointables_async(step, items, force=True)
+            # Started last: on a CPU it would compete with the part of the save that the loop waits for.
+            sums.set_result(digest.start(leaves))
+        except (OSError, ValueError, RuntimeError) as error:
+            sums.cancel()
+            failure = failed_save(error, step, str(self.directory), needed)
+            if jax.process_count() > 1:
+                raise UnevenSaveError(str(failure)) from error
+            raise self._failed(failure) from error
         assert response is not None, "forced, so no policy can have declined"
         self._pending, self._unreported = _Pending(step, response, needed), step
         return True

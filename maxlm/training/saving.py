@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import CheckpointError
-from maxlm.checkpoint.errors import UnreachableError
+from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.memory.disk import load_all
@@ -25,7 +25,7 @@ from maxlm.training.session import Session
 from maxlm.training.step import TrainState
 
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
-FAILED_SAVES = 10  # in a row, after which training ends: perhaps another start can save
+FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
 NAMED = 3  # leaves named in a message; the others are counted
 
 
@@ -40,6 +40,7 @@ class Saving:
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure_reported = False  # of the newest save
+        self._failing_since: float | None = None
 
     def save_if_due(self, step: int, state: TrainState) -> None:
         """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once. Copy it to
@@ -77,7 +78,7 @@ class Saving:
     def save(self, step: int, state: TrainState) -> None:
         """Begin to save `state`, whatever it holds, unless it is saved already. A save that fails is reported, and training goes on.
 
-        Raises UnreachableError after FAILED_SAVES in a row.
+        Raises UnreachableError after FAILED_SAVES in a row, FAILING_SECONDS after the first of them.
         """
         if step <= self._saved:
             return
@@ -88,6 +89,8 @@ class Saving:
             self.poll(None)
             try:
                 begun = session.checkpoints.save(step, load_all(state), self._position(step))
+            except UnevenSaveError:
+                raise
             except CheckpointError as error:
                 failure = error
         if (
@@ -100,8 +103,10 @@ class Saving:
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
-        if session.checkpoints.failed_in_a_row >= FAILED_SAVES:
-            raise UnreachableError(f"{FAILED_SAVES} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
+        failed = session.checkpoints.failed_in_a_row
+        self._failing_since = None if not failed else self._failing_since or began
+        if self._failing_since is not None and failed >= FAILED_SAVES and began - self._failing_since >= FAILING_SECONDS:
+            raise UnreachableError(f"{failed} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
 
     def finish(self) -> None:
         """Wait for the running save. Raises CheckpointError if it failed."""

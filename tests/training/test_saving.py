@@ -504,6 +504,7 @@ def test_training_goes_on_while_saves_fail(tmp_path, read_only):
 
 def test_too_many_failed_saves_end_the_run_so_that_another_start_may_save(tmp_path, read_only, monkeypatch):
     monkeypatch.setattr(saving, "FAILED_SAVES", 3)
+    monkeypatch.setattr(saving, "FAILING_SECONDS", 0.0)
     read_only.at_once = set(range(10, 60))
     events = Events()
     with pytest.raises(UserError) as error:  # by `close`, after the one that ended training
