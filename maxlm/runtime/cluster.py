@@ -29,7 +29,8 @@ from maxlm.runtime.quorum import Quorum
 from maxlm.runtime.signals import beside_preemption_service
 
 # Timeout of jax's own heartbeat, ten years: it is measured by the wall clock, so a clock that is set forward would end all processes, and
-# name none. The process group does its work.
+# name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
+# difference of unsigned numbers; `maxlm launch` says so.
 JAX_HEARTBEAT_SECONDS = 10 * 365 * 86400
 INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
 PORT_SECONDS = 20  # that the port of that service may still be taken by a run that ends
