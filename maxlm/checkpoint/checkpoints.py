@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
+_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
 _COMMITTED = "commit_success.txt"
@@ -425,6 +427,8 @@ class Checkpoints:
         return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
+        if self.failed_in_a_row and jax.process_index() == 0:
+            self._remove_unfinished()
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
@@ -438,6 +442,17 @@ class Checkpoints:
             preservation_policy=retention(self._config, self._was_healthy),
             cleanup_tmp_directories=True,
         )
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a failed save has left. A thread of that save may still write there, which the writer's own removal does not expect."""
+        for _ in range(_REMOVALS):
+            with contextlib.suppress(OSError):
+                left = [entry for entry in self.directory.iterdir() if _UNFINISHED in entry.name]
+                for entry in left:
+                    entry.rmtree()
+                if not left:
+                    return
+            time.sleep(_REMOVAL_SECONDS)
 
     def _was_healthy(self, step: int) -> bool:
         """Mark of a checkpoint. One that cannot be read counts as healthy: it is reported when it is restored."""

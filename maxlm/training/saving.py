@@ -5,6 +5,7 @@ Retention keeps the newest checkpoints, so each bad one that is saved removes a 
 
 import contextlib
 import functools
+import logging
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.transient import RETRY_DELAYS_S
 from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
@@ -24,6 +26,7 @@ from maxlm.training.meter import Meter
 from maxlm.training.session import Session
 from maxlm.training.step import TrainState
 
+_log = logging.getLogger(__name__)
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
 FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
 NAMED = 3  # leaves named in a message; the others are counted
@@ -108,11 +111,24 @@ class Saving:
         if self._failing_since is not None and failed >= FAILED_SAVES and began - self._failing_since >= FAILING_SECONDS:
             raise UnreachableError(f"{failed} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
 
-    def finish(self) -> None:
-        """Wait for the running save. Raises CheckpointError if it failed."""
-        with self._session.goodput.measure("save"):
-            self.poll(None)
-            self._session.checkpoints.wait()
+    def finish(self, step: int, state: TrainState) -> None:
+        """Wait for the running save. If it is that of the last state, `state` of `step`, and fails, it is tried again for half a minute, unless
+        a signal asks to stop. Raises CheckpointError if it failed.
+        """
+        session, pauses = self._session, iter(RETRY_DELAYS_S)
+        while True:
+            with session.goodput.measure("save"):
+                self.poll(None)
+                try:
+                    return session.checkpoints.wait()
+                except CheckpointError as error:
+                    pause_s = next(pauses, None)
+                    if pause_s is None or self._saved != step or session.all_give_up():
+                        raise
+                    _log.warning("the last save is tried again in %g s: %s", pause_s, error)
+                time.sleep(pause_s)
+            self._saved = step - 1
+            self.save(step, state)
 
     def before_error(self, step: int, state: TrainState) -> None:
         """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""

@@ -103,12 +103,12 @@ def no_flops(monkeypatch):
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
 
 
-def train_with(folder, script, events, stop=lambda step: None, data=None):
+def train_with(folder, script, events, stop=lambda step: None, data=None, gives_up=lambda: False):
     """The outcome; `events` are told what happens; `events.saved`: the checkpoints as training ends."""
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     start = restore_or_init(script, checkpoints)
     try:
-        return train(Session(script, data or Data(), None, checkpoints, events, Goodput(), stop), start)
+        return train(Session(script, data or Data(), None, checkpoints, events, Goodput(), stop, all_give_up=gives_up), start)
     finally:
         events.saved = saved_in(folder)
         checkpoints.close()
@@ -513,3 +513,34 @@ def test_too_many_failed_saves_end_the_run_so_that_another_start_may_save(tmp_pa
     assert "3 saves in a row have failed; the last one: checkpoint 20" in str(ended) and "Read-only" in str(ended)
     assert ended.exit_code == ExitCode.UNAVAILABLE
     assert [event.step for event in events.of("alarm")] == [10, 15, 20]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_last_save_is_tried_again_for_a_while(tmp_path, read_only, monkeypatch, in_time):
+    """A disk that is full for seconds must not cost a finished run its last state."""
+    read_only.later, pauses, really = {12}, [], time.sleep
+
+    def sleep(seconds):
+        if seconds < 1:
+            return really(seconds)
+        pauses.append(seconds)
+        if in_time and len(pauses) == 2:
+            read_only.later.clear()
+
+    monkeypatch.setattr(saving.time, "sleep", sleep)
+    events = Events()
+    if in_time:
+        assert train_with(tmp_path, Script(total=12), events).status == "done"
+        assert [event.step for event in events.of("save")] == [5, 10, 12]
+    else:
+        with pytest.raises(UserError, match="checkpoint 12 was not saved .*Read-only"):
+            train_with(tmp_path, Script(total=12), events)
+    assert pauses == [1.0, 3.0, 8.0, 18.0][: 2 if in_time else 4]
+    assert [event.step for event in events.of("alarm")] == [12] * (2 if in_time else 5)
+
+
+def test_the_last_save_is_not_tried_again_once_a_signal_asks_to_stop(tmp_path, read_only, monkeypatch):
+    read_only.later = {8}
+    monkeypatch.setattr(saving.time, "sleep", lambda seconds: pytest.fail("it waits") if seconds >= 1 else None)
+    with pytest.raises(UserError, match="checkpoint 8 was not saved"):
+        train_with(tmp_path, Script(total=12), Events(), lambda step: "SIGTERM" if step == 8 else None, gives_up=lambda: True)
