@@ -112,8 +112,8 @@ class Saving:
             raise UnreachableError(f"{failed} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
 
     def finish(self, step: int, state: TrainState) -> None:
-        """Wait for the running save. If it is that of the last state, `state` of `step`, and fails, it is tried again for half a minute, unless
-        a signal asks to stop. Raises CheckpointError if it failed.
+        """Wait for the running save. If it is that of the last state, `state` of `step`, and fails, it is tried again for half a minute,
+        unless a signal asks to stop. Raises CheckpointError if it failed.
         """
         session, pauses = self._session, iter(RETRY_DELAYS_S)
         while True:

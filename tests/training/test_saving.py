@@ -522,7 +522,8 @@ def test_the_last_save_is_tried_again_for_a_while(tmp_path, read_only, monkeypat
 
     def sleep(seconds):
         if seconds < 1:
-            return really(seconds)
+            really(seconds)
+            return
         pauses.append(seconds)
         if in_time and len(pauses) == 2:
             read_only.later.clear()
@@ -533,7 +534,7 @@ def test_the_last_save_is_tried_again_for_a_while(tmp_path, read_only, monkeypat
         assert train_with(tmp_path, Script(total=12), events).status == "done"
         assert [event.step for event in events.of("save")] == [5, 10, 12]
     else:
-        with pytest.raises(UserError, match="checkpoint 12 was not saved .*Read-only"):
+        with pytest.raises(UserError, match=r"checkpoint 12 was not saved .*Read-only"):
             train_with(tmp_path, Script(total=12), events)
     assert pauses == [1.0, 3.0, 8.0, 18.0][: 2 if in_time else 4]
     assert [event.step for event in events.of("alarm")] == [12] * (2 if in_time else 5)
