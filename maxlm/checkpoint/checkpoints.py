@@ -444,7 +444,7 @@ class Checkpoints:
         )
 
     def _remove_unfinished(self) -> None:
-        """Remove what a failed save has left. A thread of that save may still write there, which the writer's own removal does not expect."""
+        """Remove what a failed save has left. A thread of that save may still write there, which the removal by Orbax does not expect."""
         for _ in range(_REMOVALS):
             with contextlib.suppress(OSError):
                 left = [entry for entry in self.directory.iterdir() if _UNFINISHED in entry.name]
