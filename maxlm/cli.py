@@ -144,17 +144,58 @@ def plan_(
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
+    flops: Annotated[
+        float | None, typer.Option(help="Choose size and length for so many model FLOPs, such as 1e22; needs --ladder.")
+    ] = None,
+    ladder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The `folder` of a ladder that `maxlm ladder` has fitted.")] = None,
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
     from maxlm.planning import plan_command
     from maxlm.runtime import deadline
 
-    request = plan_command.Request(config, tuple(overrides or ()), topology, slices, tokens, out, any_format)
+    settings = tuple(overrides or ())
+    if (flops is None) != (ladder is None):
+        raise UserError("--flops and --ladder go together: the budget, and the ladder that tells the best size for it.")
+    if flops is not None and ladder is not None:
+        from maxlm.ladder.recommend import recommend
+
+        recommended = recommend(ladder, config, settings, flops)
+        for line in recommended.sentences:
+            typer.echo(line, err=json_)
+        settings, tokens = (*settings, *recommended.overrides), tokens or recommended.tokens
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, any_format)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
         raise typer.Exit(plan_command.run(request, as_json=json_))
+
+
+@app.command()
+def ladder(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A ladder file, or a name under configs/ such as ladders/quickstart.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their state; write nothing.")] = False,
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="Write the configs for another scheduler, and fit the runs that are done.")
+    ] = False,
+    without_failed: Annotated[bool, typer.Option("--without-failed", help="Fit although runs are missing.")] = False,
+    compare: Annotated[str | None, typer.Option(metavar="A,B,...", help="Tune and compare these optimizers instead; A: baseline.")] = None,
+) -> None:
+    """Train a grid of sizes and lengths, fit the loss over them, and predict larger runs. The same command goes on where it stopped."""
+    from maxlm.ladder import ladder_command
+
+    options = ladder_command.Options(dry_run, not no_train, without_failed)
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    if compare is None:
+        ladder_command.run(file, overrides or [], options, say)
+        return
+    if dry_run or without_failed:
+        raise UserError("--compare goes without --dry-run and --without-failed: it needs the losses of all its runs.")
+    ladder_command.run_comparison(file, overrides or [], compare, options, say)
 
 
 @corpus_app.command("run")
@@ -180,6 +221,18 @@ def report_corpus(output: Annotated[Path, typer.Argument(metavar="FOLDER", help=
     with _needs_corpus():
         from maxlm.corpus.command import report
     report(output, typer.echo)
+
+
+@corpus_app.command("train-classifier")
+def train_corpus_classifier(
+    wanted: Annotated[str, typer.Argument(metavar="WANTED", help="Documents of the kind that stays: a folder, file, glob or URL.")],
+    unwanted: Annotated[str, typer.Argument(metavar="UNWANTED", help="Documents of the other kind.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The file to write, .npz.")],
+) -> None:
+    """Train the quality classifier of a corpus file's `filters.classifier` on documents of two kinds."""
+    with _needs_corpus():
+        from maxlm.corpus.command import train_classifier
+    train_classifier(wanted, unwanted, model, typer.echo)
 
 
 @contextmanager

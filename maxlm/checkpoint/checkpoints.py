@@ -83,7 +83,7 @@ class Checkpoints:
         absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
         self._config = config
-        self._identity = dict(identity)
+        self.identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
@@ -98,7 +98,7 @@ class Checkpoints:
         """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0;
         `secret`: that all processes share, or nothing.
         """
-        self.memory = MemoryCopies(config, self.directory, self._identity, hosts=hosts, owner=owner, secret=secret)
+        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner, secret=secret)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
@@ -268,7 +268,7 @@ class Checkpoints:
         after several tries.
         """
         copy = self._copy(unfit or {}) if step is None else None
-        restored = self._restore(abstract_state, step, self._identity, unfit or {}, copy)
+        restored = self._restore(abstract_state, step, self.identity, unfit or {}, copy)
         self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
@@ -381,7 +381,7 @@ class Checkpoints:
         def text() -> str:
             done = digest.fetch(sums.result())
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
-            content = manifest.Manifest(step, self._identity, data_position, described)
+            content = manifest.Manifest(step, self.identity, data_position, described)
             assert not content.disagreement(str(step)), content.disagreement(str(step))
             return content.to_text()
 

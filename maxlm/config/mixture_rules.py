@@ -73,4 +73,4 @@ def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Iterator[P
 
 def _total_tokens(config: Config) -> int | None:
     """Tokens of the whole run; None if its length is not set, which another rule refuses."""
-    return None if config.train.steps is None and config.train.tokens is None else config.total_steps * config.tokens_per_step
+    return None if config.train.steps is None and config.train.tokens is None else config.total_tokens

@@ -35,6 +35,12 @@ class MuonConfig(Section):
     momentum: Fraction = 0.95
 
 
+class IndependentDecayConfig(Section):
+    """Weight decay that does not depend on the learning rate: the eta_t * lambda of AdamW's paper (arXiv 1711.05101, algorithm 2)."""
+
+    independent: Annotated[Float, Field(ge=0, lt=1)]  # share of a matrix that an update removes where the schedule is at its peak
+
+
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
@@ -46,7 +52,8 @@ class OptimizerConfig(Section):
     decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
     decay_tokens: Tokens | None = None
     end_lr_fraction: Fraction = 0.1  # of peak_lr
-    weight_decay: NonNegative = 0.1  # matrices only: never norms, biases or embeddings of positions
+    # Matrices only: never norms, biases or embeddings of positions. A number is multiplied by the learning rate.
+    weight_decay: NonNegative | IndependentDecayConfig = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
@@ -54,3 +61,9 @@ class OptimizerConfig(Section):
     adafactor: AdafactorConfig | None = None
     state: OptimizerStateConfig | None = None  # None: float32
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
+
+    @property
+    def decay_per_rate(self) -> float:
+        """Weight decay as a multiple of the learning rate of an update."""
+        decay = self.weight_decay
+        return decay.independent / self.peak_lr if isinstance(decay, IndependentDecayConfig) else decay

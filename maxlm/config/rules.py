@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert, mixture_rules, paths, precision_rules
+from maxlm.config import axes, inert, mixture_rules, paths, precision_rules, schedule_rules
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -24,7 +24,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    further = (_state, _health, _elastic, _compression, precision_rules.problems, mixture_rules.problems)
+    further = (_state, _health, _elastic, _compression, precision_rules.problems, mixture_rules.problems, schedule_rules.problems)
     _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
@@ -96,6 +96,7 @@ def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     if config.model.moe is None and sizes["expert"] > 1:
         yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
     yield from _batch(config, sizes)
+    yield from schedule_rules.on_mesh(config, sizes)
     yield from _context(config, sizes["context"], sizes["tensor"])
     yield from _stages(config, sizes)
     yield from _compressed_links(config, sizes)
@@ -446,7 +447,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
-    decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1)) if optimizer.schedule == "wsd" else 0
+    decay = config.decay_steps
     if total > MOST_STEPS:
         field = "steps" if config.train.steps is not None else "tokens"
         yield f"train.{field}", getattr(config.train, field), f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"

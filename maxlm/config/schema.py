@@ -6,11 +6,13 @@ is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from maxlm.config import paths
+from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.compression import CompressionConfig
 from maxlm.config.fields import (
     AtLeastOne,
@@ -45,6 +47,7 @@ from maxlm.config.reliability import (
     PrometheusConfig,
     WatchdogConfig,
 )
+from maxlm.config.schedules import BatchStageConfig, BranchFromConfig, NoiseScaleConfig
 
 
 class Llama3Scaling(Section):
@@ -384,6 +387,10 @@ class TrainConfig(Section):
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
+    branch_from: BranchFromConfig | None = None
+    # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
+    batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
+    noise_scale: NoiseScaleConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
     eval_batches: Count = 8  # 0: no evaluation
 
@@ -563,8 +570,21 @@ class Config(Section):
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences of every batch."""
+        ramp = [(stage.global_batch, self._sequences(stage.until_tokens)) for stage in self.train.batch_ramp or ()]
+        return BatchSizes(self.train.global_batch, ramp)
+
+    def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:
+        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
+        train, shards = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        least = 1 if train.noise_scale is None else 2  # which compares them
+        pipeline = mesh["stage"] > 1
+        return microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=pipeline, least=least)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens an update consumes, padding included."""
+        """Tokens an update consumes, padding included; with `train.batch_ramp` one of its last, the largest."""
         return self.train.global_batch * self.data.seq_len
 
     @property
@@ -573,10 +593,33 @@ class Config(Section):
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.tokens is not None, "rules.py demands one of the two"
-        return -(-self.train.tokens // self.tokens_per_step)
+        return self.batch_sizes.holding(self._sequences(self.train.tokens))
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the whole run consumes, padding included."""
+        return self.batch_sizes.before(self.total_steps) * self.data.seq_len
 
     def steps_of(self, steps: int | None, tokens: int | None, default: int) -> int:
-        """A duration given as steps or as tokens, in whole steps."""
+        """A duration from the beginning of the run, given as steps or as tokens, in whole steps."""
         if steps is not None:
             return steps
-        return default if tokens is None else -(-tokens // self.tokens_per_step)
+        return default if tokens is None else self.batch_sizes.holding(self._sequences(tokens))
+
+    @property
+    def decay_steps(self) -> int:
+        """Updates of the decay at the end of schedule `wsd`; 0 with another."""
+        optimizer, total, sizes = self.optimizer, self.total_steps, self.batch_sizes
+        if optimizer.schedule != "wsd":
+            return 0
+        if optimizer.decay_tokens is None:
+            return optimizer.decay_steps or max(total // 10, 1)
+        before = sizes.before(total) - self._sequences(optimizer.decay_tokens)
+        if before < 0:  # longer than the run, which a rule refuses
+            return total - before // sizes.of(0)
+        begins = sizes.holding(before)
+        return total - begins + (sizes.before(begins) > before)
+
+    def _sequences(self, tokens: int) -> int:
+        """Sequences that hold so many tokens, rounded up."""
+        return -(-tokens // self.data.seq_len)

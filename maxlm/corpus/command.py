@@ -1,6 +1,7 @@
-"""`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
+"""`maxlm corpus run`, with a table of what each pass left, `maxlm corpus report` and `maxlm corpus train-classifier`."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
+from maxlm.corpus.filters.classifier import train_from_files
 from maxlm.corpus.page import megabytes, page, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -51,6 +53,24 @@ def report(output: Path, say: Callable[[str], None]) -> None:
     say(f"report: {output / 'report.html'}")
 
 
+def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None]) -> None:
+    """Train the model of `filters.classifier` on documents of both classes and write it. Raises UserError."""
+    try:
+        model.parent.mkdir(parents=True, exist_ok=True)
+        if model.is_dir() or not os.access(model.parent, os.W_OK):
+            raise UserError(f"{model}: cannot be written; give the path of a file.")
+        trained = train_from_files(wanted, unwanted)
+        trained.classifier.save(model)
+    except OSError as error:
+        raise as_user_error(error) from error
+    say(f"{model}: trained on {trained.wanted:,} wanted and {trained.unwanted:,} unwanted documents")
+    if trained.held_out:
+        say(f"test: {trained.right:,} of {trained.held_out:,} told right that were held out from a first training")
+    else:
+        say("test: there are too few documents to hold any out")
+    say(f"to use it, in a corpus file: filters: {{classifier: {{model: {model}, min_score: 0.5}}}}")
+
+
 def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
     from rich.console import Console
@@ -61,8 +81,10 @@ def render(report: dict[str, Any], output: Path) -> None:
     table.add_row("came in", f"{came + unread(report):,}", megabytes(size), "", "")
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))
-        most = "\n".join(f"{count:,} {reason.partition('/')[2]}" for reason, count in reasons[:4])
-        table.add_row(one["name"], f"{one['documents']:,}", megabytes(one["bytes"]), f"{sum(one['removed'].values()):,}", most)
+        most = [f"{count:,} {reason.partition('/')[2]}" for reason, count in reasons[:4]]
+        most += [f"{count:,} cut: {reason.removeprefix(one['name'] + '/')}" for reason, (count, _) in sorted(one["cut"].items())]
+        counts = (f"{one['documents']:,}", megabytes(one["bytes"]), f"{sum(one['removed'].values()):,}")
+        table.add_row(one["name"], *counts, "\n".join(most))
     console = Console()
     console.print(table)
     line = f"{output}: documents/, removed/ (each with its reason), report.html (with ten examples of each reason) and report.json"

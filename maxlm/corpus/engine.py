@@ -29,7 +29,7 @@ from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 5  # of the output: raise it when the same settings would give other documents
+FORMAT = 6  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
@@ -155,21 +155,25 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
     tally = Tally(plan.origins)
     examples: dict[str, list[tuple[str, str]]] = {}
 
+    def show(one: Removed) -> None:
+        rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
+        best = examples.setdefault(f"{one.stage}/{one.reason}", [])
+        if len(best) < EXAMPLES or rank < best[-1][0]:
+            bisect.insort(best, (rank, json.dumps(asdict(one))))
+            del best[EXAMPLES:]
+
     def survivors(stream: Stream, kept: shards.ShardWriter, dropped: shards.ShardWriter) -> Iterator[Document]:
         for one in stream:
             if isinstance(one, Document):
                 kept.write(one)
                 tally.keep(one)
+                for cut in one.cuts:
+                    show(cut)
                 yield one
                 continue
             dropped.write(one)
             tally.remove(one)
-            reason = f"{one.stage}/{one.reason}"
-            rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
-            best = examples.setdefault(reason, [])
-            if len(best) < EXAMPLES or rank < best[-1][0]:
-                bisect.insort(best, (rank, json.dumps(asdict(one))))
-                del best[EXAMPLES:]
+            show(one)
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
@@ -365,7 +369,8 @@ def summarize(plan: Plan) -> dict[str, Any]:
         tally = add(marks)
         documents, size = total(tally["left"])
         passes.append({"name": name, "documents": documents, "bytes": size, **tally, "examples": chosen})
-    return {"format": FORMAT, "passes": passes, "tasks": len(plan.tasks), "input_files": len(plan.origins)}
+    counts = {"tasks": len(plan.tasks), "input_files": len(plan.origins)}
+    return {"format": FORMAT, "settings": plan.settings.decisive, "passes": passes, **counts}
 
 
 def _rank(example: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`report.html` of a corpus: what came in, what each pass removed and why, as one self-contained page. All text of documents is escaped."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -29,12 +30,13 @@ def page(report: Mapping[str, Any]) -> str:
         _head(report),
         _passes(passes),
         _reasons(passes),
+        _cuts(passes),
         _sources(passes),
         _languages(passes[-1]),
         _lengths(passes),
         _copies(passes),
     ]
-    sections.append(_examples(passes))
+    sections += [_examples(passes), _settings(report["settings"])]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
@@ -92,6 +94,16 @@ def _all(passes: Sequence[Pass]) -> Iterator[tuple[Pass, str, int]]:
     for one in passes:
         for reason, count in sorted(one["removed"].items(), key=lambda item: (-item[1], item[0])):
             yield one, reason, count
+
+
+def _cuts(passes: Sequence[Pass]) -> str:
+    rows = [
+        [f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{documents:,}", f"{amount:,}"]
+        for one in passes
+        for reason, (documents, amount) in sorted(one["cut"].items())
+    ]
+    heads = ("stage/reason and pass", "documents", "characters, or data masked")
+    return f"<section><h2>What was cut from documents that stay</h2>{_table(heads, rows)}</section>" if rows else ""
 
 
 def _sources(passes: Sequence[Pass]) -> str:
@@ -158,11 +170,27 @@ def _copies(passes: Sequence[Pass]) -> str:
 
 
 def _examples(passes: Sequence[Pass]) -> str:
+    cuts = ((one, reason, count) for one in passes for reason, (count, _) in sorted(one["cut"].items()))
     blocks = []
-    for one, reason, count in _all(passes):
+    for one, reason, count in (*_all(passes), *cuts):
         items = "".join(_example(example) for example in one["examples"][reason])
         blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
     return f"<section><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """All that decided the result, thresholds and parameters by default included, of the parts that were on."""
+    shown = json.dumps(
+        {name: _without_none(part) for name, part in settings.items() if part is not None}, indent=1, ensure_ascii=False, sort_keys=True
+    )
+    block = f"<details><summary>as JSON</summary><pre>{escape(_printable(shown))}</pre></details>"
+    return f"<section><h2>Settings of this run</h2>{block}</section>"
+
+
+def _without_none(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    return {name: _without_none(value) for name, value in part.items() if value is not None}
 
 
 def _example(example: Mapping[str, Any]) -> str:

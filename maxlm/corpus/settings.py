@@ -1,6 +1,6 @@
 """Settings of a corpus file: sources, stages and how they run. A stage whose section is absent is off."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -72,6 +72,11 @@ class CorpusSettings(Section):
     run: RunSettings = RunSettings()
     slurm: SlurmSettings | None = None
     ray: RaySettings | None = None
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """All settings that decide the result, as JSON has them."""
+        return self.model_dump(mode="json", exclude={"output": True, "slurm": True, "ray": True, "run": {"workers", "memory_mb"}})
 
     @model_validator(mode="after")
     def _one_executor(self) -> Self:

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,8 @@ def line_of(record: Document | Removed) -> bytes:
         texts = map(_string, (record.example, record.id, record.reason, record.stage))
         return b'{"detail": %b, "example": %b, "id": %b, "reason": %b, "stage": %b}\n' % (_object(record.detail), *texts)
     except (UnicodeEncodeError, orjson.JSONEncodeError):  # a lone surrogate, which only an escape can hold
-        return json.dumps(asdict(record), sort_keys=True).encode() + b"\n"
+        fields = {name: value for name, value in vars(record).items() if name != "cuts"}
+        return json.dumps(fields, sort_keys=True).encode() + b"\n"
 
 
 def _string(text: str) -> bytes:

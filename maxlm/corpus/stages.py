@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
-from maxlm.corpus.dedup.lines import Unit, find_repeated, without, write_occurrences
-from maxlm.corpus.dedup.settings import DedupSettings, RepeatSettings
+from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
+from maxlm.corpus.dedup.settings import DedupSettings, RepeatSettings, SubstringSettings
 from maxlm.corpus.dedup.signatures import write_signatures
-from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.dedup.substrings import cut, find_runs, write_windows
+from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tasks import Task
 
@@ -63,7 +64,7 @@ class Deduplicate:
 
     @property
     def key(self) -> Any:
-        return self.settings.model_dump(mode="json", exclude={"lines", "paragraphs"})
+        return self.settings.model_dump(mode="json", exclude={"lines", "paragraphs", "substrings"})
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
         write_signatures(documents, path, self.settings)
@@ -103,12 +104,12 @@ class RemoveRepeated:
         write_occurrences(documents, path, self.settings, self.unit)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        outputs = [self._result(folder, task) for task in tasks]
+        outputs = [_result(folder, task) for task in tasks]
         work, memory_mb, threads = resources
         find_repeated(files, outputs, self.settings, self.unit, work=work, memory_mb=memory_mb, threads=threads)
 
     def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        table = pq.read_table(self._result(folder, task), columns=["row", "positions"], use_threads=False)
+        table = pq.read_table(_result(folder, task), columns=["row", "positions"], use_threads=False)
         positions = dict(zip(table["row"].to_pylist(), table["positions"].to_pylist(), strict=True))
         for row, document in enumerate(documents):
             if row not in positions:
@@ -116,12 +117,44 @@ class RemoveRepeated:
                 continue
             text = without(document.text, positions[row], self.unit)
             if text.strip():
-                yield Document(document.id, text, document.metadata)
+                first = split(document.text, self.unit)[positions[row][0]]
+                yield cut_text(document, text, self.name, self.unit, first)
             else:
                 yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: len(positions[row])})
 
-    def _result(self, folder: Path, task: Task) -> Path:
-        return folder / f"{task.name}.parquet"
+
+class RemoveSubstrings:
+    """Remove runs of words that stand elsewhere in the corpus, too, from all places but the first."""
+
+    name = "repeated_substrings"
+
+    def __init__(self, settings: SubstringSettings) -> None:
+        self.settings = settings
+
+    @property
+    def key(self) -> Any:
+        return self.settings.model_dump(mode="json")
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        write_windows(documents, path, self.settings)
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        outputs = [_result(folder, task) for task in tasks]
+        work, memory_mb, threads = resources
+        find_runs(files, outputs, self.settings, work=work, memory_mb=memory_mb, threads=threads)
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        table = pq.read_table(_result(folder, task), columns=["row", "firsts", "ends"], use_threads=False)
+        runs = {row["row"]: (row["firsts"], row["ends"]) for row in table.to_pylist()}
+        for row, document in enumerate(documents):
+            if row not in runs:
+                yield document
+                continue
+            text, gone = cut(document.text, *runs[row])
+            if text.strip():
+                yield cut_text(document, text, self.name, "runs", gone)
+            else:
+                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {"runs": len(runs[row][0])})
 
 
 class Decontaminate:
@@ -159,6 +192,13 @@ def build_stages(settings: CorpusSettings) -> list[Stage]:
             stages.append(RemoveRepeated(copies.paragraphs, "paragraphs"))
         if copies.lines is not None:
             stages.append(RemoveRepeated(copies.lines, "lines"))
+        if copies.substrings is not None:
+            stages.append(RemoveSubstrings(copies.substrings))
     if settings.decontaminate is not None:
         stages.append(Decontaminate(settings.decontaminate))
     return stages
+
+
+def _result(folder: Path, task: Task) -> Path:
+    """What a search found in the documents of a task."""
+    return folder / f"{task.name}.parquet"

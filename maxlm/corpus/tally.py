@@ -16,7 +16,8 @@ class Tally:
     """What came into a task and what left it.
 
     `came` and `left`: documents and bytes of text by source. `lengths`: documents by the number of bits of their number of characters, so
-    that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `origins`: the
+    that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `cut`: by stage
+    and reason, documents that stay without a part of their text, and the characters, or the personal data that were masked. `origins`: the
     source of each input file, which need not be what a document's own metadata calls its source.
     """
 
@@ -29,6 +30,7 @@ class Tally:
         self.lengths_left: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
+        self.cut: Sizes = {}
 
     def come(self, document: Document) -> None:
         """Count a document before a filter may change or remove it."""
@@ -40,6 +42,10 @@ class Tally:
         _count(self.left, self._source(document), document)
         _count(self.languages, str(document.metadata.get("language") or UNKNOWN)[:LONGEST], document)
         self.lengths_left[_length(document)] += 1
+        for one in document.cuts:
+            entry = self.cut.setdefault(f"{one.stage}/{one.reason}", [0, 0])
+            entry[0] += 1
+            entry[1] += int(one.detail.get("characters", one.detail.get("masked", 0)))
 
     def remove(self, one: Removed) -> None:
         """Count a document that does not stay."""

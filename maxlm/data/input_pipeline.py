@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxlm.config.batch_sizes import BatchSizes
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest, marks
@@ -45,6 +46,7 @@ class Pipeline:
         config: DataConfig,
         *,
         global_batch: int,
+        batch_sizes: BatchSizes | None = None,
         seed: int,
         vocab_size: int,
         split: Split = "train",
@@ -54,15 +56,15 @@ class Pipeline:
     ) -> None:
         """Open the stores of `config` and check that they match each other and the model.
 
-        `seed`: of the order of train batches; `make_batch` and `content`: of the objective, None for next-token prediction; `field`: the
-        setting that names the store, for errors, None for data.store or data.mixture. Sources of a mixture without held-out documents are
-        left out of "eval". Raises UserError: a store is missing, damaged, empty, of other content,
-        or of another tokenizer than the others; or the model's vocabulary is too small.
+        `batch_sizes`: of all batches, None: each has `global_batch` sequences, the largest size; `seed`: of the order of train batches;
+        `make_batch` and `content`: of the objective, None for next-token prediction; `field`: the setting that names the store, for errors,
+        None for data.store or data.mixture. Sources of a mixture without held-out documents are left out of "eval". Raises UserError: a
+        store is missing, damaged, empty, of other content, or of another tokenizer than the others; or the model's vocabulary is too small.
         """
         context = read_context(config.read_threads)
         found = open_sources(config, split, context)
         _check_all(config, found, split, vocab_size, content, field)
-        self.global_batch = global_batch
+        self.global_batch, self.batch_sizes = global_batch, batch_sizes or BatchSizes(global_batch)
         self._make_batch = make_batch or (
             lambda windows, lengths, _, end: batch_of_windows(windows, lengths, end, mask_documents=config.mask_documents)
         )
@@ -97,7 +99,7 @@ class Pipeline:
         """
         config, self.left_out = self._config, tuple(left_out)
         past = from_json(position[POSITION]) if POSITION in position else None
-        sample = batch_number(position.get("next_step", 0), position.get("left_out", ())) * self.global_batch
+        sample = self.batch_sizes.before(batch_number(position.get("next_step", 0), position.get("left_out", ())))
         self.plan = make_plan(config.mixture, self.sources, self.sizes, seq_len=config.seq_len, past=past, sample=sample)
         numbers = {source.identity: number for number, source in enumerate(self.plan.sources)}
         windows = {numbers[source.identity]: own.count for source, own in zip(self.sources, self._samples_of, strict=True)}
@@ -114,7 +116,7 @@ class Pipeline:
     def check_length(self, steps: int) -> None:
         """Raise UserError if the sources have had their epochs before the end of so many steps."""
         assert self.plan is not None and self._order is not None, "held-out data have an end"
-        needed, end = self.first_sample(steps - 1) + self.global_batch, self._order.end
+        needed, end = self.end_sample(steps - 1), self._order.end
         if end is not None and end < needed:
             S = self._config.seq_len
             rule = f"ends at token {end * S:,} of {needed * S:,}, when all sources of its stage have had their epochs"
@@ -142,7 +144,11 @@ class Pipeline:
 
     def first_sample(self, step: int) -> int:
         """Number of the first sample of batch `step`."""
-        return batch_number(step, self.left_out) * self.global_batch
+        return self.batch_sizes.before(batch_number(step, self.left_out))
+
+    def end_sample(self, step: int) -> int:
+        """Number of the sample after the last of batch `step`."""
+        return self.batch_sizes.before(batch_number(step, self.left_out) + 1)
 
     @property
     def seq_len(self) -> int:
@@ -178,6 +184,7 @@ class Pipeline:
         """The same windows once, in order, in `n_batches` batches, without annotation."""
         ordered = copy.copy(self)
         ordered.plan, ordered._order, ordered.annotate, ordered.left_out = None, None, None, ()
+        ordered.batch_sizes = BatchSizes(self.global_batch)
         return ordered
 
     def documents(self, step: int) -> list[np.ndarray]:
@@ -207,7 +214,7 @@ class Pipeline:
         return problems
 
     def sample_ids(self, step: int) -> np.ndarray:
-        """Ids of the windows in the batch of `step`, [global_batch] int64: a pure function of (seed, `step`, `left_out`, `plan`).
+        """Ids of the windows in the batch of `step`, int64 for each of its rows: a pure function of (seed, `step`, `left_out`, `plan`).
 
         An id is unique over the sources of a mixture. -1 is a row of padding, which only the last eval batch has, or one of a source that
         the config names no more.
@@ -225,9 +232,10 @@ class Pipeline:
         """
         import jax
 
-        held = np.zeros(self.global_batch, np.bool_)
+        rows = self.end_sample(step) - self.first_sample(step)
+        held = np.zeros(rows, np.bool_)
         tokens = jax.tree.leaves(shardings)[0]  # the rows of all arrays are split like those of the first
-        for index in tokens.addressable_devices_indices_map((self.global_batch, self._config.seq_len)).values():
+        for index in tokens.addressable_devices_indices_map((rows, self._config.seq_len)).values():
             assert index is not None, "every device of a NamedSharding has a part or a copy"
             held[index[0]] = True
         host = self.host_batch(step, np.flatnonzero(held))
@@ -237,7 +245,7 @@ class Pipeline:
             def own(index: Any) -> np.ndarray:
                 return array[row[index[0]]][:, *index[1:]]
 
-            return jax.make_array_from_callback((self.global_batch, *array.shape[1:]), sharding, own)
+            return jax.make_array_from_callback((rows, *array.shape[1:]), sharding, own)
 
         return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
 
@@ -249,7 +257,7 @@ class Pipeline:
         return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
 
     def _samples(self, step: int) -> np.ndarray:
-        return self.first_sample(step) + np.arange(self.global_batch)
+        return np.arange(self.first_sample(step), self.end_sample(step))
 
     def _ids(self, samples: np.ndarray) -> np.ndarray:
         if self._order is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from maxlm.config.batch_sizes import BatchSizes
 from maxlm.config.errors import UserError
 
 SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around silently above
@@ -38,6 +39,12 @@ def batch_number(step: int, left_out: Sequence[int]) -> int:
             break
         step += 1
     return step
+
+
+def sequences_before(step: int, sizes: BatchSizes, left_out: Sequence[int]) -> int:
+    """Sequences that the updates before `step` have trained on: none of the batches that are left out."""
+    end = batch_number(step, left_out)
+    return sizes.before(end) - sum(sizes.of(number) for number in left_out if number < end)
 
 
 def shares_of(weights: Mapping[int, float]) -> dict[int, int]:

@@ -116,7 +116,7 @@ def _shares_table(sources: dict[str, Any], part: str) -> Table:
 
 def _samples_before(pipeline: Pipeline, step: int) -> int:
     """Samples until the end of `step` updates, those of batches that are left out included."""
-    return pipeline.first_sample(step - 1) + pipeline.global_batch if step else 0
+    return pipeline.end_sample(step - 1) if step else 0
 
 
 def _counts(pipeline: Pipeline, step: int) -> dict[int, int]:
@@ -125,8 +125,8 @@ def _counts(pipeline: Pipeline, step: int) -> dict[int, int]:
     assert plan is not None, "checked by the caller"
     counts, order = counts_at(plan.stages, end), SampleOrder({}, plan.stages, seed=0, shuffle=False)
     for batch in pipeline.left_out:
-        first = batch * pipeline.global_batch
-        for source, _ in order.places(range(first, first + pipeline.global_batch)) if first < end else ():
+        first, after = pipeline.batch_sizes.before(batch), pipeline.batch_sizes.before(batch + 1)
+        for source, _ in order.places(range(first, after)) if first < end else ():
             counts[source] -= 1
     return counts
 

@@ -126,7 +126,7 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
         model_flops=step_flops(config),
         peak_flops=topology.devices * topology.chip.peak_flops_per_device(mfu_format(config)),
         peak_name=PEAK_NAMES[mfu_format(config)],
-        tokens=tokens if tokens is not None else config.total_steps * config.tokens_per_step,
+        tokens=tokens if tokens is not None else config.total_tokens,
         chips=topology.chips,
     )
 

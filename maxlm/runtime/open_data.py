@@ -33,7 +33,7 @@ class OpenedData(NamedTuple):
 def open_data(config: Config) -> OpenedData:
     """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
     create = _create(config)
-    data, named = create(config.data), {}
+    data, named = create(config.data, batch_sizes=config.batch_sizes), {}
     for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
         named[name] = create(config.data.model_copy(update={"store": store, "mixture": None}), split="eval", field=f"data.eval.{name}")
         if named[name].tokenizer_hash != data.tokenizer_hash:
@@ -44,7 +44,7 @@ def open_data(config: Config) -> OpenedData:
 
 def open_training_data(config: Config) -> Pipeline:
     """Open the training batches alone. Raises UserError for an unusable store."""
-    return _create(config)(config.data)
+    return _create(config)(config.data, batch_sizes=config.batch_sizes)
 
 
 def _create(config: Config) -> Callable[..., Pipeline]:

@@ -36,12 +36,12 @@ from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
+from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
-from maxlm.training.session import Start, Tasks
+from maxlm.training.session import Init, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
-from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class OpenRun:
     server: MetricsServer | None
     journal: Journal
     start: Start
-    init: Callable[[], TrainState]
+    init: Init
     flips: BitFlips | None
 
     @property
@@ -152,6 +152,8 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     if config.compression is not None and config.diloco is None:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
+    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
+    values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
     values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
     values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
@@ -178,24 +180,39 @@ def _start(
     journal: Journal,
     local_processes: int,
     goodput: Goodput,
-) -> tuple[Start, Callable[[], TrainState]]:
+) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
     anything is written beside it.
     """
-    source = config.train.start_from
-    fresh = "" if source is None else f"reading the parameters of {source.path} and "
-    latest = checkpoints.latest()
-    restoring = "restoring the newest checkpoint and " if latest is not None else fresh
-    if source is not None and latest is None:
-        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
+    init, reading = _first_state(config, program, checkpoints)
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        stored = None if source is None else open_tokenizer(config.data.stores[0])
-        init = program.init if source is None else functools.partial(begin_from, program, source, stored)
         start = restore_or_init(program, checkpoints, init, journal, goodput)
+        check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
+            program.compile_from(start.step)
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
             integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init
+
+
+def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
+    """The function that makes the state this run begins with, and what it reads, in words. Raises UserError, on all hosts alike, if they
+    need the source and one lacks it.
+    """
+    branch, source = config.train.branch_from, config.train.start_from
+    needed = checkpoints.latest() is None
+    if branch is not None:
+        if needed:
+            require_same("train.branch_from", functools.partial(fingerprint, branch))
+        off = functools.partial(branch_off, program, branch, checkpoints.identity)
+        return off, f"reading step {branch.step:,} of {branch.path} and "
+    if source is None:
+        return program.init, ""
+    if needed:
+        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
+    stored = open_tokenizer(config.data.stores[0])
+    return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
 
 
 def _with_possible_checks(config: Config, program: Program, here: Cluster, phases: Phases) -> Config:

@@ -15,15 +15,21 @@ from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.session import Start
 
-IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
+IGNORED = ("run.", "cluster.", "prometheus.", "train.branch_from.")  # settings that change no step
 STORE, RATE = "contents of the data store", "learning rate of the next update"
 
 
 def changed_settings(directory: RunDirectory, config: Config, start: Start, fingerprint: str) -> dict[str, list[Any]]:
-    """Return setting -> [before, now] of all that differ, with the learning rate and the data's fingerprint. Keeps the old config.
+    """Return setting -> [before, now] of all that differ, with the learning rate and the data's fingerprint. Keeps the old config. Of a
+    run that has just branched off: what differs from the other run.
 
     Call it before the new config is written, in the process that writes it. `fingerprint`: of the data store.
     """
+    before = start.position.get("store", fingerprint)
+    data = {} if before == fingerprint else {STORE: [before[:12], fingerprint[:12]]}
+    if start.branched:
+        assert config.train.branch_from is not None, "it says where the run branched off"
+        return {**_differences(Path(config.train.branch_from.path) / directory.config.name, config, start), **data}
     replaced = directory.replaced_configs()
     at = next((step for step in replaced if step >= start.step), None)  # its config trained the steps up to it
     source = directory.config if at is None else directory.config_until(at)
@@ -33,8 +39,7 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
     for step in replaced:
         if step > start.step:  # these steps are trained again
             directory.config_until(step).unlink()
-    before = start.position.get("store", fingerprint)
-    return changed if before == fingerprint else {**changed, STORE: [before[:12], fingerprint[:12]]}
+    return {**changed, **data}
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:

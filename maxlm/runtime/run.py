@@ -239,7 +239,7 @@ def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
         "mfu_peak": PEAK_NAMES[mfu_format(config)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
-        "total_tokens": config.total_steps * config.tokens_per_step,
+        "total_tokens": config.total_tokens,
         "folder": str(run.directory.path),
         "version": maxlm.__version__,
         "cluster": here.description,

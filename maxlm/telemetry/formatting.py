@@ -63,7 +63,8 @@ def sentence(event: Event) -> str:
             return f"Started at {at}{_run_facts(data)}{_changed(data)}"
         case "restore":
             skipped = "".join(f"; skipped: {cause}" for cause in data.get("passed_over", ()))
-            return f"Restored the checkpoint of {at}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
+            done = f"Branched off {data['branch_of']} at {at}" if "branch_of" in data else f"Restored the checkpoint of {at}"
+            return f"{done}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
         case "save":
             return f"Saved {at}{_time(data, 'seconds', ' in')}{_time(data, 'blocked_s', '; training waited')}"
         case "skip":

@@ -53,7 +53,7 @@ class Event:
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
               without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
-              memory, memory of peers)
+              memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and

@@ -23,7 +23,7 @@ from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
 from maxlm.objectives import Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
-from maxlm.training.step import GradFn, LossFn, in_one_pass
+from maxlm.training.step import GradFn, LossFn
 
 Axes = tuple[str | None, ...]
 # (gradient of one device, mesh axes) -> their sum over the axes, in the same dtype
@@ -34,16 +34,16 @@ Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def accumulated(
-    microbatches: int, loss_fn: LossFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
+    microbatches: int, grad_fn: GradFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:
-    """`in_one_pass` of one microbatch after another; gradients are summed in float32."""
+    """`grad_fn` of one microbatch after another; gradients are summed in float32."""
     parts = split(batch, microbatches)
 
     def body(carry: tuple[Sums, Parameters], part: Any) -> tuple[tuple[Sums, Parameters], None]:
-        sums, grads = in_one_pass(loss_fn, params, model_state, part, denominator)
+        sums, grads = grad_fn(params, model_state, part, denominator)
         return (carry[0].plus(sums), jax.tree.map(jnp.add, carry[1], grads)), None
 
-    sums, _ = jax.eval_shape(partial(in_one_pass, loss_fn), params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
+    sums, _ = jax.eval_shape(grad_fn, params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
     zero = sums.empty(), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
     return jax.lax.scan(body, zero, parts)[0]
 

@@ -33,20 +33,21 @@ from maxlm.training.program import Program
 from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving, not_finite
-from maxlm.training.session import Outcome, RollBack, Session, Start
+from maxlm.training.session import Init, Outcome, RollBack, Session, Start
 from maxlm.training.step import TrainState
 
 
 def restore_or_init(
     program: Program,
     checkpoints: Checkpoints,
-    init: Callable[[], TrainState] | None = None,
+    init: Init | None = None,
     journal: Journal | None = None,
     goodput: Goodput | None = None,
 ) -> Start:
     """Restore the newest good checkpoint, or make the first state, by `init` or from the seed, while the step is compiled. Writes nothing.
 
-    `journal`: of the roll backs of the run. Raises UserError for a foreign checkpoint.
+    `init` may give a Start, where the run does not begin at step 0. `journal`: of the roll backs of the run. Raises UserError for a foreign
+    checkpoint.
     """
     journal = journal or Journal()
     unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
@@ -62,10 +63,11 @@ def restore_or_init(
             start = _restore(program, checkpoints, journal, unfit, goodput)
     if start is None:
         with _measured(goodput, "init"):
-            state = (init or program.init)()
-        start = Start(state, 0, left_out=journal.left_out({}))
+            first = (init or program.init)()
+        start = first if isinstance(first, Start) else Start(first, 0)
+        start = replace(start, left_out=journal.left_out(start.position))
         if unfit:
-            checkpoints.resume_at(0)
+            checkpoints.resume_at(start.step)
     compiled.result()
     return start
 
@@ -104,7 +106,7 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
-    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped)
+    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped, left_out=start.left_out)
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.go_on(start.position, start.left_out)
@@ -152,8 +154,11 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
 
 def _unreachable(session: Session, before: int) -> str:
     """Reason that training cannot go back to `before`, or ""."""
-    steps = session.checkpoints.positions()
-    if not steps or min(steps) <= before or before < session.program.config.checkpoint.every_steps:
+    config, steps = session.program.config, session.checkpoints.positions()
+    first = 0 if config.train.branch_from is None else config.train.branch_from.step
+    if before < first:
+        return f"this run begins at step {first:,}, where it branches off"
+    if not steps or min(steps) <= before or before - first < config.checkpoint.every_steps:
         return ""
     return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 

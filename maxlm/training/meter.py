@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from maxlm.data.order import batch_number, sequences_before
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
@@ -16,6 +17,7 @@ from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import Health
 from maxlm.training.layer_figures import figures_of, layer_names
 from maxlm.training.loss_scale import overflow
+from maxlm.training.noise_scale import LEVELS, PARTS, SQUARES, NoiseScale
 from maxlm.training.program import Program
 from maxlm.training.progress import LoopProgress
 from maxlm.training.step import Metrics
@@ -40,21 +42,23 @@ class Meter:
         progress: LoopProgress | None = None,
         *,
         skipped: int = 0,
+        left_out: Sequence[int] = (),
     ) -> None:
-        """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped."""
+        """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped; `left_out`: as in `Pipeline`."""
         self._progress = LoopProgress() if progress is None else progress
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
         self._observers = observers
         self._log_every = config.run.log_every
         self._total = config.total_steps
-        self._tokens_per_step = config.tokens_per_step
-        self._flops_per_device = step_flops(config) / program.mesh.size
+        self._sizes, self._left_out, self._seq_len = config.batch_sizes, tuple(left_out), config.data.seq_len
+        self._ramped = bool(config.train.batch_ramp)
+        self._flops_per_token = step_flops(config) / config.tokens_per_step / program.mesh.size  # of one device
         self._peak = chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute != "float32" else None
         self._precision = config.precision
         self._pending: _Pending | None = None
         self._since = time.monotonic()
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0  # since the last record
         self._alarms = RoutingAlarms()
         self._first_layer = config.model.moe.n_dense if config.model.moe is not None else 0
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
@@ -62,8 +66,15 @@ class Meter:
         self._declared = program.metrics
         self._skipped = skipped
         self._layers = layer_names(config.model)
-        trained = config.train.start_from is not None
+        trained = config.train.start_from is not None or config.train.branch_from is not None
+        noise = config.train.noise_scale
+        self._noise = None if noise is None else NoiseScale(noise, (levels or {}).get(LEVELS, ()))
         self.health = Health(program.objective.untrained_loss, levels, trained=trained, settings=config.health)
+
+    @property
+    def levels(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that the next update is judged and measured as it would be without a restart."""
+        return {**self.health.levels, **({} if self._noise is None else {LEVELS: self._noise.levels})}
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
         """Update number `step` was dispatched; the one before is read now, while it runs.
@@ -90,33 +101,49 @@ class Meter:
             metrics: Metrics = jax.device_get(device_metrics)
         now = time.monotonic()
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
+        self._tokens += self._sequences(step) * self._seq_len
         self._since = now
         balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)
+        if self._noise is not None:
+            self._noise.update(metrics.values)
         if self._due(step, self._log_every):
             self._observers.on_step(self._record(step, metrics, balance))
-            self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+            self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+
+    def _sequences(self, step: int) -> int:
+        """Sequences of the batch of update `step`."""
+        return self._sizes.of(batch_number(step - 1, self._left_out))
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self._total or step == self._start + 1
 
     def _record(self, step: int, metrics: Metrics, balance: Balance | None) -> StepRecord:
         step_time_s = self._seconds / self._steps
-        flops_per_s = self._flops_per_device / step_time_s
+        tokens_per_s = self._tokens / self._seconds
+        flops_per_s = self._flops_per_token * tokens_per_s
         values = records(metrics.values)
         del values["tokens"]  # the record counts those consumed
+        if self._noise is not None:
+            del values[PARTS], values[SQUARES]
+            values |= self._noise.figures
+        values |= {"global_batch": self._sequences(step)} if self._ramped else {}
         return StepRecord(
             step=step,
             loss=values.pop("loss"),
             grad_norm=values.pop("grad_norm"),
             lr=values.pop("lr"),
-            tokens=step * self._tokens_per_step,
-            tokens_per_s=self._tokens_per_step / step_time_s,
+            tokens=sequences_before(step, self._sizes, self._left_out) * self._seq_len,
+            tokens_per_s=tokens_per_s,
             step_time_s=step_time_s,
             tflops_per_device=flops_per_s / 1e12,
             mfu=flops_per_s / self._peak if self._peak else None,
             data_wait_s=self._waited / self._steps,
-            extra={**values, **(balance.figures() if balance is not None else {})},
+            extra={
+                **values,
+                **({"global_batch": self._sequences(step)} if self._ramped else {}),
+                **(balance.figures() if balance is not None else {}),
+            },
             balance=balance if self._due(step, self._detail_every) else None,
             declared=self._declared,
         )

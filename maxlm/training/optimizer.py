@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from maxlm.config.optimizer import AdafactorConfig, MuonConfig
@@ -19,15 +20,16 @@ from maxlm.training.small_states import in_small_state
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101), Muon (Jordan 2024) for the hidden matrices with Adam for the rest, or Adafactor (arXiv 1804.04235).
 
-    Weight decay is decoupled, multiplied by the learning rate, and reaches matrices only: no norm, bias or position table. `axes`: of
-    the parameters, if it is not for all of the model's. `first_row`: of theirs, if they are pieces of those that are stacked.
+    Weight decay is decoupled, multiplied by the learning rate (or by the schedule alone, with `independent`), and reaches matrices only:
+    no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's. `first_row`: of theirs, if they are
+    pieces of those that are stacked.
     """
     axes = parameter_axes(config.model) if axes is None else axes
     direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         in_small_state(config, direction, axes, first_row),
-        optax.add_decayed_weights(config.optimizer.weight_decay, mask=decayed),
+        optax.add_decayed_weights(config.optimizer.decay_per_rate, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
 
@@ -78,22 +80,40 @@ def learning_rate(config: Config) -> optax.Schedule:
     """Linear warm-up to `peak_lr`, then the schedule's shape down to `end_lr_fraction` of it at the last step.
 
     Step s (from 0) of the warm-up uses (s + 1) / warm-up of the peak, so no update is spent on a rate of 0.
-    wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395).
+    wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395). With `train.batch_ramp` lengths are counted in tokens.
     """
-    optimizer = config.optimizer
+    optimizer, passed = config.optimizer, _passed(config)
     peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
-    total = config.total_steps
-    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    steps = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    total, warmup = passed(config.total_steps), passed(steps)
     after = max(total - warmup, 1)
     if optimizer.schedule == "cosine":
         body = optax.cosine_decay_schedule(peak, after, alpha=optimizer.end_lr_fraction)
     elif optimizer.schedule == "wsd":
-        decay = config.steps_of(optimizer.decay_steps, optimizer.decay_tokens, max(total // 10, 1))
+        decay = total - passed(config.total_steps - config.decay_steps)
         stable = max(after - decay, 0)
         body = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable])
     else:
         body = optax.constant_schedule(peak)
+    if config.train.batch_ramp:
+        return lambda step: jnp.where(step < steps, peak * passed(step + 1) / max(warmup, 1e-9), body(passed(step) - warmup))
     if not warmup:
         return body
     ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)) if warmup > 1 else optax.constant_schedule(peak)
     return optax.join_schedules([ramp, body], [warmup])
+
+
+def _passed(config: Config) -> Callable[[Any], Any]:
+    """Step -> tokens of the updates before it, in updates of the last, largest size; where all batches are alike, the step itself."""
+    if not config.train.batch_ramp:
+        return lambda step: step
+    sizes, full = config.batch_sizes, config.train.global_batch
+    ends = [*(stage.first for stage in sizes.stages[1:]), config.total_steps]
+
+    def passed(step: Any) -> Any:
+        if isinstance(step, int):
+            return sizes.before(step) / full
+        within = [jnp.clip(step - stage.first, 0, end - stage.first) for stage, end in zip(sizes.stages, ends, strict=True)]
+        return sum(steps.astype(jnp.float32) * (stage.size / full) for steps, stage in zip(within, sizes.stages, strict=True))
+
+    return passed

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,9 +30,11 @@ from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.loss_scale import ScaledUpdates
+from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, with_part_norms
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.ramped_step import RampedStep
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
@@ -52,7 +54,9 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of all that an update reports beside what every record holds."""
-        return self.updater.metrics + (ROUTING_METRICS if self.config.model.moe is not None else ())
+        declared = tuple(metric for metric in self.updater.metrics if metric not in PART_METRICS)
+        declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
+        return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
     def gradients(self) -> GradFn:
@@ -62,16 +66,17 @@ class Program:
         reduced    once an update (`reduction_axes`), over `data` by the updater where it is compressed; as layers are done, with whole
                    weights (ZeRO stage 2); by the partitioner
         """
-        config, objective, sizes = self.config, self.objective, self.mesh.shape
+        config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
         loss = partial(objective.loss, summed=axes)
-        grad_fn: GradFn = partial(in_one_pass, loss)
+        measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
+        grad_fn: GradFn = measured(partial(in_one_pass, loss))
         if sizes.get("stage", 1) > 1:
             grad_fn = partial(pipelined.gradients, objective, axes)
         elif config.train.microbatches > 1:
-            grad_fn = partial(accumulated, config.train.microbatches, loss)
+            grad_fn = partial(accumulated, config.train.microbatches, grad_fn)
         elif config.mesh.zero == 2:
-            grad_fn = partial(in_one_pass, with_layers_gathered(config, loss))
+            grad_fn = measured(partial(in_one_pass, with_layers_gathered(config, loss)))
         apart = AXIS if compresses(config) else None
         return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
 
@@ -88,6 +93,7 @@ class Program:
 
         def build(gradients: GradFn) -> Updater:
             update = kind(config, self.objective, self.optimizer, gradients, compressed)
+            update.metrics += () if config.train.noise_scale is None else PART_METRICS
             return WatchedUpdates(update, health) if health is not None and watches else update
 
         def watched(gradients: GradFn) -> GradFn:
@@ -178,11 +184,33 @@ class Program:
         with jax.set_mesh(self.mesh):
             return make.lower().compile(compiler_options=self.compiler_options)
 
+    def of_size(self, size: int) -> "Program":
+        """The program of batches of `size` sequences, which has the same state and schedule. This one, if all batches are alike."""
+        train = self.objective.config.train
+        if not train.batch_ramp:
+            return self
+        parts = self.config.microbatches_of(size, self.mesh.shape)
+        assert parts is not None, "config/schedule_rules.py checks every size"
+        own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": None})
+        return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))
+
+    def compile_from(self, step: int) -> None:
+        """Compile all that batches from number `step` on need, so that training does not wait for it later."""
+        if isinstance(self.step, RampedStep):
+            self.step.prepare(self.config.batch_sizes.from_number(step))
+
     @cached_property
-    def step(self) -> jax.stages.Compiled | NvmeStep:
+    def step(self) -> jax.stages.Compiled | NvmeStep | RampedStep:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
-        compiled = self.lower().compile(compiler_options=self.compiler_options)
+        train = self.objective.config.train
+        if train.batch_ramp:
+            return RampedStep(lambda size: self.of_size(size).compiled(), train.global_batch)
+        compiled = self.compiled()
         return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The update that `lower` describes, compiled."""
+        return self.lower().compile(compiler_options=self.compiler_options)
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""

@@ -23,7 +23,7 @@ from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
 from maxlm.telemetry.observer import Event
 from maxlm.training.meter import Meter
-from maxlm.training.session import Session
+from maxlm.training.session import BRANCH, Session
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,9 @@ class Saving:
 
     def _position(self, step: int) -> dict[str, Any]:
         session, health = self._session, self._meter.health
-        position = {"next_step": step, "store": session.data.fingerprint, "health": health.levels, HEALTHY: health.healthy}
+        position = {"next_step": step, "store": session.data.fingerprint, "health": self._meter.levels, HEALTHY: health.healthy}
+        branch = session.program.config.train.branch_from
+        position |= {} if branch is None else {BRANCH: branch.step}
         return position | session.data.position(step) | session.journal.position(session.data.left_out)
 
     def _alarm(self, cause: str, step: int, reason: str) -> None:

@@ -14,6 +14,7 @@ from maxlm.training.progress import LoopProgress
 from maxlm.training.rollback import Journal
 from maxlm.training.step import TrainState
 
+BRANCH = "branch"  # source of a state that is another run's; entry of a data position: the step of it
 Status = Literal["done", "nothing_left", "preempted", "unhealthy", "corrupted"]
 
 
@@ -58,7 +59,7 @@ class Session:
     tasks: Tasks | None = None
     all_give_up: Callable[[], bool] = lambda: False
     progress: LoopProgress = field(default_factory=LoopProgress)
-    init: Callable[[], TrainState] | None = None  # the first state, where that is not drawn from the seed
+    init: "Init | None" = None  # the first state, where that is not drawn from the seed
     journal: Journal = field(default_factory=Journal)
     folder: Path | None = None  # for pages of evidence; None: none are written
     integrity: StateChecks | None = None
@@ -76,6 +77,15 @@ class Start:
     restored: dict[str, Any] | None = None
     position: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[int, ...] = ()
+
+    @property
+    def branched(self) -> bool:
+        """True if the state is that of another run."""
+        return self.restored is not None and self.restored.get("source") == BRANCH
+
+
+# The first state of a run: of step 0, or, of a run that branches off, where that was
+Init = Callable[[], TrainState | Start]
 
 
 @dataclass(frozen=True)

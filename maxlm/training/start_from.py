@@ -15,6 +15,7 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
+from maxlm.config.schedules import BranchFromConfig
 from maxlm.config.schema import ModelConfig, StartFromConfig
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import (
@@ -31,7 +32,7 @@ from maxlm.training.program import Program
 from maxlm.training.saved_run import CONFIG, SavedRun, open_run
 from maxlm.training.step import TrainState
 
-FIELD = "train.start_from.path"
+FIELD, BRANCH_FIELD = "train.start_from.path", "train.branch_from.path"
 _log = logging.getLogger(__name__)
 # Settings of the model that may differ: positions, and what only training reads. A rotary share says which weights are which.
 FREE = ("rope.", "rope_local", "init_std", "mtp.loss_weight", "vocab_size")
@@ -45,7 +46,7 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     The vocabulary may be larger than the source's: new rows are drawn as for a fresh model. Raises UserError naming each setting of the
     model that differs otherwise, or a token that has another id in `tokenizer`, the data's, or if there is no such checkpoint.
     """
-    saved, model = _opened(source), program.config.model.merged
+    saved, model = opened(source), program.config.model.merged
     saved.check_kind(source.weights)
     other = saved.config.model
     if differing := differences(other, model):
@@ -121,25 +122,34 @@ def _grown(program: Program, params: Any) -> Any:
         return jax.jit(join, out_shardings=shardings)(params)
 
 
-def fingerprint(source: StartFromConfig) -> str:
+def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:
     """Digest of what this host sees of `source`: the config, and all digests of the checkpoint. It waits for no other process.
 
     Raises UserError if there is no such checkpoint here.
     """
-    saved = _opened(source)
+    saved = opened(source)
     checkpoints = saved.checkpoints
-    steps = [step for step in checkpoints.steps() if source.step in (None, step)]
-    if not steps:
+    steps = checkpoints.steps()
+    chosen = [step for step in steps if source.step in (None, step)]
+    if not chosen:
         asked = "" if source.step is None else f" {source.step}"
-        raise ConfigError(FIELD, source.path, f"has no checkpoint{asked}", "name a step that it has, or leave train.start_from.step out")
+        has = f" (there are: {', '.join(map(str, steps))})" if steps else ""
+        newest = ", or leave train.start_from.step out" if _field(source) == FIELD else ""
+        raise ConfigError(_field(source), source.path, f"has no checkpoint{asked}{has}", f"name a step that it has{newest}")
     try:
-        written = manifest.read(checkpoints.directory / str(steps[-1])).to_text()
+        written = manifest.read(checkpoints.directory / str(chosen[-1])).to_text()
     except DamagedError as error:
         written = str(error)  # which one is read instead is agreed on later
     return hashlib.sha256(((saved.directory / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]
 
 
-def _opened(source: StartFromConfig) -> SavedRun:
+def opened(source: StartFromConfig | BranchFromConfig) -> SavedRun:
+    """The run that `source` names. Raises ConfigError if there is none."""
     if not (Path(source.path) / CONFIG).is_file():
-        raise ConfigError(FIELD, source.path, "holds no config.yml", "name the folder of a run, or one that `maxlm import` has made")
+        made = ", or one that `maxlm import` has made" if _field(source) == FIELD else ""
+        raise ConfigError(_field(source), source.path, "holds no config.yml", f"name the folder of a run{made}")
     return open_run(Path(source.path))
+
+
+def _field(source: StartFromConfig | BranchFromConfig) -> str:
+    return FIELD if isinstance(source, StartFromConfig) else BRANCH_FIELD

@@ -98,5 +98,6 @@ def test_tallies_of_tasks_add_up_in_any_division():
 
 def test_a_corpus_of_which_nothing_is_left_has_a_page():
     nothing = Tally({}).as_json()
-    html = page({"passes": [{"name": "filter", "documents": 0, "bytes": 0, **nothing, "examples": {}}], "tasks": 0, "input_files": 0})
+    passes = [{"name": "filter", "documents": 0, "bytes": 0, **nothing, "examples": {}}]
+    html = page({"settings": {}, "passes": passes, "tasks": 0, "input_files": 0})
     assert "What came in" in html

@@ -19,7 +19,8 @@ def write_corpus(folder):
     rng = random.Random(0)
     words = [f"word{number}" for number in range(3000)]
     question = "which of the seven old bridges over the quiet river was built by a blind mason in winter"
-    texts = [" ".join(rng.choices(words, k=80)) for _ in range(60)]
+    texts = [" ".join(rng.choices(words, k=80)) for _ in range(58)]
+    texts += [" ".join([*rng.choices(words, k=90), *texts[number].split()[:30]]) for number in (11, 12)]
     texts += texts[:5] + [text + " end" for text in texts[5:10]]
     texts += [" ".join(rng.choices(words, k=30)) + f" {question} " + " ".join(rng.choices(words, k=30)), "short"]
     texts = [f"{text}\nall rights are reserved by the owner of this page" for text in texts]
@@ -39,7 +40,7 @@ def settings(tmp_path, output, **run):
             "output": str(output),
             "sources": {"made": {"paths": [str(tmp_path / "raw")], "license": "CC0"}},
             "filters": {"length": {"min_words": 12}},
-            "deduplicate": {"lines": {"max_documents": 6}},
+            "deduplicate": {"lines": {"max_documents": 6}, "substrings": {"min_words": 15}},
             "decontaminate": {"sets": {"bridges": {"path": str(tmp_path / "set.txt")}}},
             "run": {"task_bytes": 1, "memory_mb": 64, **run},
         }
@@ -78,6 +79,26 @@ def test_each_document_is_in_the_output_or_in_one_list(tmp_path):
     assert all(record["metadata"]["license"] == "CC0" and record["metadata"]["source"] == "made" for record in kept)
     assert sum("all rights are reserved" in record["text"] for record in kept) <= 1
     assert not (tmp_path / "out" / "stages").exists()
+
+
+def test_what_is_cut_from_documents_that_stay_is_counted_with_examples(tmp_path):
+    write_corpus(tmp_path / "raw")
+    config = settings(tmp_path, tmp_path / "out")
+    report = run(config)
+    (lines,) = (one for one in report["passes"] if one["name"] == "repeated_lines")
+    before = report["passes"][report["passes"].index(lines) - 1]
+    count, characters = lines["cut"]["repeated_lines/lines"]
+    assert count == lines["documents"] - 1 > 50
+    assert characters == before["bytes"] - lines["bytes"]  # in ASCII
+    examples = lines["examples"]["repeated_lines/lines"]
+    assert len(examples) == 10
+    assert {one["example"] for one in examples} == {"all rights are reserved by the owner of this page"}
+    (runs,) = (one for one in report["passes"] if one["name"] == "repeated_substrings")
+    assert runs["cut"]["repeated_substrings/runs"][0] == 2
+    assert "repeated_substrings/runs" in (tmp_path / "out" / "report.html").read_text()
+    assert all("cuts" not in record for record in records(tmp_path / "out"))
+    assert report["settings"]["deduplicate"]["minhash"]["bands"] == 20  # parameters stay with the result, those by default, too
+    assert report["settings"]["run"] == {"task_bytes": 1}
 
 
 def test_bytes_do_not_depend_on_workers_or_interruptions(tmp_path):

@@ -1,7 +1,10 @@
 """Filters of content: lists, personal data, language, classifier, perplexity, and the settings of all."""
 
+import gzip
+import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -14,9 +17,10 @@ from filter_texts import NOUNS, prose, sentence
 from pydantic import ValidationError
 
 from maxlm.config.errors import UserError
+from maxlm.corpus.command import train_classifier as train_classifier_command
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
-from maxlm.corpus.filters.classifier import LinearClassifier, train_classifier, train_from_folders
+from maxlm.corpus.filters.classifier import LinearClassifier, train_classifier, train_from_files
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.lists import split_url
 from maxlm.corpus.filters.personal_data import AT, IPV4, PersonalDataFilter
@@ -175,7 +179,10 @@ def test_masking_twice_changes_nothing(seed):
 
 def test_masks_are_counted_and_can_be_switched_off():
     text = "a@b.com, c@d.org, 8.8.8.8"
-    assert mask(text).metadata == {"masked_email": 2, "masked_ip": 1}
+    masked = mask(text)
+    assert masked.metadata == {"masked_email": 2, "masked_ip": 1}
+    assert [(cut.reason, cut.detail) for cut in masked.cuts] == [("masked_email", {"masked": 2}), ("masked_ip", {"masked": 1})]
+    assert all(cut.example in masked.text for cut in masked.cuts)  # around the placeholder, and not what it stands for
     only = PersonalDataFilter(PersonalDataSettings(email=False, phone=False, key=False))(Document("f#0", text))
     assert only.text == "a@b.com, c@d.org, <IP_ADDRESS>"
     assert IPV4.search(mask("8.8.8.8 " * 99).text) is None
@@ -299,16 +306,26 @@ def test_training_and_files_are_the_same_bytes(classifier, tmp_path):
     assert judge(prose(99), section).metadata["classifier_score"] > 0.5
 
 
-def test_training_reads_two_folders(tmp_path):
+def test_training_reads_two_folders_of_any_format(tmp_path, capsys):
     for name, make in (("good", prose), ("bad", junk)):
         (tmp_path / name / "inner").mkdir(parents=True)
-        for i in range(10):
+        for i in range(30):
             (tmp_path / name / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make(i))
-    model = train_from_folders(tmp_path / "good", tmp_path / "bad", bits=12, epochs=20)
-    assert model.probability(TextStatistics(prose(50))) > 0.5 > model.probability(TextStatistics(junk(50)))
+        (tmp_path / name / "more.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": make(77)}).encode() + b"\nno JSON\n"))
+    model = tmp_path / "models" / "quality.npz"
+    train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model, print)
+    printed = capsys.readouterr().out
+    right, held_out = map(int, re.search(r"(\d+) of (\d+) told right", printed).groups())
+    assert "31 wanted and 31 unwanted" in printed
+    assert held_out > 2
+    assert right >= held_out - 1
+    loaded = LinearClassifier.load(model)
+    assert loaded.probability(TextStatistics(prose(50))) > 0.5 > loaded.probability(TextStatistics(junk(50)))
+    with pytest.raises(UserError, match="models: cannot be written"):
+        train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model.parent, print)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
-        train_from_folders(tmp_path / "good", tmp_path / "empty")
+        train_from_files(str(tmp_path / "good"), str(tmp_path / "empty"))
 
 
 def test_a_broken_classifier_is_one_line(tmp_path, classifier):

@@ -17,15 +17,18 @@ def test_lines_of_a_pass(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     tasks = [Task(number, (f"{number}",), 10_000_000) for number in range(3)]
     shown = progress.Progress("filter", tasks, lines.append)
+    clock[0] = 1.0
+    shown.reach(0, 1000, 1)
+    assert lines.pop() == "filter: 0 of 3 tasks, 0.0 MB/s, 1 documents, 0 removed, time left unknown"  # 30,000 s, while models are loaded
     for step in range(1, 81):
         clock[0] = step / 8
         shown.reach(0, 125_000 * step, step)
-    assert len(lines) == 10
+    assert len(lines) == 9
     assert lines[-1] == "filter: 0 of 3 tasks, 1.0 MB/s, 80 documents, 0 removed, 20 s left"
     for number, task in enumerate(tasks):
         clock[0] += 0.1
         shown.add(task, MARK)
-        assert len(lines) == 10 + (number == 2)
+        assert len(lines) == 9 + (number == 2)
     assert lines[-1] == "filter: 3 of 3 tasks, 2.9 MB/s, 300 documents, 30 removed, 0 s left"
 
 

@@ -22,7 +22,8 @@ def directory(tmp_path):
 
 def attempt(directory, config, step, store="a" * 64, recorded="a" * 64, skipped=0):
     """Return the changed settings as a run continues from `step`, with the config written afterwards."""
-    start = SimpleNamespace(step=step, state=SimpleNamespace(skipped=skipped), position={"next_step": step, "store": recorded})
+    position = {"next_step": step, "store": recorded}
+    start = SimpleNamespace(step=step, state=SimpleNamespace(skipped=skipped), position=position, branched=False)
     said = changed_settings(directory, config, start, store)
     directory.write_config(dump(config))
     return said
@@ -92,9 +93,20 @@ def test_a_config_of_another_version_is_kept_and_said(directory):
     assert directory.config_until(5).exists()
 
 
+def test_a_branch_says_what_differs_from_the_other_run(directory, tmp_path):
+    other = RunDirectory.create(tmp_path, "other")
+    other.write_config(dump(A))
+    branch = {"branch_from": {"path": str(other.path), "step": 5}}
+    position = {"next_step": 5, "store": "a" * 64}
+    for sections, said in (({"train": branch}, set()), ({"train": branch, "optimizer": {"peak_lr": 1e-3}}, {"optimizer.peak_lr", RATE})):
+        start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position=position, branched=True)
+        assert set(changed_settings(directory, tiny_config(**sections), start, "a" * 64)) == said
+    assert directory.replaced_configs() == other.replaced_configs() == []
+
+
 def test_a_checkpoint_that_does_not_say_its_data_is_no_change(directory):
     directory.write_config(dump(A))
-    start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position={"next_step": 5})
+    start = SimpleNamespace(step=5, state=SimpleNamespace(skipped=0), position={"next_step": 5}, branched=False)
     assert changed_settings(directory, A, start, "b" * 64) == {}
 
 

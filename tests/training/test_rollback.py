@@ -12,6 +12,7 @@ from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.schedules import BranchFromConfig
 from maxlm.data.order import batch_number
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import build_objective
@@ -20,7 +21,7 @@ from maxlm.training import meter
 from maxlm.training.health import Health
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
-from maxlm.training.session import RollBack, Session
+from maxlm.training.session import BRANCH, RollBack, Session, Start
 from maxlm.training.step import Metrics, TrainState, keep_if_finite
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -110,15 +111,15 @@ def no_flops(monkeypatch):
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
 
 
-def run(folder, script, leave_out=(), events=None, stop=lambda step: None):
+def run(folder, script, leave_out=(), events=None, stop=lambda step: None, init=None):
     """(the outcome, the events) of an attempt in `folder`."""
     events = Events() if events is None else events
     folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     try:
         journal = Journal(folder / "roll_backs.json", leave_out=leave_out)
-        start = restore_or_init(script, checkpoints, None, journal)
-        session = Session(script, Data(), None, checkpoints, events, Goodput(), stop, journal=journal, folder=folder)
+        start = restore_or_init(script, checkpoints, init, journal)
+        session = Session(script, Data(), None, checkpoints, events, Goodput(), stop, journal=journal, folder=folder, init=init)
         return train(session, start), events
     finally:
         checkpoints.close()
@@ -236,6 +237,25 @@ def test_a_spike_before_the_first_checkpoint_begins_anew(tmp_path):
     assert outcome.status == "done"
     assert [event.step for event in events.of("rollback")] == [0]
     assert saved_in(tmp_path) == [35, 40]
+
+
+@pytest.mark.parametrize(("poison", "status"), [(42, "done"), (40, "unhealthy")])
+def test_a_branch_goes_back_to_where_it_began_and_no_further(tmp_path, poison, status):
+    """The batch before the spike is left out, too: of a spike in the first update, one that the other run was trained on."""
+    run(tmp_path / "source", Script(total=40))
+    train = Script().config.train.model_copy(update={"branch_from": BranchFromConfig(path="source", step=40)})
+    script = Script(poison=(poison,))
+    script.config = script.config.model_copy(update={"train": train})
+
+    def init():
+        source = Checkpoints(tmp_path / "source" / "c", script.config.checkpoint, {})
+        restored = source.restore(script.abstract_state, 40)
+        return Start(restored.state, 40, {"source": BRANCH}, restored.data_position)
+
+    outcome, events = run(tmp_path / "branch", script, init=init)
+    assert outcome.status == status, outcome.message
+    assert [event.step for event in events.of("rollback")] == ([40] if status == "done" else [])
+    assert status == "done" or "this run begins at step 40, where it branches off" in outcome.message
 
 
 def test_limits_end_the_run_with_evidence(tmp_path):

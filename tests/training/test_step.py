@@ -99,6 +99,29 @@ def test_weight_decay_reaches_matrices_only():
         assert bool(jnp.any(update != 0)) == ("embed" in axes), axes
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_independent_decay_follows_the_schedule_and_not_the_peak(name):
+    """With a gradient of zero a matrix loses the same share at any peak rate, in proportion to the schedule."""
+
+    def left(peak: float, decay: object, updates: int) -> np.ndarray:
+        settings = {"name": name, "peak_lr": peak, "schedule": "wsd", "warmup_steps": 2, "decay_steps": 4, "end_lr_fraction": 0.0}
+        config = tiny_config(optimizer={**settings, "weight_decay": decay})
+        optimizer = build_optimizer(config)
+        params = init_state(config.model, optimizer, 0).params
+        grads, state, first = jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params["embedding_VD"]
+        for _ in range(updates):
+            changes, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, changes)
+        return np.asarray(params["embedding_VD"] / first)
+
+    independent = {"independent": 0.125}
+    whole = [1 - 0.125 * share for share in (0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25)]  # ten updates: warm-up, stable, decay
+    for updates in (1, 2, 10):
+        np.testing.assert_allclose(left(1e-3, independent, updates), np.prod(whole[:updates]), rtol=1e-5)
+        np.testing.assert_allclose(left(0.3, independent, updates), np.prod(whole[:updates]), rtol=1e-5)
+    assert np.all(left(0.3, 0.125, 10) < left(1e-3, 0.125, 10)), "a number is multiplied by the learning rate"
+
+
 def test_muon_treats_each_stacked_layer_by_itself():
     """The update of a layer must not depend on what the other layers of its stack hold, and must be near orthogonal."""
     config = tiny_config(optimizer={"name": "muon", "warmup_steps": None, "weight_decay": 0.0})

@@ -61,7 +61,7 @@ def jaccard(texts: list[str], settings: MinHashSettings) -> list[list[float]]:
     """Jaccard similarity of all pairs, of the very n-grams that the deduplication has."""
     sets: dict[int, set[int]] = {}
     for positions, words in hash_words(texts):
-        grams, offsets = ngram_hashes(words.hashes, words.offsets, settings)
+        grams, offsets = ngram_hashes(words.hashes, words.offsets, settings.ngram, settings.seed)
         for row, position in enumerate(positions):
             sets[position] = set(np.asarray(grams[offsets[row] : offsets[row + 1]]).tolist())
     return [[len(sets[a] & sets[b]) / max(1, len(sets[a] | sets[b])) for b in range(len(texts))] for a in range(len(texts))]

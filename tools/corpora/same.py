@@ -17,7 +17,7 @@ WORKERS = (1, 2, 7)
 KINDS = ("the whole group", "one worker", "the parent alone")
 LIMIT = 600.0  # seconds of a run
 FILTERS = {"length": {"min_words": 40}, "boilerplate": {}, "gopher_repetition": {}, "personal_data": {}}
-LINES = {"lines": {"max_documents": 3}, "paragraphs": {"max_documents": 3}}
+LINES = {"lines": {"max_documents": 3}, "paragraphs": {"max_documents": 3}, "substrings": {"min_words": 20}}
 
 
 def check_same(folder: Path, corpus: Corpus, kills: int, seed: int) -> list[Row]:

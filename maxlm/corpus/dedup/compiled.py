@@ -121,3 +121,25 @@ def chain_rows(table: Hashes, bands: int, offset: np.uint64) -> Hashes:
                 value = mixed(value * CHAIN + table[document, band * rows + row], offset)
             out[document, band] = value
     return out
+
+
+@njit(cache=True, nogil=True)
+def locate_words(characters: np.ndarray, flag: np.uint32, offset: np.uint64) -> tuple[Hashes, Offsets]:
+    """Hashes of the words of one document, as split_words() has them, and the place of the first character of each."""
+    hashes, starts = np.empty(characters.size, np.uint64), np.empty(characters.size, np.int64)
+    n_words, power, value, inside = 0, np.uint64(1), np.uint64(0), False
+    for i in range(characters.size):
+        character = np.uint32(characters[i])
+        single = character != SPACE and character >= flag
+        if inside and (character == SPACE or single):
+            hashes[n_words], n_words, inside = mixed(value, offset), n_words + 1, False
+        if character == SPACE:
+            continue
+        plain = np.uint64(character & np.uint32(flag - np.uint32(1)))
+        if single:
+            hashes[n_words], starts[n_words], n_words = mixed(plain, offset), i, n_words + 1
+        elif inside:
+            value, power = value + plain * power, power * BASE
+        else:
+            starts[n_words], value, power, inside = i, plain, BASE, True
+    return hashes[:n_words].copy(), starts[:n_words].copy()

@@ -7,19 +7,17 @@ where it first occurs.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import groups, parquet
+from maxlm.corpus.dedup.writing import groups, parquet, row_groups
 from maxlm.corpus.document import Document
 
 Unit = Literal["lines", "paragraphs"]
@@ -82,7 +80,7 @@ def find_repeated(
         database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, length BIGINT)")
         database.run("CREATE TABLE lines (shard INTEGER, row BIGINT, position INTEGER, lo UBIGINT, hi UBIGINT)")
         for shard, path in enumerate(files):
-            for table in _read(path, settings, unit):
+            for table in row_groups(path, METADATA, _key(settings, unit)):
                 _insert(database, shard, table)
         database.run(
             "CREATE TABLE repeated AS SELECT lo, hi FROM (SELECT DISTINCT lo, hi, shard, row FROM lines) GROUP BY lo, hi "  # noqa: S608
@@ -132,23 +130,6 @@ def _occurrences(group: list[Document], start: int, settings: RepeatSettings, un
             "hi": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 1])),
         }
     )
-
-
-def _read(path: Path, settings: RepeatSettings, unit: Unit) -> Iterator[pa.Table]:
-    try:
-        with pq.ParquetFile(path) as file:
-            stored = (file.schema_arrow.metadata or {}).get(METADATA, b"").decode()
-            if stored != _key(settings, unit):
-                raise UserError(
-                    f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {_key(settings, unit)}: "
-                    "use the same settings, or make the file again."
-                )
-            for group in range(file.num_row_groups):
-                yield file.read_row_group(group, use_threads=False)
-    except OSError as error:
-        raise as_user_error(error) from error
-    except pa.ArrowException as error:
-        raise UserError(f"{shorten(str(path))}: not a whole Parquet file ({error}); make it again.") from None
 
 
 def _insert(database: Database, shard: int, table: pa.Table) -> None:

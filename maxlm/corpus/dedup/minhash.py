@@ -17,13 +17,13 @@ from maxlm.corpus.dedup.words import scalar_mix
 ROUNDS = 4
 
 
-def ngram_hashes(words: np.ndarray, offsets: np.ndarray, settings: MinHashSettings) -> tuple[np.ndarray, np.ndarray]:
+def ngram_hashes(words: np.ndarray, offsets: np.ndarray, ngram: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Hashes (uint64) of all runs of `ngram` words that stay within a document, and their offsets by document (int64, D + 1).
 
-    A document of fewer words has none: it has exact copies only.
+    A document of fewer words has none.
     """
-    factors = np.array([scalar_mix(1000 + place) | 1 for place in range(settings.ngram)], np.uint64)
-    return compiled.hash_ngrams(words, offsets, factors, np.uint64(scalar_mix(settings.seed)))
+    factors = np.array([scalar_mix(1000 + place) | 1 for place in range(ngram)], np.uint64)
+    return compiled.hash_ngrams(words, offsets, factors, np.uint64(scalar_mix(seed)))
 
 
 def band_hashes(ngrams: np.ndarray, offsets: np.ndarray, settings: MinHashSettings) -> np.ndarray:

@@ -47,6 +47,15 @@ class RepeatSettings(Frozen):
     max_documents: Annotated[int, Field(ge=1)] = 6
 
 
+class SubstringSettings(Frozen):
+    """Runs of `min_words` words or more that stand elsewhere in the corpus, too, are removed wherever they are not the first.
+
+    50: the tokens of Lee et al. 2022 (arXiv 2107.06499, section 4.1), who removed such runs of BPE tokens by a suffix array.
+    """
+
+    min_words: Annotated[int, Field(ge=10, le=1000)] = 50  # in scripts without spaces, characters
+
+
 class DedupSettings(Frozen):
     """The deduplication stage. A part that is null (or `exact: false`) is not run."""
 
@@ -54,6 +63,7 @@ class DedupSettings(Frozen):
     minhash: MinHashSettings | None = MinHashSettings()
     lines: RepeatSettings | None = None
     paragraphs: RepeatSettings | None = None
+    substrings: SubstringSettings | None = None
 
 
 def signature_key(settings: DedupSettings) -> str:

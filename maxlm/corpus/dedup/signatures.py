@@ -43,7 +43,7 @@ def signatures(ids: Sequence[str], texts: Sequence[str], settings: DedupSettings
         exact[positions] = words.exact
         if settings.minhash is None:
             continue
-        ngrams, offsets = ngram_hashes(words.hashes, words.offsets, settings.minhash)
+        ngrams, offsets = ngram_hashes(words.hashes, words.offsets, settings.minhash.ngram, settings.minhash.seed)
         hashes = band_hashes(ngrams, offsets, settings.minhash)
         for row in np.flatnonzero(np.diff(offsets)).tolist():
             bands[positions[row]] = hashes[row]

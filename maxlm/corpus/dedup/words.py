@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from maxlm.corpus.dedup import unicode_ranges
+from maxlm.corpus.dedup import compiled, unicode_ranges
 from maxlm.corpus.dedup.compiled import BASE, SPACE, split_words
 
 SINGLE = 1 << 24  # flag of a character that is a word by itself
@@ -66,6 +66,31 @@ def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
         for index, digest in digests.items():
             words.exact[index] = np.frombuffer(digest, "<u8")
         yield block.positions, words
+
+
+def locate_words(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes (uint64) of the words of a text that is in NFC, as documents are, and where in it each begins (int64, characters)."""
+    pieces = [(np.zeros(0, np.uint64), np.zeros(0, np.int64)), *locate_by_pieces(text)]
+    hashes, starts = zip(*pieces, strict=True)
+    return np.concatenate(hashes), np.concatenate(starts)
+
+
+def locate_by_pieces(text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What locate_words() gives, of one piece of the text after the other, in a few MB of memory.
+
+    A run of more than BLOCK_CHARS characters without white space is cut into words of that many.
+    """
+    done = 0
+    while done < len(text):
+        end = done + BLOCK_CHARS
+        if end < len(text):
+            end = max(text.rfind(" ", done, end), text.rfind("\n", done, end)) + 1 or end
+        piece = text[done:end]
+        plain = piece.isascii()
+        characters, _ = _fold(_Block([0], [piece], plain))
+        found = compiled.locate_words(characters, np.uint32(SINGLE_ASCII if plain else SINGLE), np.uint64(scalar_mix(1)))
+        yield found[0], found[1] + done
+        done = end
 
 
 def normalise(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Parquet files that are there whole or not at all, and groups of documents to fill them with."""
+"""Parquet files that are there whole or not at all and say what they were made with, and groups of documents to fill them with."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -26,6 +26,24 @@ def parquet(path: Path, schema: pa.Schema, **options: Any) -> Iterator[pq.Parque
         raise UserError(f"{shorten(str(path))}: a document's id is not valid Unicode: {ascii(error.object)[:80]}.") from None
     except OSError as error:
         raise as_user_error(error) from error
+
+
+def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Tables of a file whose schema says `made_with` under `name`. Raises UserError: it says otherwise, or is damaged."""
+    try:
+        with pq.ParquetFile(path) as file:
+            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode()
+            if stored != made_with:
+                raise UserError(
+                    f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {made_with}: "
+                    "use the same settings, or make the file again."
+                )
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=columns, use_threads=False)
+    except OSError as error:
+        raise as_user_error(error) from error
+    except pa.ArrowException as error:
+        raise UserError(f"{shorten(str(path))}: not a whole Parquet file ({error}); make it again.") from None
 
 
 def groups(documents: Iterable[Document], characters: int, each: int = 0, rows: int | None = None) -> Iterator[list[Document]]:

@@ -7,6 +7,7 @@ from typing import Any
 from maxlm.corpus.tally import total
 from maxlm.corpus.tasks import Task
 
+KNOWN, KNOWN_SECONDS = 0.01, 60.0  # share of a pass, or its seconds, from which time left is told: before, models are loaded
 SECONDS = 1.0  # between two lines, at least; the last one of a pass is always shown
 
 
@@ -44,7 +45,8 @@ class Progress:
         size = self.done_bytes + sum(size for size, _ in self._under_way.values())
         documents = self.documents + sum(documents for _, documents in self._under_way.values())
         seconds = max(now - self.began, 1e-6)
-        left = f"{seconds * (self.bytes - size) / size:,.0f} s left" if size else "time left unknown"
+        known = size >= KNOWN * self.bytes or seconds > KNOWN_SECONDS
+        left = f"{seconds * (self.bytes - size) / size:,.0f} s left" if known and size else "time left unknown"
         self.say(
             f"{self.name}: {self.done:,} of {self.tasks:,} tasks, {size / seconds / 1e6:,.1f} MB/s, "
             f"{documents:,} documents, {self.removed:,} removed, {left}"

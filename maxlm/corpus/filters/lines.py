@@ -5,7 +5,7 @@ from itertools import compress
 
 import numpy as np
 
-from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.filters import scan, thresholds
 from maxlm.corpus.filters.lists import read_entries
 from maxlm.corpus.filters.protocol import removed, replace_text
@@ -66,7 +66,8 @@ class C4Filter:
         if settings.citations and "[" in text:
             text = CITATION.sub("", text)
         if n_removed:
-            return replace_text(document, text, c4_lines_removed=n_removed)
+            gone = beginning(statistics, ~kept_L)
+            return replace_text(cut_text(document, text, self.name, "lines", gone), text, c4_lines_removed=n_removed)
         return document if text == document.text else replace_text(document, text)
 
     def _kept(self, statistics: TextStatistics, has_phrase: bool) -> np.ndarray:
@@ -115,7 +116,9 @@ class BoilerplateFilter:
         if share > self.settings.max_removed_words:
             limit = self.settings.max_removed_words
             return removed(document, self.name, "boilerplate_share", value=round(share, 4), limit=limit)
-        return replace_text(document, keep_lines(statistics, kept_L), boilerplate_lines_removed=int(np.count_nonzero(~kept_L)))
+        text, gone = keep_lines(statistics, kept_L), beginning(statistics, ~kept_L)
+        left = cut_text(document, text, self.name, "lines", gone)
+        return replace_text(left, text, boilerplate_lines_removed=int(np.count_nonzero(~kept_L)))
 
     def _kept(self, statistics: TextStatistics) -> np.ndarray:
         lines = statistics.lines
@@ -150,6 +153,12 @@ def keep_lines(statistics: TextStatistics, kept_L: np.ndarray) -> str:
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")
     return text.strip("\n")
+
+
+def beginning(statistics: TextStatistics, chosen_L: np.ndarray) -> str:
+    """The first few lines with text among those chosen, for a person to read."""
+    _, starts, ends = _columns(statistics.lines, chosen_L & (statistics.lines[:, scan.END] > 0))
+    return "\n".join(statistics.text[start : min(end, start + 100)] for start, end in zip(starts[:5], ends[:5], strict=True))
 
 
 def _columns(lines: np.ndarray, chosen_L: np.ndarray) -> tuple[list[int], list[int], list[int]]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
-from maxlm.corpus.filters.protocol import replace_text
 from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.filters.statistics import statistics_of
 
 EMAIL, IP_ADDRESS, PHONE, KEY = "<EMAIL>", "<IP_ADDRESS>", "<PHONE>", "<KEY>"
+PLACEHOLDERS = {"masked_email": EMAIL, "masked_ip": IP_ADDRESS, "masked_phone": PHONE, "masked_key": KEY}
 LONGEST_LOCAL_PART = 64  # characters before the @ (RFC 5321, 4.5.3.1.1)
 LOCAL_PART_CHARACTERS = frozenset("._%+-'&")
 
@@ -84,7 +84,16 @@ class PersonalDataFilter:
                 if n:
                     counts[name], changed = counts.get(name, 0) + n, True
             hints = scan.ALL_HINTS
-        return replace_text(document, text, **counts) if counts else document
+        if not counts:
+            return document
+        cuts = tuple(Removed(document.id, self.name, name, _around(text, PLACEHOLDERS[name]), {"masked": n}) for name, n in counts.items())
+        return Document(document.id, text, {**document.metadata, **counts}, (*document.cuts, *cuts))
+
+
+def _around(text: str, placeholder: str) -> str:
+    """Text on both sides of the first placeholder, which a person can judge it by without the data it stands for."""
+    place = text.find(placeholder)
+    return text[max(0, place - 80) : place + 80]
 
 
 def mask_emails(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:

@@ -60,7 +60,7 @@ def removed(document: Document, stage: str, reason: str, example: str | None = N
 
 def replace_text(document: Document, text: str, **metadata: Value) -> Document:
     """A document with the same id, another text and more metadata."""
-    return Document(document.id, text, {**document.metadata, **metadata})
+    return Document(document.id, text, {**document.metadata, **metadata}, document.cuts)
 
 
 def run_filters(filters: Sequence[Filter], document: Document) -> Document | Removed:

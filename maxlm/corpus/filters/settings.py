@@ -167,7 +167,7 @@ class PersonalDataSettings(Section):
 
 
 class ClassifierSettings(Section):
-    """A linear classifier on hashed word n-grams, trained by `train_classifier`."""
+    """A linear classifier on hashed word n-grams, that `maxlm corpus train-classifier` trained."""
 
     model: str = Field(description="Path of a classifier's .npz file.")
     min_score: Fraction = Field(0.5, description="Probability of the wanted class that a document has at least.")

@@ -1,0 +1,191 @@
+"""Runs of words that stand in the corpus more than once: found on disk, and removed wherever they are not the first.
+
+A suffix array finds what two places have in common from its first to its last word (Lee et al. 2022, arXiv 2107.06499), in memory of
+several times the corpus. The runs of at least `min_words` words that it finds are those whose windows of `min_words` words are the same, so
+the hashes of all windows, sorted on disk, find them in bounded memory. The first place of a window is that in the first document in keep
+order (longest text, then smallest id by bytes), and there the first. Of all other places every word goes, but for those that a place shares
+with the first one, which it overlaps where text repeats itself. So of each window one place stays whole at most, and every word that goes
+stands at an earlier place with the same words around it.
+
+Hashes have 64 bits: among 10 billion windows (60 GB of English), two or three differ and are taken for the same.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.minhash import ngram_hashes
+from maxlm.corpus.dedup.settings import FORMAT, SubstringSettings
+from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
+from maxlm.corpus.dedup.writing import parquet, row_groups
+from maxlm.corpus.document import Document
+
+METADATA = b"maxlm.dedup.substrings"
+AT_ONCE = 1 << 20  # windows that are written and read together
+ROW = 16  # windows that a row counts for besides
+SHIFT = np.uint64(32)  # a place is a node, a document's number in keep order, and below it the number of a word
+WORD = np.uint64((1 << 32) - 1)
+
+WINDOWS = pa.schema(
+    [
+        ("row", pa.int64()),  # number of the document in its shard
+        ("id", pa.string()),
+        ("length", pa.int64()),  # characters of the document
+        ("first", pa.int64()),  # word that the first of `windows` begins with: a document of more than AT_ONCE windows has several rows
+        ("windows", pa.list_(pa.uint64())),  # hashes, by the first word of each
+    ]
+)
+REMOVED_RUNS = pa.schema([("row", pa.int64()), ("id", pa.string()), ("firsts", pa.list_(pa.int64())), ("ends", pa.list_(pa.int64()))])
+
+
+def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings) -> int:
+    """Write the hashes of a shard's windows to `path`, atomically, and return the number of documents. Raises UserError."""
+    schema, count = WINDOWS.with_metadata({METADATA: _key(settings).encode()}), 0
+    encoding: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
+    with parquet(path, schema, **encoding) as writer:
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for number, document in enumerate(documents):
+            hashes, count = window_hashes(document.text, settings.min_words), number + 1
+            for first in range(0, max(len(hashes), 1), AT_ONCE):
+                some = hashes[first : first + AT_ONCE]
+                rows.append({"row": number, "id": document.id, "length": len(document.text), "first": first, "windows": some})
+                size += len(some) + ROW
+                if size > AT_ONCE:
+                    writer.write_table(_table(rows, schema))
+                    rows, size = [], 0
+        if rows:
+            writer.write_table(_table(rows, schema))
+    return count
+
+
+def find_runs(
+    files: Sequence[Path], outputs: Sequence[Path], settings: SubstringSettings, *, work: Path, memory_mb: int = 512, threads: int = 2
+) -> int:
+    """Write for each shard of `files` which words to remove, atomically: Parquet with REMOVED_RUNS, one row for each document that loses
+    some, in the order of the shard; runs from a word to before another, ascending and apart. Returns the number of runs. `work`: a folder
+    for temporary files, several times as large as the files of windows. Raises UserError.
+    """
+    with Database(work, memory_mb, threads) as database:
+        _number(database, files, settings)
+        database.run("CREATE TABLE windows (hash UBIGINT, place UBIGINT)")
+        for hashes, places in _places(database, files, settings):
+            database.insert("windows", {"hash": hashes, "place": places})
+        database.run("CREATE TABLE later (first UBIGINT, last UBIGINT)")
+        for firsts, ends in _later(database, settings.min_words):
+            database.insert("later", {"first": firsts, "last": ends})
+        database.run("DROP TABLE windows")
+        database.run("CREATE TABLE runs (node BIGINT, first BIGINT, last BIGINT)")
+        for firsts, ends in _joined(database):
+            nodes = (firsts >> SHIFT).astype(np.int64)
+            database.insert("runs", {"node": nodes, "first": (firsts & WORD).astype(np.int64), "last": (ends & WORD).astype(np.int64)})
+        for shard, path in enumerate(outputs):
+            _write(database, shard, path)
+        return database.number("SELECT count(*) FROM runs")
+
+
+def cut(text: str, firsts: Sequence[int], ends: Sequence[int]) -> tuple[str, str]:
+    """The text without runs of its words, each with what stands between it and the next word; and the first run."""
+    _, starts = locate_words(text)
+    bounds = np.append(starts, len(text))
+    pieces, done = [], 0
+    for first, end in zip(firsts, ends, strict=True):
+        pieces.append(text[done : bounds[first]])
+        done = int(bounds[end])
+    return "".join([*pieces, text[done:]]), text[bounds[firsts[0]] : bounds[ends[0]]]
+
+
+def _key(settings: SubstringSettings) -> str:
+    return json.dumps({"format": FORMAT, "min_words": settings.min_words})
+
+
+def window_hashes(text: str, size: int) -> np.ndarray:
+    """Hashes of all runs of `size` words."""
+    found, words = [np.zeros(0, np.uint64)], np.zeros(0, np.uint64)
+    for hashes, _ in locate_by_pieces(text):
+        words = np.concatenate((words[max(0, len(words) - size + 1) :], hashes))
+        found.append(ngram_hashes(words, np.array([0, len(words)]), size)[0])
+    return np.concatenate(found)
+
+
+def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "length", "first")]
+    offsets = np.append(0, np.cumsum([len(row["windows"]) for row in rows])).astype(np.int32)
+    windows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row["windows"] for row in rows])))
+    return pa.Table.from_arrays([*columns, windows.cast(schema.field("windows").type)], schema=schema)
+
+
+def _number(database: Database, files: Sequence[Path], settings: SubstringSettings) -> None:
+    """Table `ranked`: node (0, 1, ... in keep order), shard, row, id."""
+    database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, length BIGINT)")
+    for shard, path in enumerate(files):
+        for table in row_groups(path, METADATA, _key(settings), ["row", "id", "length", "first"]):
+            begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
+            database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
+    ordered = "SELECT shard, row, id FROM documents ORDER BY length DESC, id"
+    database.run(f"CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, shard, row, id FROM ({ordered})")  # noqa: S608
+    database.run("DROP TABLE documents")
+
+
+def _places(database: Database, files: Sequence[Path], settings: SubstringSettings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Hash and place of each window."""
+    nodes = (array.astype(np.uint64) for (array,) in database.arrays("SELECT node FROM ranked ORDER BY shard, row"))
+    held = np.zeros(0, np.uint64)  # nodes that were read, from row `at` of the file on
+    for path in files:
+        at, has_rows = 0, False
+        for table in row_groups(path, METADATA, _key(settings), ["row", "first", "windows"]):
+            rows, first, lists = table["row"].to_numpy(), table["first"].to_numpy(), table["windows"].combine_chunks()
+            while at + len(held) <= rows[-1]:
+                held = np.concatenate((held, next(nodes)))
+            counts = np.diff(lists.offsets.to_numpy())
+            words = np.arange(len(lists.values)) + np.repeat(first - lists.offsets.to_numpy()[:-1], counts)
+            yield lists.values.to_numpy(), (np.repeat(held[rows - at], counts) << SHIFT) | words.astype(np.uint64)
+            held, at, has_rows = held[rows[-1] - at :], int(rows[-1]), True
+        held = held[1:] if has_rows else held
+
+
+def _later(database: Database, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Words, from a place to before another, of windows that are not the first of their hash."""
+    last = np.zeros(2, np.uint64)  # hash before, and its first place
+    known = False
+    for hashes, places in database.arrays("SELECT hash, place FROM windows ORDER BY hash, place"):
+        new = np.empty(len(hashes), bool)
+        new[1:] = hashes[1:] != hashes[:-1]
+        new[0] = not known or hashes[0] != last[0]
+        heads = np.maximum.accumulate(np.where(new, np.arange(len(hashes)), -1))
+        first = np.where(heads < 0, last[1], places[heads])
+        last, known = np.array([hashes[-1], first[-1]]), True
+        first, place = first[~new], places[~new]
+        overlap = (first >> SHIFT == place >> SHIFT) & (first + np.uint64(size) > place)
+        yield np.where(overlap, first + np.uint64(size), place), place + np.uint64(size)
+
+
+def _joined(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The runs that `later` adds up to, apart from each other and in order."""
+    begin, reach = None, np.uint64(0)
+    for firsts, ends in database.arrays("SELECT first, last FROM later ORDER BY first, last"):
+        reached = np.maximum.accumulate(np.maximum(ends, reach))  # one document's words lie below the next one's
+        new = firsts > np.append(reach, reached[:-1])
+        if begin is None:
+            begin, new[0] = firsts[0], False
+        starts = np.append(begin, firsts[new])
+        yield starts[:-1], np.append(reach, reached[:-1])[new]
+        begin, reach = starts[-1], reached[-1]
+    if begin is not None:
+        yield np.array([begin]), np.array([reach])
+
+
+def _write(database: Database, shard: int, output: Path) -> None:
+    query = (
+        "SELECT row, any_value(id), list(first ORDER BY first), list(last ORDER BY first) FROM runs "  # noqa: S608
+        f"JOIN ranked USING (node) WHERE shard = {shard} GROUP BY row ORDER BY row"
+    )
+    with parquet(output, REMOVED_RUNS) as writer:
+        for table in database.tables(query):
+            writer.write_table(table.rename_columns(REMOVED_RUNS.names).cast(REMOVED_RUNS))

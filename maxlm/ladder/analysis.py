@@ -1,0 +1,154 @@
+"""What the losses of a ladder say: the fit, its prediction of the largest size, and the best size and length for a budget.
+
+R runs; K bootstrap samples; G points of a grid.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maxlm.config.errors import UserError
+from maxlm.ladder.fits import SHARE, Fit, fit
+from maxlm.ladder.forms import FORMS, Floats, Runs
+from maxlm.ladder.runs import Found, measured
+from maxlm.ladder.settings import FitConfig
+
+_GRID = 4000
+_FEWEST_SIZES = 3  # of a parabola
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Loss of a run that the fit was not made from, with its interval. `error`: predicted over measured, less 1."""
+
+    name: str
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """Best size and length for so many model FLOPs, each with its interval, and the loss there."""
+
+    flops: float
+    parameters: float
+    parameters_range: tuple[float, float]
+    tokens: float
+    loss: float
+    loss_range: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """Loss over log(parameters) at one budget: L = minimum + curvature * log(N / parameters)^2 (approach 2)."""
+
+    flops: float
+    parameters: float
+    tokens: float
+    minimum: float
+    curvature: float
+    inside: bool  # the minimum lies between the sizes that were trained
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """All that was fitted. `exponents`: of the best size and length over FLOPs by approach 2, if two budgets have minima inside."""
+
+    done: Sequence[Found]
+    fit: Fit
+    predictions: Sequence[Prediction]
+    not_predicted: str  # why there are none
+    parabolas: Sequence[Parabola] = ()
+    exponents: dict[str, float] = field(default_factory=dict)
+
+
+def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
+    """Fit the runs that are done. Raises UserError if they are too few."""
+    runs, done = measured(found)
+    name = settings.form or _choose(runs)
+    whole = fit(FORMS[name], runs, huber=settings.huber, samples=settings.samples)
+    try:
+        predictions, reason = _predict_largest(runs, done, settings, name), ""
+    except UserError as error:
+        predictions, reason = [], str(error)
+    parabolas = _parabolas(done)
+    return Analysis(done, whole, predictions, reason, parabolas, _exponents(parabolas))
+
+
+def _choose(runs: Runs) -> str:
+    """chinchilla if the ratio of tokens to parameters varies, else compute: the runs then lie on one line."""
+    ratios_R = np.log(runs.tokens_R / runs.parameters_R)
+    return "chinchilla" if ratios_R.max() - ratios_R.min() > np.log(1.5) else "compute"
+
+
+def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, name: str) -> list[Prediction]:
+    """Runs of the largest size, by a fit of the others."""
+    largest_R = runs.parameters_R == runs.parameters_R.max()
+    if largest_R.all():
+        raise UserError("all runs have one size: there is no larger one to predict.")
+    partial = fit(FORMS[name], runs.only(~largest_R), huber=settings.huber, samples=settings.samples)
+    left_out = runs.only(largest_R)
+    low_R, high_R = partial.interval(left_out)
+    names = [one.rung.name for one, largest in zip(done, largest_R, strict=True) if largest]
+    columns = (names, left_out.losses_R, partial.predict(left_out), low_R, high_R)
+    return [Prediction(str(run), *(float(value) for value in values)) for run, *values in zip(*columns, strict=True)]
+
+
+def best_for(found: Fit, flops: float, flops_per_parameter_token: float) -> Optimum:
+    """Best size and length for a budget, where a token costs so many FLOPs a parameter (about 6). Not for the form `compute`."""
+    if found.form.name == "compute":
+        raise UserError(
+            "the ladder was fitted at one ratio of tokens to parameters, which says nothing of another: give it several lengths."
+        )
+    sizes_G = np.exp(np.linspace(np.log(found.runs.parameters_R.min() / 10), np.log(max(flops, 1.0)), _GRID))
+    tokens_G = flops / (flops_per_parameter_token * sizes_G)
+    keep_G = tokens_G >= 1
+    grid = Runs(sizes_G[keep_G], tokens_G[keep_G], np.full(keep_G.sum(), flops), np.ones(keep_G.sum()))
+    samples = [found.losses_with(theta_P, grid) for theta_P in found.thetas_KP]
+    limits = ((1 - SHARE) / 2, (1 + SHARE) / 2)
+    best = int(found.predict(grid).argmin())
+    sizes = np.quantile([grid.parameters_R[losses_G.argmin()] for losses_G in samples], limits)
+    losses = np.quantile([losses_G[best] for losses_G in samples], limits)
+    return Optimum(
+        flops, float(grid.parameters_R[best]), (float(sizes[0]), float(sizes[1])), float(grid.tokens_R[best]),
+        float(found.predict(grid)[best]), (float(losses[0]), float(losses[1])),
+    )  # fmt: skip
+
+
+def _parabolas(done: Sequence[Found]) -> list[Parabola]:
+    """Minima of the loss over the size, budget by budget."""
+    found = []
+    for length in dict.fromkeys(one.rung.length for one in done if one.rung.length.startswith("budget ")):
+        some, _ = measured([one for one in done if one.rung.length == length])
+        if len(np.unique(some.parameters_R)) < _FEWEST_SIZES:
+            continue
+        curvature, slope, level = np.polyfit(np.log(some.parameters_R), some.losses_R, 2)
+        if curvature <= 0:
+            continue
+        centre, flops = -slope / (2 * curvature), float(np.exp(np.log(some.flops_R).mean()))
+        inside = bool(np.log(some.parameters_R.min()) < centre < np.log(some.parameters_R.max()))
+        tokens = float(np.exp(np.interp(centre, *_sorted(np.log(some.parameters_R), np.log(some.tokens_R)))))
+        found.append(Parabola(flops, float(np.exp(centre)), tokens, float(level - slope**2 / (4 * curvature)), float(curvature), inside))
+    return found
+
+
+def _sorted(x_R: Floats, y_R: Floats) -> tuple[Floats, Floats]:
+    order_R = np.argsort(x_R)
+    return x_R[order_R], y_R[order_R]
+
+
+def _exponents(parabolas: Sequence[Parabola]) -> dict[str, float]:
+    """a and b of N = k C^a and D = k' C^b through the minima."""
+    inside = [one for one in parabolas if one.inside]
+    if len({one.flops for one in inside}) < 2:
+        return {}
+    log_flops = np.log([one.flops for one in inside])
+    of = {"a": [one.parameters for one in inside], "b": [one.tokens for one in inside]}
+    return {name: float(np.polyfit(log_flops, np.log(values), 1)[0]) for name, values in of.items()}

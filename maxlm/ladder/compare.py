@@ -1,0 +1,139 @@
+"""`maxlm ladder --compare`: optimizers, each tuned with equal trials, at equal FLOPs and at equal time, over seeds."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.ladder.grid import Rung, make_grid, variant
+from maxlm.ladder.runs import Found, find, train, write_configs
+from maxlm.ladder.settings import CompareConfig, LadderSettings
+from maxlm.telemetry.report.load import load_run
+
+SHARE = 0.9  # of the intervals
+Train = Callable[[Sequence[Rung]], list[Found]]  # all of them done, or UserError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer at one size: its best trial, and final losses over seeds, at equal FLOPs and at the time of the quickest."""
+
+    optimizer: str
+    size: str
+    parameters: int
+    best: Mapping[str, Any]  # settings of the best trial
+    at_edge: bool  # its learning rate is the least or the largest that was tried: try more
+    losses: Sequence[float]
+    losses_at_equal_time: Sequence[float]
+    step_s: float
+
+
+def compare(settings: LadderSettings, names: Sequence[str], folder: Path, *, training: bool, say: Callable[[str], None]) -> list[Entry]:
+    """Train what is missing of the comparison and return it, sizes from small to large.
+
+    Raises UserError: no `compare` section, an optimizer that it does not name, or runs that failed or are missing.
+    """
+    config = _check(settings, names)
+
+    def run(rungs: Sequence[Rung]) -> list[Found]:
+        write_configs(folder, rungs)
+        codes = train(folder, rungs, say) if training else {}
+        found = [find(folder, rung) for rung in rungs]
+        if missing := [f"{one.rung.name} ({one.state}{f', exit code {codes[one.rung.name]}' if one.rung.name in codes else ''})"
+                       for one in found if one.loss is None]:  # fmt: skip
+            raise UserError(
+                f"{len(missing)} of {len(found)} runs of the comparison have no loss: {', '.join(missing[:5])}; mend and run again."
+            )
+        return found
+
+    first: dict[str, Rung] = {}
+    for rung in make_grid(settings):
+        first.setdefault(rung.size, rung)
+    entries = [entry for rung in first.values() for entry in _at_size(rung, settings, config, names, run, folder)]
+    return sorted(entries, key=lambda entry: (entry.parameters, names.index(entry.optimizer)))
+
+
+def _check(settings: LadderSettings, names: Sequence[str]) -> CompareConfig:
+    if settings.compare is None:
+        raise UserError("--compare needs the section `compare` in the ladder file: optimizers and the learning rates to try for each.")
+    if unknown := [name for name in names if name not in settings.compare.optimizers]:
+        known = ", ".join(settings.compare.optimizers)
+        raise UserError(f"--compare {unknown[0]}: compare.optimizers has no such optimizer; it has {known}.")
+    if len(set(names)) < 2 or len(set(names)) < len(names):
+        raise ConfigError("--compare", ",".join(names), "must name two optimizers or more, each once", "name others")
+    return settings.compare
+
+
+def _at_size(rung: Rung, settings: LadderSettings, config: CompareConfig, names: Sequence[str], run: Train, folder: Path) -> list[Entry]:
+    """Tune, then train the best of each with all seeds, then again for as long as the quickest takes."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for name in names:
+        trials = {trial.name: values for trial, values in _trials(rung, settings, config, name)}
+        found = run([trial for trial, _ in _trials(rung, settings, config, name)])
+        best[name] = trials[min(found, key=lambda one: one.loss or 0.0).rung.name]
+    finals = {name: run(_finals(rung, settings, config, name, best[name], rung.config.total_steps)) for name in names}
+    step_s = {name: statistics.median(_step_s(folder, one) for one in finals[name]) for name in names}
+    quickest = min(step_s.values())
+    entries = []
+    for name in names:
+        steps = max(1, round(rung.config.total_steps * quickest / step_s[name]))
+        timed = finals[name]
+        if steps < rung.config.total_steps:
+            timed = run(_finals(rung, settings, config, name, best[name], steps, "-equaltime"))
+        rates = config.optimizers[name].peak_lr
+        entries.append(
+            Entry(
+                name, rung.size, rung.parameters, best[name], best[name]["optimizer.peak_lr"] in (min(rates), max(rates)),
+                [one.loss or 0.0 for one in finals[name]], [one.loss or 0.0 for one in timed], step_s[name],
+            )
+        )  # fmt: skip
+    return entries
+
+
+def _trials(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str) -> list[tuple[Rung, Mapping[str, Any]]]:
+    found: list[tuple[Rung, Mapping[str, Any]]] = []
+    for rate, warmup, decay in product(config.optimizers[name].peak_lr, config.warmup, config.weight_decay):
+        values = {"optimizer.peak_lr": rate, "optimizer.weight_decay": decay, "warmup": warmup}
+        run = f"{rung.size}-{name}-lr{rate:g}-warmup{warmup:g}-decay{decay:g}"
+        found.append((variant(rung, settings, run, _settings(config, name, values, rung.config.total_steps, 0)), values))
+    return found
+
+
+def _finals(
+    rung: Rung, settings: LadderSettings, config: CompareConfig, name: str, values: Mapping[str, Any], steps: int, mark: str = ""
+) -> list[Rung]:
+    return [
+        variant(rung, settings, f"{rung.size}-{name}{mark}-seed{seed}", _settings(config, name, values, steps, seed))
+        for seed in config.seeds
+    ]
+
+
+def _settings(config: CompareConfig, name: str, values: Mapping[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    chosen = {key: value for key, value in values.items() if key != "warmup"}
+    schedule = {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(values["warmup"] * steps)}
+    return {**config.optimizers[name].settings, "optimizer.name": name, **chosen, **schedule, "train.steps": steps, "train.seed": seed}
+
+
+def _step_s(folder: Path, found: Found) -> float:
+    """Median seconds of a step."""
+    seconds_N = load_run(folder / "runs" / found.rung.name).get("step_time_s").values_N
+    if not len(seconds_N):
+        raise UserError(f"{found.rung.name} has no step times in its metrics: remove its folder and train it again.")
+    return float(np.median(seconds_N))
+
+
+def interval(losses: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of Student's interval of it."""
+    mean = statistics.fmean(losses)
+    return mean, float(student.ppf((1 + SHARE) / 2, len(losses) - 1)) * statistics.stdev(losses) / len(losses) ** 0.5
+
+
+def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+    """Mean difference over seeds to the baseline's, which saw the same batches, and half the width of its interval."""
+    return interval([one - other for one, other in zip(losses, baseline, strict=True)])

@@ -1,0 +1,146 @@
+"""The runs of a ladder: every size with every length and seed, each a plain config made from the base."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.loader import load
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.ladder.settings import LadderSettings, SizeConfig
+from maxlm.models.counts import count_active_parameters, token_flops
+
+LONG = 1_000_000  # steps, where only the model matters
+ROUND = 8  # that widths of feed-forward layers are multiples of; 128 from 512 on
+RESERVED = ("run.", "train.steps", "train.tokens", "train.seed", "train.eval_every")  # which the ladder sets itself
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run. `parameters`: active for a token, embeddings included or not as `fit.parameters` says; `flops`: model FLOPs of the run."""
+
+    name: str
+    size: str
+    length: str  # as the file says it, such as budget 1e+15
+    seed: int
+    config: Config
+    parameters: int
+    tokens: int
+    flops: float
+
+
+def make_grid(settings: LadderSettings) -> list[Rung]:
+    """All runs, smallest first. Raises UserError: the base is no config, a size cannot be trained, or no run is left."""
+    base = load(settings.base).config
+    _check_base(settings, base)
+    rungs: list[Rung] = []
+    for name, size in settings.sizes.items():
+        for length, tokens in _lengths(settings, name, size, base):
+            rungs += [_rung(settings, name, base, length, tokens, seed) for seed in settings.seeds]
+    if not rungs:
+        raise UserError("no run of the ladder has between least_ratio and most_ratio tokens per parameter: change budgets or these limits.")
+    seen: dict[tuple[str, int, int], Rung] = {}
+    for rung in rungs:
+        if (other := seen.setdefault((rung.size, rung.tokens, rung.seed), rung)) is not rung:
+            raise UserError(f"size {rung.size}: {other.length} and {rung.length} are the same {rung.tokens:,} tokens: leave one out.")
+    return sorted(rungs, key=lambda rung: (rung.flops, rung.name))
+
+
+def model_settings(base: ModelConfig, size: SizeConfig) -> dict[str, int]:
+    """Sizes of the model by dotted key, those that are not given in the proportions of `base`."""
+    n_heads = size.n_heads or max(1, round(size.d_model / base.head_dim))
+    shared = max(1, round(n_heads * base.n_kv_heads / base.n_heads))
+    n_kv_heads = size.n_kv_heads or max(number for number in range(1, shared + 1) if n_heads % number == 0)
+    found = {"model.d_model": size.d_model, "model.n_layers": size.n_layers, "model.n_heads": n_heads, "model.n_kv_heads": n_kv_heads}
+    if base.latent is None:
+        found["model.head_dim"] = base.head_dim if size.n_heads is None else max(1, size.d_model // n_heads)
+    else:
+        del found["model.n_kv_heads"]
+    found["model.d_ff"] = size.d_ff or _round(size.d_model * base.d_ff / base.d_model, size.d_model)
+    if base.moe is not None:
+        found["model.moe.d_ff"] = _round(size.d_model * base.moe.d_ff / base.d_model, size.d_model)
+    return found
+
+
+def parameters_of(config: ModelConfig, kind: str) -> int:
+    """Active parameters; `without_embeddings`: without tables of tokens, whose matmul the FLOPs still count."""
+    tables = 1 if config.tie_embeddings else 2
+    return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
+
+
+def _round(width: float, d_model: int) -> int:
+    unit = ROUND if d_model < 512 else 128
+    return max(unit, round(width / unit) * unit)
+
+
+def _check_base(settings: LadderSettings, base: Config) -> None:
+    if base.train.eval_batches == 0:
+        raise UserError(f"{settings.base}: train.eval_batches = 0: a ladder fits the loss on held-out text; set at least 1.")
+    if base.train.batch_ramp:
+        raise UserError(f"{settings.base}: train.batch_ramp goes by tokens, and the runs of a ladder have different lengths: leave it out.")
+    for name, size in settings.sizes.items():
+        for key in size.settings:
+            if key.startswith(RESERVED) or key in model_settings(base.model, size):
+                raise ConfigError(f"sizes.{name}.settings", key, "is set by the ladder itself", "leave it out")
+
+
+def variant(rung: Rung, settings: LadderSettings, name: str, values: Mapping[str, Any]) -> Rung:
+    """A run of the same size called `name`, with other settings. Raises UserError if they do not make a config."""
+    base = load(settings.base).config
+    config = _load(settings, base, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values})
+    tokens = config.total_steps * config.tokens_per_step
+    return replace(rung, name=name, seed=config.train.seed, config=config, tokens=tokens, flops=rung.flops / rung.tokens * tokens)
+
+
+def _lengths(settings: LadderSettings, name: str, size: SizeConfig, base: Config) -> Iterator[tuple[str, float]]:
+    """(the length as the file says it, tokens) of one size."""
+    config = _load(settings, base, name, name, {"train.steps": LONG})
+    parameters, flops = parameters_of(config.model, settings.fit.parameters), token_flops(config.model, config.data.seq_len)
+    yield from ((f"tokens {_short(tokens)}", float(tokens)) for tokens in settings.tokens)
+    yield from ((f"ratio {ratio:g}", ratio * parameters) for ratio in settings.tokens_per_parameter)
+    for budget in settings.budgets:
+        if settings.least_ratio <= budget / flops / parameters <= settings.most_ratio:
+            yield f"budget {budget:.6g}", budget / flops
+
+
+def _rung(settings: LadderSettings, name: str, base: Config, length: str, tokens: float, seed: int) -> Rung:
+    steps = max(1, round(tokens / base.tokens_per_step))
+    values: dict[str, Any] = {"train.steps": steps, "train.seed": seed}
+    if settings.warmup is not None:
+        values |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(settings.warmup * steps)}
+    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if len(settings.seeds) > 1 else "")
+    config = _load(settings, base, name, run, values)
+    total = steps * config.tokens_per_step
+    flops = token_flops(config.model, config.data.seq_len) * total
+    return Rung(run, name, length, seed, config, parameters_of(config.model, settings.fit.parameters), total, flops)
+
+
+def _load(settings: LadderSettings, base: Config, size: str, run: str, values: Mapping[str, Any]) -> Config:
+    """The config of a run of this size, with `values` by dotted key. Raises UserError that names the size."""
+    everything = {
+        **model_settings(base.model, settings.sizes[size]),
+        "train.tokens": None,
+        "train.eval_every": None,
+        **settings.sizes[size].settings,
+        **values,
+        "run.dir": f"{settings.folder}/runs",
+        "run.name": run,
+    }
+    try:
+        return load(settings.base, [f"{key}={_yaml(value)}" for key, value in everything.items()]).config
+    except UserError as error:
+        raise UserError(f"size {size} of the ladder: {error}") from None
+
+
+def _short(tokens: int) -> str:
+    """2000000 -> 2M; what has no short form stays whole."""
+    for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if tokens >= scale and tokens % (scale // 1000) == 0:
+            return f"{tokens / scale:g}{letter}"
+    return str(tokens)
+
+
+def _yaml(value: Any) -> str:
+    """JSON, which YAML reads."""
+    return json.dumps(dict(value) if isinstance(value, Mapping) else value)

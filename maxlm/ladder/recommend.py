@@ -1,0 +1,122 @@
+"""From a FLOP budget to a model: the size and length that a fitted ladder recommends, as settings over a config.
+
+G candidate sizes.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import load
+from maxlm.config.schema import Config
+from maxlm.ladder.fits import SHARE, Fit
+from maxlm.ladder.forms import FORMS, Runs
+from maxlm.ladder.grid import model_settings, parameters_of
+from maxlm.ladder.ladder_command import RESULT
+from maxlm.ladder.settings import SizeConfig
+from maxlm.models.counts import token_flops
+from maxlm.telemetry.formatting import count
+
+UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
+LARGEST = 65_536  # width
+STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Settings for `maxlm plan` and `maxlm compile`, the tokens they train for, and sentences about how they were found."""
+
+    overrides: tuple[str, ...]
+    tokens: int
+    sentences: tuple[str, ...]
+
+
+def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -> Recommendation:
+    """The size and length with the least predicted loss for `flops` model FLOPs, in the proportions of the config `name`.
+
+    Raises UserError: no fitted ladder in `folder`, one that says nothing of other ratios, or a config with experts, whose width the
+    ladder does not tell.
+    """
+    if not (math.isfinite(flops) and flops > 0):
+        raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")
+    result = _read(folder)
+    found = _fit_of(result, folder)
+    base = load(name, overrides, any_mesh=True).config
+    candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
+    if not candidates:
+        raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
+    grid = Runs(*(np.array(column, np.float64) for column in zip(*(one[1] for one in candidates), strict=True)))
+    losses_G = found.predict(grid)
+    best = int(losses_G.argmin())
+    if best == len(candidates) - 1:
+        raise UserError(f"--flops {flops:g}: the best model would be wider than {LARGEST:,}; give less.")
+    settings, (parameters, tokens, _, _) = candidates[best]
+    samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]
+    low, high = (grid.parameters_R[round(float(place))] for place in np.quantile(samples, ((1 - SHARE) / 2, (1 + SHARE) / 2)))
+    low_loss, high_loss = found.interval(grid.only(np.arange(len(losses_G)) == best), of_runs=False)
+    largest = max(one["flops"] for one in result["runs"])
+    sentences = [
+        f"{flops:g} FLOPs, by the ladder of {result['base']}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
+        f"{count(high)}), {count(tokens)} tokens ({tokens / parameters:.3g} a parameter); loss {losses_G[best]:.4g} "
+        f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
+        "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
+    ]
+    if flops > largest:
+        sentences.append(
+            f"The largest run of the ladder has {largest:.3g} FLOPs: this is an extrapolation by {flops / largest:.2g} times, and only as "
+            "good as the form of the fit."
+        )
+    whole = max(1, round(tokens / base.tokens_per_step)) * base.tokens_per_step
+    values = {**settings, "train.steps": None, "train.tokens": whole}
+    return Recommendation(tuple(f"{key}={json.dumps(value)}" for key, value in values.items()), whole, tuple(sentences))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / RESULT
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise UserError(f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted.") from error
+    if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base"} <= result.keys():
+        raise UserError(f"--ladder {folder}: {file} was not written by this version of `maxlm ladder`; fit it anew with --no-train.")
+    return result
+
+
+def _fit_of(result: dict[str, Any], folder: Path) -> Fit:
+    if result["form"] == "compute":
+        raise UserError(
+            f"--ladder {folder} was fitted at one ratio of tokens to parameters, and says nothing of others: train several lengths a size."
+        )
+    empty = np.zeros(0)
+    return Fit(FORMS[result["form"]], Runs(empty, empty, empty, empty), np.array(result["theta"]), np.array(result["thetas"]),
+               tuple(result["centre"]), empty)  # fmt: skip
+
+
+def _widths(base: Config) -> list[int]:
+    """Widths to try, smallest first."""
+    if base.model.moe is not None:
+        raise UserError(
+            "--flops goes with dense models: a ladder does not tell how many experts a larger model has, and how wide they are."
+        )
+    unit = math.lcm(UNIT, base.model.head_dim)
+    widths = [unit]
+    while widths[-1] < LARGEST:
+        widths.append(max(widths[-1] + unit, round(widths[-1] * STEP / unit) * unit))
+    return widths
+
+
+def _candidate(base: Config, width: int, kind: str, flops: float) -> tuple[dict[str, int], tuple[float, float, float, float]] | None:
+    """(settings, a row of Runs) of the model of this width, as deep as its proportions say; None if the budget is not one update."""
+    layers = max(1, round(width * base.model.n_layers / base.model.d_model))
+    settings = model_settings(base.model, SizeConfig(d_model=width, n_layers=layers))
+    model: Any = base.model.model_copy(update={key.removeprefix("model."): value for key, value in settings.items()})
+    cost = token_flops(model, base.data.seq_len)
+    tokens = flops / cost
+    return None if tokens < base.tokens_per_step else (settings, (float(parameters_of(model, kind)), tokens, flops, 1.0))

@@ -1,0 +1,122 @@
+"""Runs of a ladder on this machine, one after another, and what is found of those that were trained here or elsewhere."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxlm.config.errors import ExitCode, UserError, show
+from maxlm.config.loader import dump, flatten, load
+from maxlm.ladder.forms import Runs
+from maxlm.ladder.grid import Rung
+from maxlm.runtime.launch import Supervisor
+from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.attempts import OVER
+from maxlm.telemetry.report.load import load_run
+
+RESTARTS = 10
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a run. `loss`: held-out, nats a token, of a run that is done; else `state` says why there is none."""
+
+    rung: Rung
+    loss: float | None
+    state: str  # done, not begun, not finished, or how it failed
+    failed: bool = False
+    seconds: float | None = None  # of training, restarts and saves included
+
+
+def config_file(folder: Path, rung: Rung) -> Path:
+    return folder / "configs" / f"{rung.name}.yml"
+
+
+def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
+    """Write the config of each run. Raises UserError if a run has begun with another one, or a file cannot be written."""
+    for rung in rungs:
+        begun = folder / "runs" / rung.name / "config.yml"
+        file, text = config_file(folder, rung), dump(rung.config)
+        if begun.exists() and file.exists() and file.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{rung.name} was begun with {_difference(file, rung)}: undo the change, remove its folder {begun.parent}, "
+                "or take another `folder`."
+            )
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, text)
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
+
+
+def _difference(file: Path, rung: Rung) -> str:
+    """The first setting that differs: its value in the file, and now."""
+    before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file)).config, rung.config))
+    key = next((key for key in sorted({*before, *now}) if before.get(key) != now.get(key)), "another format")
+    return f"{key} = {show(before.get(key))}, and the ladder says {show(now.get(key))} now"
+
+
+def find(folder: Path, rung: Rung) -> Found:
+    """Read the folder of a run."""
+    path = folder / "runs" / rung.name
+    if not (path / "events.jsonl").exists():
+        return Found(rung, None, "not begun")
+    run = load_run(path)
+    starts = [number for number, event in enumerate(run.events) if event.kind == "start"]
+    stop = next((event for event in run.events[starts[-1] if starts else 0 :] if event.kind == "stop"), None)
+    if stop is None:
+        return Found(rung, None, "not finished")
+    reason = str(stop.data.get("reason"))
+    if reason not in OVER:
+        return Found(rung, None, "not finished" if reason == "preempted" else reason, failed=reason != "preempted")
+    loss = stop.data.get("eval_loss")
+    if stop.step != rung.config.total_steps or not isinstance(loss, float) or not math.isfinite(loss) or loss <= 0:
+        said = f"done at step {stop.step:,} of {rung.config.total_steps:,} with a held-out loss of {show(loss)}"
+        return Found(rung, None, said, failed=True)
+    return Found(rung, loss, "done", seconds=run.ledger.wall_s)
+
+
+def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> dict[str, int]:
+    """Train those that are not done, smallest first; a failed one does not stop the others, unless its input was wrong, as theirs would be.
+
+    Returns name -> exit code of those that failed.
+
+    Raises SystemExit(ExitCode.STOPPED) after a signal, when the run is saved.
+    """
+    failed: dict[str, int] = {}
+    speed: float | None = None  # FLOP/s of the last run, starting up included
+    for number, rung in enumerate(rungs, start=1):
+        if find(folder, rung).loss is not None:
+            continue
+        left = sum(one.flops for one in rungs[number - 1 :] if find(folder, one).loss is None)
+        time_left = "" if speed is None else f"; about {max(left / speed / 60, 1):.0f} min for all that are left"
+        say(f"[{number} of {len(rungs)}] {rung.name}: {rung.parameters:,} parameters, {rung.tokens:,} tokens{time_left}")
+        command = [sys.executable, "-m", "maxlm", "train", str(config_file(folder, rung))]
+        code = Supervisor(command, restarts=RESTARTS, backoff=1.0, say=say).run()
+        if code == ExitCode.STOPPED:
+            say(f"{rung.name} was saved; the same command goes on with it.")
+            raise SystemExit(ExitCode.STOPPED)
+        found = find(folder, rung)
+        if found.loss is None:
+            failed[rung.name] = code
+            say(f"{rung.name} failed with exit code {code} ({found.state})")
+            if code == ExitCode.WRONG_INPUT:
+                break
+        elif found.seconds:
+            speed = rung.flops / found.seconds
+    return failed
+
+
+def measured(found: Sequence[Found]) -> tuple[Runs, list[Found]]:
+    """Sizes, lengths and losses of the runs that are done, and these."""
+    done = [one for one in found if one.loss is not None]
+    columns = (
+        [one.rung.parameters for one in done],
+        [one.rung.tokens for one in done],
+        [one.rung.flops for one in done],
+        [one.loss for one in done],
+    )
+    return Runs(*(np.array(column, np.float64) for column in columns)), done

@@ -1,0 +1,110 @@
+"""Optimizers are tuned with equal trials, and compared over seeds at equal FLOPs and at equal time."""
+
+import json
+import math
+
+import pytest
+from ladder_folder import LADDER, end_run, write_ladder
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import load
+from maxlm.ladder import ladder_command, runs
+from maxlm.ladder.grid import Rung
+from maxlm.ladder.ladder_command import Options
+
+COMPARE = (
+    LADDER.replace("tokens: [2e5, 1e6, 5e6]", "tokens: [1e6]").split("  c: {")[0]
+    + """
+tokens: [1e6]
+compare:
+  optimizers:
+    adamw: {peak_lr: [1e-3, 3e-3, 1e-2]}
+    muon: {peak_lr: [3e-3, 1e-2, 3e-2], settings: {optimizer.muon: {momentum: 0.9}}}
+  warmup: [0.02, 0.1]
+  seeds: [1, 2, 3]
+"""
+)
+SECONDS = {"adamw": 0.1, "muon": 0.2}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder where a run ends at once: least loss at a rate of 3e-3 with AdamW and 1e-2 with Muon, which is better and slower."""
+    monkeypatch.chdir(tmp_path)
+    names = []
+
+    class Supervisor:
+        def __init__(self, command, **_):
+            self.config = load(command[-1]).config
+
+        def run(self):
+            names.append(self.config.run.name)
+            kind, steps = self.config.optimizer.name, self.config.total_steps
+            wrong = math.log(self.config.optimizer.peak_lr / {"adamw": 3e-3, "muon": 1e-2}[kind]) ** 2
+            loss = 3 - 0.1 * math.log(steps) - 0.05 * (kind == "muon") + 0.01 * wrong + 0.01 * self.config.train.seed
+            rung = Rung(self.config.run.name, "", "", 0, self.config, 1, 1, 1.0)
+            end_run(tmp_path / "out", rung, loss + 0.001 * (self.config.optimizer.warmup_steps / steps > 0.05))
+            row = {"loss": 1.0, "step_time_s": SECONDS[kind], "data_wait_s": 0.0, "time": 1.0}
+            lines = "".join(json.dumps({"step": step, **row}) + "\n" for step in range(1, 5))
+            (tmp_path / "out/runs" / self.config.run.name / "metrics.jsonl").write_text(lines)
+            return 0
+
+    monkeypatch.setattr(runs, "Supervisor", Supervisor)
+    return tmp_path, names
+
+
+def call(file, optimizers="adamw,muon", **options):
+    ladder_command.run_comparison(str(file), [], optimizers, Options(**options), print)
+    return json.loads((file.parent / "out/comparison.json").read_text())["entries"]
+
+
+def test_each_is_tuned_alike_and_the_slower_gets_fewer_steps_at_equal_time(here, capsys):
+    folder, names = here
+    file = write_ladder(folder, COMPARE)
+    entries = call(file)
+    assert [(one["size"], one["optimizer"]) for one in entries] == [("a", "adamw"), ("a", "muon"), ("b", "adamw"), ("b", "muon")]
+    assert sum("-lr" in name for name in names) == 2 * 2 * 3 * 2, "sizes, optimizers, rates, warm-ups"
+    for one in entries:
+        assert one["best"]["optimizer.peak_lr"] == {"adamw": 3e-3, "muon": 1e-2}[one["optimizer"]]
+        assert one["best"]["warmup"] == 0.02 and not one["at_edge"]
+    adamw, muon = entries[:2]
+    assert [b - a for a, b in zip(adamw["losses"], muon["losses"], strict=True)] == pytest.approx([-0.05] * 3)
+    assert adamw["losses_at_equal_time"] == adamw["losses"]
+    slower = [b - a for a, b in zip(muon["losses"], muon["losses_at_equal_time"], strict=True)]
+    assert slower == pytest.approx([0.1 * math.log(2)] * 3, abs=1e-4), "half as many steps"
+    config = load(str(folder / "out/configs/a-muon-equaltime-seed2.yml")).config
+    assert config.train.seed == 2 and config.optimizer.muon.momentum == 0.9
+    assert config.optimizer.warmup_steps == round(0.02 * config.total_steps)
+    said = capsys.readouterr().out
+    assert "-0.0500 ± 0.0000" in said and "+0.0193 ± 0.0000" in said
+    before = len(names)
+    call(file)
+    assert len(names) == before, "nothing was left to train"
+
+
+def test_a_best_rate_at_the_edge_is_said(here):
+    file = write_ladder(here[0], COMPARE.replace("[1e-3, 3e-3, 1e-2]", "[1e-2, 2e-2, 3e-2]"))
+    assert [one["at_edge"] for one in call(file)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "optimizers", "said"),
+    [
+        ("compare:", "compare:", "adamw", "must name two optimizers or more"),
+        ("compare:", "compare:", "adamw,adamw", "each once"),
+        ("compare:", "compare:", "adamw,lyon", "has no such optimizer; it has adamw, muon"),
+        ("[1e-3, 3e-3, 1e-2]", "[1e-3, 3e-3]", "adamw,muon", "no fair comparison"),
+        ("seeds: [1, 2, 3]", "seeds: [1]", "adamw,muon", "seeds"),
+        ("    muon:", "    mon:", "adamw,mon", "optimizer.name"),
+    ],
+)  # fmt: skip
+def test_bad_comparisons_are_refused_in_one_line(here, old, new, optimizers, said):
+    file = write_ladder(here[0], COMPARE.replace(old, new))
+    with pytest.raises(UserError, match=said) as raised:
+        call(file, optimizers)
+    assert "\n" not in str(raised.value)
+
+
+def test_runs_that_are_missing_are_named(here):
+    with pytest.raises(UserError, match=r"6 of 6 runs of the comparison have no loss: a-adamw-lr0\.001.*not begun"):
+        call(write_ladder(here[0], COMPARE), train=False)

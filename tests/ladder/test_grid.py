@@ -1,0 +1,86 @@
+"""The runs of a ladder: their sizes, lengths and FLOPs, and what is refused."""
+
+import pytest
+from ladder_folder import LADDER, rungs_of, write_ladder
+
+from maxlm.config.errors import UserError
+from maxlm.models.counts import count_parameters, step_flops, token_flops
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_sizes_keep_the_proportions_of_the_base(here):
+    rungs = {rung.name: rung for rung in rungs_of(write_ladder(here))}
+    assert len(rungs) == 12
+    model = rungs["d-tokens1M"].config.model
+    assert (model.d_model, model.n_layers, model.head_dim, model.n_heads, model.n_kv_heads, model.d_ff) == (128, 4, 16, 8, 4, 256)
+    one = rungs["d-tokens1M"]
+    assert one.parameters == count_parameters(model) and one.flops == step_flops(one.config) * one.config.total_steps
+    assert abs(one.tokens - 1e6) <= one.config.tokens_per_step / 2
+    flops = [rung.flops for rung in rungs_of(write_ladder(here))]
+    assert flops == sorted(flops), "smallest first"
+
+
+def test_a_budget_is_spent_by_every_size_whose_ratio_is_allowed(here):
+    text = LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12]\nleast_ratio: 2\nwarmup: 0.1\nseeds: [0, 1]")
+    rungs = rungs_of(write_ladder(here, text))
+    assert {rung.seed for rung in rungs} == {0, 1} and {rung.size for rung in rungs} == {"a", "b", "c"}
+    for rung in rungs:
+        assert abs(rung.flops / 1e12 - 1) < 0.01
+        assert rung.config.optimizer.warmup_steps == round(0.1 * rung.config.total_steps)
+        assert rung.name == f"{rung.size}-budget1e12-seed{rung.seed}"
+
+
+def test_a_ratio_counts_parameters_as_the_fit_does(here):
+    text = LADDER.replace("tokens: [2e5, 1e6, 5e6]", "tokens_per_parameter: [20]")
+    whole = {rung.size: rung for rung in rungs_of(write_ladder(here, text))}
+    without = {rung.size: rung for rung in rungs_of(write_ladder(here, text.replace("fit: {", "fit: {parameters: without_embeddings, ")))}
+    for size, rung in whole.items():
+        assert rung.parameters - without[size].parameters == 2 * 320 * rung.config.model.d_model
+        assert without[size].tokens == pytest.approx(20 * without[size].parameters, abs=256)
+        assert rung.flops / rung.tokens == token_flops(rung.config.model, 32)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("tokens: [2e5, 1e6, 5e6]", "seeds: [0]", "budgets = null: says no length"),
+        ("tokens: [2e5, 1e6, 5e6]", "tokens: [5, 5]", "names a value twice"),
+        ("tokens: [2e5, 1e6, 5e6]", "budgets: [-1]", "budgets"),
+        ("tokens: [2e5, 1e6, 5e6]", "budgets: [1e3]\nleast_ratio: 1", "no run of the ladder has between least_ratio and most_ratio"),
+        ("tokens: [2e5, 1e6, 5e6]", "tokens: [1]", "warm-up must end before the run does"),
+        ("tokens: [2e5, 1e6, 5e6]", "tokens: [100, 130]\nwarmup: 0", "size a: tokens 100 and tokens 130 are the same 256 tokens"),
+        ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 0", "n_layers"),
+        ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, n_heads: 3", "size a of the ladder: "),
+        ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {train.steps: 3}", "is set by the ladder itself"),
+        ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {optimizer.pek_lr: 3}", "pek_lr"),
+        ("  a: {", "  a/b: {", "sizes"),
+        ("BASE", "nothing.yml", "does not exist"),
+        ("fit: {samples: 20}", "fit: {samples: 20, form: cubic}", "fit.form"),
+        ("folder: out", "folder: gs://bucket/out", "folder"),
+        ("folder: out", "", "folder"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused_in_one_line(here, old, new, said):
+    assert old in LADDER
+    with pytest.raises(UserError, match=said) as raised:
+        rungs_of(write_ladder(here, LADDER.replace(old, new)))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("eval_batches: 0", r"train.eval_batches = 0: a ladder fits the loss on held-out text"),
+        ("eval_batches: 1, batch_ramp: [{global_batch: 4, until_tokens: 640}]", r"train.batch_ramp goes by tokens"),
+    ],
+)
+def test_a_base_without_evaluation_or_with_growing_batches_is_refused(here, new, said):
+    file = write_ladder(here)
+    (here / "base.yml").write_text((here / "base.yml").read_text().replace("eval_batches: 1", new))
+    with pytest.raises(UserError, match=said):
+        rungs_of(file)

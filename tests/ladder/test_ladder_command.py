@@ -1,0 +1,145 @@
+"""`maxlm ladder`: what is done is not done again, what failed is named, and the largest size is predicted from the others."""
+
+import json
+
+import pytest
+from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
+
+from maxlm.config.errors import UserError
+from maxlm.ladder import ladder_command, runs
+from maxlm.ladder.ladder_command import Options
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch, here):
+    """Names of the runs that were started; each ends well, or with the code that `codes` has for it."""
+    names, codes = [], {}
+
+    class Supervisor:
+        def __init__(self, command, **_):
+            self.name = command[-1].split("/")[-1].removesuffix(".yml")
+
+        def run(self):
+            names.append(self.name)
+            code = codes.get(self.name, 0)
+            rung = next(rung for rung in rungs_of(here / "ladder.yml") if rung.name == self.name)
+            if code in (0, 4):
+                end_run(here / "out", rung, reason="done" if code == 0 else "unhealthy")
+            return code
+
+    monkeypatch.setattr(runs, "Supervisor", Supervisor)
+    return names, codes
+
+
+def call(file, **options):
+    said = []
+    ladder_command.run(str(file), [], Options(**options), said.append)
+    return said
+
+
+def test_the_largest_size_is_predicted_and_the_page_written(here, trained, capsys):
+    file = write_ladder(here)
+    call(file)
+    assert trained[0] == [rung.name for rung in rungs_of(file)]
+    result = json.loads((here / "out/ladder.json").read_text())
+    assert result["form"] == "chinchilla" and len(result["predictions"]) == 3
+    assert all(abs(one["error"]) < 0.005 for one in result["predictions"])
+    assert abs(result["values"]["alpha"] - 0.3) < 0.01 and abs(result["values"]["beta"] - 0.35) < 0.01
+    page = (here / "out/ladder.html").read_text()
+    assert page.count("<svg") == 3 and "d-tokens5M" in page
+    assert "<script" not in page and "<?xml" not in page
+    assert "predicted from the smaller sizes" in capsys.readouterr().out
+    call(file)
+    assert len(trained[0]) == 12, "nothing was left to train"
+
+
+def test_a_run_that_was_stopped_is_gone_on_with(here, trained):
+    file = write_ladder(here)
+    third = rungs_of(file)[2].name
+    trained[1][third] = 3
+    with pytest.raises(SystemExit) as stopped:
+        call(file)
+    assert stopped.value.code == 3 and len(trained[0]) == 3
+    trained[1].clear()
+    call(file)
+    assert trained[0][3] == third and len(trained[0]) == 13
+
+
+def test_failed_runs_are_named_and_left_out_only_when_told_to(here, trained):
+    file = write_ladder(here)
+    trained[1].update({"b-tokens1M": 4, "c-tokens5M": 1})
+    with pytest.raises(UserError, match=r"2 of 12 runs failed: .*b-tokens1M \(unhealthy, exit code 4\).*--without-failed"):
+        call(file)
+    assert len(trained[0]) == 12, "the others were trained"
+    assert not (here / "out/ladder.json").exists()
+    call(file, train=False, without_failed=True)
+    assert len(json.loads((here / "out/ladder.json").read_text())["runs"]) == 10
+    with pytest.raises(UserError, match="runs failed: b-tokens1M"):
+        call(file, train=False)
+
+
+def test_wrong_input_stops_the_ladder_at_the_first_run(here, trained):
+    file = write_ladder(here)
+    trained[1][rungs_of(file)[0].name] = 2
+    with pytest.raises(UserError, match="1 of 12 runs failed"):
+        call(file)
+    assert len(trained[0]) == 1
+
+
+def test_a_changed_ladder_is_refused_where_runs_have_begun_and_grows_otherwise(here, trained):
+    file = write_ladder(here)
+    call(file)
+    (here / "base.yml").write_text((here / "base.yml").read_text().replace("warmup_steps: 4", "warmup_steps: 5"))
+    with pytest.raises(UserError, match=r"was begun with optimizer.warmup_steps = 4, and the ladder says 5 now: undo the change"):
+        call(file)
+    (here / "base.yml").write_text((here / "base.yml").read_text().replace("warmup_steps: 5", "warmup_steps: 4"))
+    file.write_text(file.read_text().replace("5e6]", "5e6, 1e7]"))
+    call(file)
+    assert len(trained[0]) == 16
+
+
+def test_a_dry_run_writes_nothing_and_without_training_configs_are_written(here, trained, capsys):
+    file = write_ladder(here)
+    call(file, dry_run=True)
+    assert "a-tokens200k" in capsys.readouterr().out and not (here / "out").exists()
+    assert "no run is done yet" in call(file, train=False)[0]
+    assert len(list((here / "out/configs").glob("*.yml"))) == 12 and not trained[0]
+    end_run(here / "out", rungs_of(file)[0])
+    with pytest.raises(UserError, match="11 of 12 runs are not done"):
+        call(file, train=False)
+
+
+def test_runs_whose_loss_is_no_loss_have_failed(here, trained):
+    file = write_ladder(here)
+    rungs = rungs_of(file)
+    end_all(here / "out", rungs)
+    end_run(here / "out", rungs[0], loss=float("nan"))
+    (here / "out/runs" / rungs[1].name / "events.jsonl").write_text(
+        '{"kind": "stop", "step": 7, "time": 1, "reason": "done", "eval_loss": 2.0}\n'
+    )
+    with pytest.raises(UserError, match=r"2 of 12 runs failed: .*done at step 7 of"):
+        call(file, train=False)
+
+
+def test_minima_of_parabolas_have_the_exponents_of_the_losses(here, trained):
+    """L = E + A / N^a + B / D^a is least at N and D that are both proportional to C^0.5 at a fixed cost of a token and parameter."""
+    text = LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12, 1e13, 1e14]")
+    file = write_ladder(here, text)
+    end_all(here / "out", rungs_of(file), loss=lambda rung: 1.5 + 100 / rung.parameters**0.4 + 100 / (rung.tokens / 20) ** 0.4)
+    call(file, train=False)
+    exponents = json.loads((here / "out/ladder.json").read_text())["exponents"]
+    assert exponents["a"] == pytest.approx(0.5, abs=0.1) and exponents["b"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_two_ladders_in_one_folder_are_refused(here, trained, monkeypatch):
+    file = write_ladder(here)
+    monkeypatch.setattr(ladder_command, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(ladder_command, "train", lambda *_: call(file))
+    with pytest.raises(UserError, match="wait for the other ladder, or give this one another folder"):
+        call(file)

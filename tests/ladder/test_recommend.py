@@ -1,0 +1,61 @@
+"""From a budget to a model: the least loss of the fitted form, as settings that make a config."""
+
+import numpy as np
+import pytest
+from ladder_folder import end_all, rungs_of, write_ladder
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import load
+from maxlm.ladder import ladder_command
+from maxlm.ladder.ladder_command import Options
+from maxlm.ladder.recommend import recommend
+from maxlm.models.counts import count_parameters, token_flops
+
+
+@pytest.fixture
+def ladder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_ladder(tmp_path)
+    end_all(tmp_path / "out", rungs_of(file))
+    ladder_command.run(str(file), [], Options(train=False), print)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("flops", [1e16, 1e19])
+def test_the_recommended_size_is_the_best_of_its_neighbours(ladder, flops):
+    found = recommend(ladder, "base.yml", [], flops)
+    config = load("base.yml", found.overrides).config
+    assert config.train.tokens == found.tokens
+    assert token_flops(config.model, 32) * found.tokens == pytest.approx(flops, rel=0.01)
+
+    def loss(parameters):  # that losses were made with
+        return (
+            1.5
+            + 12 / parameters**0.3
+            + 60 / (flops / (token_flops(config.model, 32) / count_parameters(config.model)) / parameters) ** 0.35
+        )
+
+    best = count_parameters(config.model)
+    assert loss(best) <= min(loss(best / 1.5), loss(best * 1.5)) + 1e-9
+    assert any("extrapolation" in sentence for sentence in found.sentences)
+    assert config.model.n_layers == round(config.model.d_model * 2 / 32) and config.model.d_model % 128 == 0
+
+
+def test_more_flops_are_a_larger_model_for_longer(ladder):
+    configs = [load("base.yml", recommend(ladder, "base.yml", [], flops).overrides).config for flops in np.logspace(15, 21, 4)]
+    sizes, tokens = ([f(config) for config in configs] for f in (lambda c: count_parameters(c.model), lambda c: c.train.tokens))
+    assert sizes == sorted(set(sizes)) and tokens == sorted(set(tokens))
+
+
+def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        recommend(tmp_path, "base.yml", [], 1e18)
+    with pytest.raises(UserError, match="is not a number of FLOPs"):
+        recommend(ladder, "base.yml", [], float("nan"))
+    with pytest.raises(UserError, match=r"too little for base\.yml"):
+        recommend(ladder, "base.yml", [], 1e3)
+    with pytest.raises(UserError, match="goes with dense models"):
+        recommend(ladder, "runs/quickstart-moe", [], 1e18)
+    (ladder / "ladder.json").write_text("[]")
+    with pytest.raises(UserError, match="fit it anew"):
+        recommend(ladder, "base.yml", [], 1e18)
